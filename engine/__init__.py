@@ -1,0 +1,1 @@
+"""The engine: one model replica; it owns tokens and memory."""

@@ -1,0 +1,1 @@
+"""Attention and cache kernels over a paged KV cache."""

@@ -1,0 +1,1 @@
+"""Octavo: a gRPC service for large language models, built on PagedAttention."""

@@ -1,0 +1,1 @@
+"""The router: what clients talk to; it owns text, admission and balancing."""
