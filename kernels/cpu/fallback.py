@@ -1,0 +1,91 @@
+"""Attention on the CPU in plain PyTorch, for machines without a C++ compiler.
+
+Sequences with the same number of queries are gathered through their block tables
+into one padded batch and handed to `scaled_dot_product_attention`; so all the
+decodes of a step are one call. Each gather copies the K/V that it reads.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
+    block_size = key_cache.shape[2]
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    key_cache[block, :, offset] = key
+    value_cache[block, :, offset] = value
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    starts = metadata.query_starts
+    query_lens = (starts[1:] - starts[:-1]).where(metadata.seq_lens > 0, 0)
+    for query_len in sorted(set(query_lens.tolist()) - {0}):
+        seqs = torch.nonzero(query_lens == query_len).flatten()
+        rows = starts[seqs, None] + torch.arange(query_len)
+        seq_lens = metadata.seq_lens[seqs]
+        max_len = int(seq_lens.max())
+        q = query[rows].transpose(1, 2)
+        k = _gather(key_cache, metadata.block_tables[seqs], seq_lens, max_len)
+        v = _gather(value_cache, metadata.block_tables[seqs], seq_lens, max_len)
+        query_positions = seq_lens[:, None] - query_len + torch.arange(query_len)
+        # [num_seqs, 1, query_len, max_len], negative where the key is earlier.
+        distance = (torch.arange(max_len) - query_positions[:, :, None])[:, None]
+        seen = distance <= 0
+        if sliding_window is not None:
+            seen &= distance > -sliding_window
+        if soft_cap is None and alibi_slopes is None:
+            attended = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+        else:
+            k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            logits = scale * q.float() @ k.transpose(2, 3)
+            if soft_cap is not None:
+                logits = soft_cap * torch.tanh(logits / soft_cap)
+            if alibi_slopes is not None:
+                logits = logits + alibi_slopes.float()[:, None, None] * distance
+            attended = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+        out[rows] = attended.transpose(1, 2).to(out.dtype)
+    return out
+
+
+def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
+    """Returns `[num_seqs, num_kv_heads, max_len, head_dim]`, zero past each end.
+
+    Zeroed, not left to the mask: a NaN there would outlive a weight of nought.
+    """
+    used = tables[:, : -(-max_len // cache.shape[2])].long()
+    # Padding may name any block at all.
+    used = used.clamp(0, cache.shape[0] - 1)
+    gathered = cache[used].transpose(1, 2).flatten(2, 3)[:, :, :max_len]
+    past_end = torch.arange(max_len) >= seq_lens[:, None]
+    return gathered.masked_fill(past_end[:, None, :, None], 0)
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
+    swap_blocks(cache, cache, pairs)
+
+
+def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks between caches in CPU memory; see `kernels.ops.swap_blocks`."""
+    destination.index_copy_(0, pairs[:, 1], source.index_select(0, pairs[:, 0]))

@@ -1,0 +1,217 @@
+"""The door to the kernels: each operation, on whatever device its tensors are.
+
+The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size,
+head_dim]`, so that a block (all layers, keys and values) is contiguous: to copy or
+swap one is a single move. Layer l's keys are `cache[:, l, 0]` and its values
+`cache[:, l, 1]`: strided over blocks, contiguous inside one.
+
+Triton is imported only where CUDA tensors come; a machine without it runs on CPU.
+"""
+
+from functools import cache
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+HEAD_DIM_MULTIPLE = 8
+
+
+class _Backend(Protocol):
+    """What each device's package provides."""
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        alibi_slopes: Tensor | None,
+    ) -> Tensor: ...
+
+    def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None: ...
+
+    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None: ...
+
+
+@cache
+def _backend(device_type: str) -> _Backend:
+    """Returns the kernels for a type of device, importing them on first use."""
+    if device_type == "cuda":
+        from kernels import triton  # noqa: PLC0415  # absent on machines without a GPU
+
+        return cast("_Backend", triton)
+    if device_type == "cpu":
+        from kernels import cpu  # noqa: PLC0415  # looks for a compiler
+
+        return cast("_Backend", cpu)
+    raise ValueError(f"device {device_type!r} is not supported: use 'cuda' or 'cpu'")
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Writes each token's key and value to its slot of the cache.
+
+    Args:
+        key: `[num_tokens, num_kv_heads, head_dim]`, of the cache's dtype; may be a
+            strided view.
+        value: as `key`.
+        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous
+            inside a block.
+        value_cache: as `key_cache`.
+        slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`.
+            Negative slots are skipped.
+
+    Raises:
+        IndexError: a slot is past the cache's end (CPU only; a GPU does not look).
+    """
+    _backend(key_cache.device.type).write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attends causally over keys and values that lie in blocks.
+
+    Decodes and prefill chunks of any length share one call. The queries of a
+    sequence are its last positions; query j of q sees the positions up to
+    `seq_len - q + j`. A logit is `scale * q.k`, then capped, then biased, then
+    masked. Slots past a sequence's end and free blocks may hold anything, NaN too.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`, of the cache's dtype; may be a
+            strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
+        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous
+            inside a block.
+        value_cache: as `key_cache`.
+        metadata: which rows are whose, and which blocks.
+        scale: multiplies the dot products.
+        sliding_window: how many positions, its own included, a query sees; all
+            the earlier ones if None.
+        soft_cap: c turns a logit x into `c * tanh(x / c)`.
+        alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
+
+    Returns:
+        Tensor: `[num_tokens, num_heads, head_dim]`, contiguous, of the query's dtype.
+
+    Raises:
+        IndexError: a block table names a block that is not in the cache (CPU only).
+    """
+    return _backend(query.device.type).paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks within a cache, all layers, keys and values (copy-on-write).
+
+    Args:
+        cache: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        pairs: `[n, 2]` int64 on the CPU, (source, destination) block numbers. No
+            destination is also a source or appears twice.
+
+    Raises:
+        IndexError: a number is not in the cache.
+    """
+    _check_pairs(pairs, cache.shape[0], cache.shape[0])
+    if len(pairs):
+        _backend(cache.device.type).copy_blocks(cache, pairs)
+
+
+def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks between a device's cache and swap space in CPU memory.
+
+    It returns once the data has arrived: source blocks may be written at once.
+
+    Args:
+        source: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
+        destination: the same but for the number of blocks, on either device.
+        pairs: `[n, 2]` int64 on the CPU, (source block, destination block). No
+            destination appears twice.
+
+    Raises:
+        IndexError: a number is not in its cache.
+    """
+    _check_pairs(pairs, source.shape[0], destination.shape[0])
+    if len(pairs):
+        device = source.device.type if source.device.type != "cpu" else destination.device.type
+        _backend(device).swap_blocks(source, destination, pairs)
+
+
+def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:
+    """Raises IndexError if a block number is out of range: a copy would corrupt memory."""
+    for column, count in ((0, num_sources), (1, num_destinations)):
+        numbers = pairs[:, column]
+        if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= count):
+            name = ("source", "destination")[column]
+            raise IndexError(f"a {name} block is out of range [0, {count}): {numbers.tolist()}")
+
+
+def check_supported(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> None:
+    """Says whether the kernels can serve a model, before memory is spent on it.
+
+    Raises:
+        ValueError: they cannot; the message names the limit that is broken.
+    """
+    device = torch.device(device)
+    if dtype not in DTYPES:
+        names = ", ".join(str(supported) for supported in DTYPES)
+        raise ValueError(f"dtype {dtype} is not supported: use one of {names}")
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads cannot be shared evenly by {num_kv_heads} KV heads"
+        )
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(
+            f"head size {head_dim} is not supported: it must be a multiple of "
+            f"{HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        )
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
+        raise ValueError(
+            f"block size {block_size} is not supported: it must be a power of two "
+            f"from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+        )
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device {device.type!r} is not supported: use 'cuda' or 'cpu'")

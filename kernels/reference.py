@@ -1,0 +1,119 @@
+"""The plain definition of every kernel, which each fast version is held to.
+
+Nothing here is fast and nothing is clever: float32 arithmetic, one sequence at a
+time, any shape and any device.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.metadata import AttentionMetadata
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Writes each token's key and value to its slot of the cache.
+
+    Args:
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as `key`.
+        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
+        value_cache: as `key_cache`.
+        slot_mapping: `[num_tokens]` int64, see `AttentionMetadata`.
+    """
+    block_size = key_cache.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, :, slot % block_size] = key[token]
+            value_cache[slot // block_size, :, slot % block_size] = value[token]
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
+    """Attends causally over keys and values that lie in blocks.
+
+    As in PagedAttention (Kwon et al., SOSP 2023, section 4.1). The queries of a
+    sequence are its last positions. A logit is `scale * q.k`, then capped, then
+    biased, then masked. A query that may attend to nothing gives zeros.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`; query head h reads KV head
+            `h // (num_heads // num_kv_heads)`.
+        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
+        value_cache: as `key_cache`.
+        metadata: which rows are whose, and which blocks.
+        scale: multiplies the dot products.
+        sliding_window: how many positions, its own included, a query sees; all
+            the earlier ones if None.
+        soft_cap: c turns a logit x into `c * tanh(x / c)`.
+        alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
+
+    Returns:
+        Tensor: `[num_tokens, num_heads, head_dim]`, contiguous, as `query` in dtype.
+    """
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    starts = metadata.query_starts.tolist()
+    for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
+        first, last = starts[seq], starts[seq + 1]
+        if first == last or seq_len == 0:
+            continue
+        blocks = metadata.block_tables[seq]
+        # [heads, queries, head_dim] against [heads, keys, head_dim]
+        q = query[first:last].float().transpose(0, 1)
+        k = _gather(key_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
+        v = _gather(value_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
+        logits = scale * q @ k.transpose(1, 2)
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        query_positions = torch.arange(seq_len - (last - first), seq_len, device=query.device)
+        distance = torch.arange(seq_len, device=query.device) - query_positions[:, None]
+        if alibi_slopes is not None:
+            logits = logits + alibi_slopes.float()[:, None, None] * distance
+        hidden = distance > 0
+        if sliding_window is not None:
+            hidden = hidden | (distance <= -sliding_window)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        out[first:last] = (weights @ v).transpose(0, 1).to(out.dtype)
+    return out
+
+
+def _gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
+    """Returns one sequence's keys or values, `[num_kv_heads, seq_len, head_dim]` float32."""
+    used = blocks[: -(-seq_len // cache.shape[2])].long()
+    return cache[used].float().transpose(0, 1).flatten(1, 2)[:, :seq_len]
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks within a cache (copy-on-write).
+
+    Args:
+        cache: `[num_blocks, ...]`.
+        pairs: `[n, 2]` int64 on the CPU, (source, destination) block numbers. No
+            destination is also a source or appears twice.
+    """
+    for source, destination in pairs.tolist():
+        cache[destination] = cache[source]
+
+
+def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks from one cache to another, on any devices.
+
+    Args:
+        source: `[num_blocks, ...]`.
+        destination: `[num_other_blocks, ...]`, of the same block shape and dtype.
+        pairs: `[n, 2]` int64 on the CPU, (source block, destination block). No
+            destination appears twice.
+    """
+    for from_block, to_block in pairs.tolist():
+        destination[to_block] = source[from_block].to(destination.device)
