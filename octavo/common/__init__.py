@@ -1,0 +1,1 @@
+"""What router and engine truly share."""

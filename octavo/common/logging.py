@@ -1,0 +1,81 @@
+"""One log for everything: structlog's events and stdlib records alike."""
+
+import logging
+import os
+import sys
+from typing import Literal
+
+import structlog
+from structlog.typing import Processor
+
+LogFormat = Literal["console", "json"]
+
+QUIET = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "torch", "urllib3")
+"""Libraries whose informational records are of no use to an operator."""
+
+
+def configure(log_format: LogFormat = "console", log_level: str = "info") -> None:
+    """Sends all logs to stderr, once per process and before anything logs.
+
+    Timestamps are UTC. Context variables (`structlog.contextvars`) are in every
+    line, so a request id that is bound once is everywhere.
+
+    Args:
+        log_format: "console" for people, in colour on a terminal; "json" for
+            machines, one object a line.
+        log_level: the least severe level written: debug, info, warning or error.
+    """
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            structlog.stdlib.PositionalArgumentsFormatter(),
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                *_renderers(log_format),
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(log_level.upper())
+    _quieten()
+
+
+def _renderers(log_format: LogFormat) -> list[Processor]:
+    """The last processors, which turn an event into a line."""
+    if log_format == "console":
+        plain = structlog.dev.plain_traceback
+        colors = sys.stderr.isatty()
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
+    # Locals stay out of tracebacks: they would put prompts into the log.
+    frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
+
+
+def _quieten() -> None:
+    """Keeps libraries' chatter out, whether or not they are imported yet."""
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,0 +1,45 @@
+"""Where a model's files are: what `--model` may say."""
+
+import re
+from pathlib import Path
+
+DEMO = "demo"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+class ModelError(Exception):
+    """A model cannot be had. The message says what was looked for and where."""
+
+
+def resolve(model: str) -> str:
+    """Turns `--model` into what `from_pretrained` takes.
+
+    Args:
+        model: "demo", a local directory or a hub name. A directory wins over a
+            hub name that is spelt like it.
+
+    Returns:
+        An absolute path, or the hub name as it was given. For "demo" the path of
+        a directory that is prepared on first use, which takes half a minute.
+
+    Raises:
+        ModelError: the path does not exist or holds no model, the name is no
+            hub name, or the demo model could not be prepared.
+    """
+    if model == DEMO:
+        from octavo.common import demo_model  # noqa: PLC0415 - brings in much that is rarely needed
+
+        return str(demo_model.prepare())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path.resolve()} holds no model: it has no config.json")
+        return str(path.resolve())
+    if path.is_file():
+        raise ModelError(f"{path.resolve()} is a file; --model takes the directory that holds it")
+    if model.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(model):
+        raise ModelError(
+            f"{model!r} is no directory here ({path.absolute()}) and no hub name "
+            "(owner/name); the demo model is called 'demo'"
+        )
+    return model

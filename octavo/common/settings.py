@@ -1,0 +1,172 @@
+"""Settings declared once: a flag, an environment variable and a TOML key each."""
+
+import json
+import os
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, cast
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import InitSettingsSource
+
+ENV_PREFIX = "OCTAVO_"
+TABLES = ("engine", "router")
+"""TOML tables whose keys win over the file's flat keys, for one command each."""
+
+
+class SettingsError(Exception):
+    """A setting is wrong. The message names where it was set and what is allowed."""
+
+
+class Settings(BaseSettings):
+    """What every command has; the engine's and the router's settings derive from it.
+
+    A value is looked for in the arguments (flags), then the environment
+    (`OCTAVO_NAME`), then the TOML file named by `config` (or `OCTAVO_CONFIG`),
+    then the field's default. A list is comma-separated or JSON in the
+    environment.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        enable_decoding=False,
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+    )
+
+    table: ClassVar[str] = ""
+    """The TOML table that belongs to this class: "engine", "router" or none."""
+
+    config: Path | None = Field(
+        None, description="TOML file with settings; flags and the environment win over it."
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console", description="Logs for people (console) or for machines (json lines)."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least severe log level that is written."
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _decode(cls, value: object, info: ValidationInfo) -> object:
+        """Reads lists and tables out of the environment's strings."""
+        field = cls.model_fields[info.field_name or ""]
+        if not isinstance(value, str) or not is_collection(field):
+            return value
+        if value.lstrip()[:1] in {"[", "{"}:
+            return json.loads(value)
+        return [part.strip() for part in value.split(",") if part.strip()]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Puts the TOML file below the environment."""
+        given = init_settings() if isinstance(init_settings, InitSettingsSource) else {}
+        path = given.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        toml = read_toml(Path(path), cls) if path else {}
+        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=toml)
+
+    @classmethod
+    def load(cls, **flags: object) -> Self:
+        """Makes the settings from flags and everything below them.
+
+        Args:
+            **flags: values by field name; None means "not given".
+
+        Raises:
+            SettingsError: a value is not allowed; the message names its flag,
+                environment variable or TOML key.
+        """
+        given = {name: value for name, value in flags.items() if value is not None}
+        try:
+            return cls(**cast("dict[str, Any]", given))
+        except ValidationError as error:
+            lines = [_explain(cls, details, given) for details in error.errors()]
+            raise SettingsError("\n".join(lines)) from None
+
+
+def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
+    """Returns the file's values for `cls`: flat keys, then its table over them.
+
+    Keys of other commands are passed over, so that one file serves all.
+
+    Raises:
+        SettingsError: the file is missing or not TOML, or `cls`' table has a
+            key that is not one of its fields.
+    """
+    try:
+        data = tomllib.loads(path.expanduser().read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path} (--config): {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} (--config) is not valid TOML: {error}") from None
+    tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
+    own = {_field_name(key): value for key, value in tables.get(cls.table, {}).items()}
+    unknown = sorted(own.keys() - cls.model_fields.keys())
+    if unknown:
+        raise SettingsError(f"{path}: [{cls.table}] has no key {unknown[0]!r}")
+    flat = {_field_name(key): value for key, value in data.items()}
+    known = {name: value for name, value in flat.items() if name in cls.model_fields}
+    return {**known, **own}
+
+
+def flag(name: str) -> str:
+    """The command-line flag of the field `name`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment variable of the field `name`."""
+    return ENV_PREFIX + name.upper()
+
+
+def is_collection(field: FieldInfo) -> bool:
+    """Says whether a field holds a list, set, tuple or table."""
+    return any(
+        typing.get_origin(arm) in {list, set, frozenset, tuple, dict} or arm in {list, dict}
+        for arm in arms(field.annotation)
+    )
+
+
+def arms(annotation: object) -> tuple[object, ...]:
+    """A union's members; a type that is not a union is its own only one."""
+    if typing.get_origin(annotation) in {typing.Union, types.UnionType}:
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _field_name(key: str) -> str:
+    """TOML keys may be spelt like flags."""
+    return key.replace("-", "_")
+
+
+def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object]) -> str:
+    """One line: where the value was set, what is wrong, what was given."""
+    if not details["loc"]:  # a rule over several fields: its message names them
+        return details["msg"].removeprefix("Value error, ")
+    name = str(details["loc"][0])
+    what = details["msg"].removeprefix("Value error, ")
+    if details["type"] == "missing":
+        return f"{flag(name)} is required (or {variable(name)}, or the TOML key {name!r})"
+    if details["type"] == "extra_forbidden":
+        return f"{cls.__name__} has no setting {name!r}"
+    if name in flags:
+        where = flag(name)
+    elif os.environ.get(variable(name)):
+        where = variable(name)
+    else:
+        where = f"TOML key {name!r}"
+    return f"{where}: {what} (given: {details['input']!r})"
