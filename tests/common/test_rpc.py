@@ -1,0 +1,234 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_status import rpc_status
+
+from octavo.common import rpc
+from octavo.v1 import (
+    engine_pb2,
+    engine_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+)
+
+GENERATION = "octavo.v1.GenerationService"
+ENGINE = "octavo.v1.EngineService"
+BAD_UTF8 = b"\xff\xfe"
+
+
+class Generation(generation_pb2_grpc.GenerationServiceServicer):
+    """Fails in the way that the request's text says."""
+
+    async def Generate(self, request, context):  # noqa: N802
+        await context.write(generation_pb2.GenerateResponse())
+        if request.text == "crash":
+            raise RuntimeError("secret")
+        if request.text == "abort":
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "mine")
+        raise rpc.exhausted("too much", 1.5)
+
+    async def Tokenize(self, request, context):  # noqa: N802
+        if request.text == "crash":
+            raise RuntimeError("secret")
+        raise rpc.invalid("text", "text must be shorter")
+
+    async def ListModels(self, request, context):  # noqa: N802
+        return generation_pb2.ListModelsResponse()
+
+
+class Engine(engine_pb2_grpc.EngineServiceServicer):
+    async def Session(self, request_iterator, context):  # noqa: N802
+        async for request in request_iterator:
+            if request.submit.request_id == "crash":
+                raise RuntimeError("secret")
+            if request.submit.request_id == "refuse":
+                raise rpc.unavailable("draining")
+            yield engine_pb2.SessionResponse()
+
+
+@asynccontextmanager
+async def serving(**options) -> AsyncIterator[tuple[grpc.aio.Channel, object]]:
+    server, health = await rpc.create_server(
+        {
+            GENERATION: lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+                Generation(), s
+            ),
+            ENGINE: lambda s: engine_pb2_grpc.add_EngineServiceServicer_to_server(Engine(), s),
+        },
+        max_message_bytes=1 << 16,
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    options = rpc.channel_options(keepalive_time=10, keepalive_timeout=10)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        yield channel, health
+    await server.stop(None)
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    async def drain():
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain()
+    return caught.value
+
+
+def details(error: grpc.aio.AioRpcError, kind):
+    status = rpc_status.from_call(error)
+    for packed in status.details if status else ():
+        if packed.Is(kind.DESCRIPTOR):
+            message = kind()
+            packed.Unpack(message)
+            return message
+    return None
+
+
+def raw(channel, kind: str, method: str):
+    """A call whose requests are bytes as they stand."""
+    return getattr(channel, kind)(method)
+
+
+async def test_unary_error_carries_its_field():
+    async with serving() as (channel, _):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        error = await failure(stub.Tokenize(generation_pb2.TokenizeRequest(text="x")))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "text must be shorter"
+    (violation,) = details(error, error_details_pb2.BadRequest).field_violations
+    assert (violation.field, violation.description) == ("text", "text must be shorter")
+
+
+async def test_stream_error_carries_retry_info():
+    async with serving() as (channel, _):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        error = await failure(stub.Generate(generation_pb2.GenerateRequest(text="x")))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    delay = details(error, error_details_pb2.RetryInfo).retry_delay
+    assert delay.ToTimedelta().total_seconds() == 1.5
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_unexpected_exception_does_not_leak(method):
+    async with serving() as (channel, _):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        message = getattr(generation_pb2, f"{method}Request")(text="crash")
+        error = await failure(getattr(stub, method)(message))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in error.details()
+
+
+async def test_handler_may_abort_itself():
+    async with serving() as (channel, _):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        error = await failure(stub.Generate(generation_pb2.GenerateRequest(text="abort")))
+    assert (error.code(), error.details()) == (grpc.StatusCode.ALREADY_EXISTS, "mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("crash", grpc.StatusCode.INTERNAL), ("refuse", grpc.StatusCode.UNAVAILABLE)],
+)
+async def test_bidi_errors(name, code):
+    async with serving() as (channel, _):
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        call = stub.Session()
+        await call.write(engine_pb2.SessionRequest())
+        await call.read()
+        await call.write(engine_pb2.SessionRequest(submit=engine_pb2.Submit(request_id=name)))
+        error = await failure(call)
+    assert error.code() is code
+    assert "secret" not in error.details()
+
+
+async def test_invalid_utf8_names_the_field():
+    good = generation_pb2.GenerateRequest(
+        chat=generation_pb2.ChatPrompt(
+            messages=[
+                generation_pb2.ChatMessage(role="user", content="ok"),
+                generation_pb2.ChatMessage(role="user", content="QQ"),
+            ]
+        )
+    )
+    data = good.SerializeToString().replace(b"QQ", BAD_UTF8)
+    async with serving() as (channel, _):
+        call = raw(channel, "unary_stream", f"/{GENERATION}/Generate")
+        error = await failure(call(data))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "chat.messages[1].content must be valid UTF-8" in error.details()
+    (violation,) = details(error, error_details_pb2.BadRequest).field_violations
+    assert violation.field == "chat.messages[1].content"
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7f", b"\x07"])
+async def test_garbage_is_invalid(data):
+    async with serving() as (channel, _):
+        call = raw(channel, "unary_unary", f"/{GENERATION}/Tokenize")
+        error = await failure(call(data))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "TokenizeRequest" in error.details()
+
+
+async def test_garbage_in_the_middle_of_a_bidi_stream():
+    good = engine_pb2.SessionRequest(submit=engine_pb2.Submit(request_id="QQ"))
+    async with serving() as (channel, _):
+        call = raw(channel, "stream_stream", f"/{ENGINE}/Session")()
+        await call.write(good.SerializeToString())
+        await call.read()
+        await call.write(good.SerializeToString().replace(b"QQ", BAD_UTF8))
+        error = await failure(call)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "submit.request_id" in error.details()
+
+
+async def test_message_over_the_limit():
+    async with serving() as (channel, _):
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        error = await failure(stub.Tokenize(generation_pb2.TokenizeRequest(text="x" * 70_000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_unknown_method():
+    async with serving() as (channel, _):
+        error = await failure(raw(channel, "unary_unary", f"/{GENERATION}/No")(b""))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_health_follows_the_owner():
+    async with serving() as (channel, servicer):
+        stub = health_pb2_grpc.HealthStub(channel)
+        status = health_pb2.HealthCheckResponse
+        for name in ("", GENERATION, ENGINE):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == status.NOT_SERVING
+        await rpc.set_serving(servicer, ["", GENERATION], serving=True)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=GENERATION))
+        assert answer.status == status.SERVING
+
+
+async def test_reflection_lists_the_services():
+    async with serving() as (channel, _):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await asyncio.wait_for(call.read(), 5)
+        call.cancel()
+    names = {service.name for service in answer.list_services_response.service}
+    assert {GENERATION, ENGINE, "grpc.health.v1.Health"} <= names
+
+
+def test_codes_from_engines():
+    assert rpc.RpcError.from_code(14, "m").code is grpc.StatusCode.UNAVAILABLE
+    assert rpc.RpcError.from_code(99, "m").code is grpc.StatusCode.INTERNAL
+    assert rpc.RpcError.from_code(0, "m").code is grpc.StatusCode.INTERNAL
