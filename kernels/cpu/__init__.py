@@ -1,5 +1,27 @@
 """The kernels on CPU: compiled C++ where there is a compiler, else plain PyTorch."""
 
-from kernels.cpu.fallback import copy_blocks, paged_attention, swap_blocks, write_kv
+import logging
+
+from kernels.cpu import fallback
+from kernels.cpu.native import NativeKernels
+
+try:
+    _kernels: NativeKernels | None = NativeKernels()
+except OSError as error:
+    logging.getLogger(__name__).warning(
+        "the CPU kernels cannot be compiled, so attention will be slow: %s", error
+    )
+    _kernels = None
+
+if _kernels is not None:
+    write_kv = _kernels.write_kv
+    paged_attention = _kernels.paged_attention
+    copy_blocks = _kernels.copy_blocks
+    swap_blocks = _kernels.swap_blocks
+else:
+    write_kv = fallback.write_kv
+    paged_attention = fallback.paged_attention
+    copy_blocks = fallback.copy_blocks
+    swap_blocks = fallback.swap_blocks
 
 __all__ = ["copy_blocks", "paged_attention", "swap_blocks", "write_kv"]

@@ -1,0 +1,214 @@
+// Vectors of the machine's width, and the three types that K and V are stored in.
+//
+// Written with the vector extensions of GCC and Clang, so that one source serves
+// AVX-512, AVX2 and NEON; intrinsics appear only where the extensions have no word
+// for the instruction (conversions, the bf16 dot product).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class Vector>
+inline void store(void* to, Vector v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+template <class Vector>
+inline Vector load_partial(const void* from, int bytes) {
+  Vector v{};
+  std::memcpy(&v, from, bytes);
+  return v;
+}
+
+inline Floats broadcast(float x) { return x - Floats{}; }
+inline Words broadcast(uint32_t x) { return x - Words{}; }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+inline float reduce_max(Floats v) {
+  float result = v[0];
+  for (int i = 1; i < kLanes; i++) result = v[i] > result ? v[i] : result;
+  return result;
+}
+
+inline float reduce_add(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float result = 0;
+  for (int i = 0; i < kLanes; i++) result += v[i];
+  return result;
+#endif
+}
+
+// 2^x to 2 ulp; exactly 0 below the normal range, so for -inf too.
+inline Floats exp2(Floats x) {
+  const Floats magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats clamped = max(x, broadcast(-126.f));
+  Floats shifted = clamped + magic;
+  Floats f = clamped - (shifted - magic);  // in [-0.5, 0.5]
+  // Taylor coefficients of 2^f, ln(2)^k / k!; what is left out is below 1.3e-8.
+  Floats p = broadcast(1.5252734e-5f);
+  p = p * f + 1.5403530e-4f;
+  p = p * f + 1.3333558e-3f;
+  p = p * f + 9.6181291e-3f;
+  p = p * f + 5.5504109e-2f;
+  p = p * f + 2.4022651e-1f;
+  p = p * f + 6.9314718e-1f;
+  p = p * f + 1.f;
+  Ints exponent = ((Ints)shifted - (Ints)magic) << 23;
+  Floats result = (Floats)((Ints)p + exponent);
+  return x < -126.f ? Floats{} : result;
+}
+
+// Each storage type says how a vector of its elements is loaded and stored as
+// floats, and how the dot products see it: as `Words` of kPack elements each.
+
+struct Float32 {
+  using Stored = float;
+  static constexpr int kPack = 1;
+  static Floats load_floats(const Stored* from) { return load<Floats>(from); }
+  static void store_floats(Stored* to, Floats v) { store(to, v); }
+  static Words load_words(const Stored* from) { return load<Words>(from); }
+  static Floats multiply_add(Floats sum, Words a, Words b) {
+    return (Floats)a * (Floats)b + sum;
+  }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  static constexpr int kPack = 1;
+  static Floats load_floats(const Stored* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    Floats v;
+    for (int i = 0; i < kLanes; i++) {
+      Scalar half;
+      std::memcpy(&half, from + i, sizeof half);
+      v[i] = half;
+    }
+    return v;
+#endif
+  }
+  static void store_floats(Stored* to, Floats v) {
+#if defined(__AVX512F__)
+    store(to, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__) && defined(__F16C__)
+    store(to, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+    for (int i = 0; i < kLanes; i++) {
+      Scalar half = v[i];
+      std::memcpy(to + i, &half, sizeof half);
+    }
+#endif
+  }
+  static Words load_words(const Stored* from) { return (Words)load_floats(from); }
+  static Floats multiply_add(Floats sum, Words a, Words b) {
+    return Float32::multiply_add(sum, a, b);
+  }
+
+ private:
+#if defined(__ARM_FP16_FORMAT_IEEE)
+  using Scalar = __fp16;
+#elif !(defined(__AVX2__) && defined(__F16C__))
+  using Scalar = _Float16;
+#endif
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  static Floats load_floats(const Stored* from) {
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+  }
+  static void store_floats(Stored* to, Floats v) {
+#if defined(__AVX512BF16__)
+    store(to, (Halves)_mm512_cvtneps_pbh((__m512)v));
+#else
+    Words bits = (Words)v;
+    Words rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
+    Words result = v == v ? rounded : bits | 0x400000;   // a NaN stays one
+    store(to, __builtin_convertvector(result >> 16, Halves));
+#endif
+  }
+#if defined(__AVX512BF16__)
+  // Two elements a word: one instruction multiplies and adds 32 of them.
+  static constexpr int kPack = 2;
+  static Words load_words(const Stored* from) { return load<Words>(from); }
+  static Floats multiply_add(Floats sum, Words a, Words b) {
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+#else
+  static constexpr int kPack = 1;
+  static Words load_words(const Stored* from) { return (Words)load_floats(from); }
+  static Floats multiply_add(Floats sum, Words a, Words b) {
+    return Float32::multiply_add(sum, a, b);
+  }
+#endif
+};
+
+// Transposes a square of words held in kLanes vectors, as log2(kLanes) rounds of
+// swapping ever larger sub-blocks across the diagonal.
+template <int kStep>
+inline Words interleave(Words a, Words b, bool high) {
+  // Lane i of the result: from a where bit kStep of i is clear, else from b.
+  typedef uint32_t Index __attribute__((vector_size(kLanes * 4)));
+  Index index;
+  for (int i = 0; i < kLanes; i++) {
+    int source = (i & ~kStep) + (high ? kStep : 0);
+    index[i] = (i & kStep) ? kLanes + source : source;
+  }
+#if defined(__AVX512F__)
+  return (Words)_mm512_permutex2var_epi32((__m512i)a, (__m512i)index, (__m512i)b);
+#elif defined(__clang__)
+  Words result;
+  for (int i = 0; i < kLanes; i++)
+    result[i] = index[i] < kLanes ? a[index[i]] : b[index[i] - kLanes];
+  return result;
+#else
+  return __builtin_shuffle(a, b, index);
+#endif
+}
+
+template <int kStep>
+inline void transpose_round(Words (&rows)[kLanes]) {
+  if constexpr (kStep < kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; i++) {
+      if (i & kStep) continue;
+      Words low = interleave<kStep>(rows[i], rows[i + kStep], false);
+      Words high = interleave<kStep>(rows[i], rows[i + kStep], true);
+      rows[i] = low;
+      rows[i + kStep] = high;
+    }
+    transpose_round<kStep * 2>(rows);
+  }
+}
+
+inline void transpose(Words (&rows)[kLanes]) { transpose_round<1>(rows); }
