@@ -1,0 +1,79 @@
+"""What can be set about an engine."""
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from engine.preemption import PreemptionMode
+from octavo.common.settings import Settings
+
+
+class EngineSettings(Settings):
+    """Settings of `octavo engine`; each is a flag, a variable and a TOML key."""
+
+    table: ClassVar[str] = "engine"
+
+    model: str = Field(description="Hub name, local directory, or `demo` (SmolLM2-135M-Instruct).")
+    served_model_name: str | None = Field(
+        None, description="Name that clients use. Default: the value of --model."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    metrics_port: int = Field(
+        9152, ge=0, le=65535, description="Port for Prometheus metrics; 0 is off."
+    )
+    device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to compute.")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="Type of weights and KV cache. auto: what model and device are best at."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and output. Default: what the model allows."
+    )
+    block_size: int = Field(16, description="Tokens per KV-cache block: a power of two, 8 to 256.")
+    cache_memory: float | None = Field(
+        None, gt=0, description="GiB for the KV cache. Default: what the device has to spare."
+    )
+    num_blocks: int | None = Field(
+        None, ge=1, description="KV-cache blocks; wins over --cache-memory."
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use."
+    )
+    swap_space: float = Field(
+        2.0, ge=0, description="GiB of CPU memory for preempted requests; 0 recomputes them."
+    )
+    preemption: PreemptionMode = Field(
+        "auto", description="How a preempted request gives up its blocks. auto: the cheaper way."
+    )
+    enable_prefix_caching: bool = Field(
+        True, description="Share full blocks between requests with a common prefix."
+    )
+    max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+    max_num_batched_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU.",
+    )
+    max_outputs: int = Field(64, ge=1, description="Most outputs of one request (n).")
+    max_waiting: int = Field(4096, ge=1, description="Most requests in the engine's queue.")
+    max_message_bytes: int = Field(
+        64 << 20, ge=1 << 16, description="Largest message from a router, in bytes."
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        batched = self.max_num_batched_tokens
+        if batched is not None and batched < self.max_num_seqs:
+            raise ValueError(
+                f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
+                f" ({self.max_num_seqs}): every running sequence decodes a token a step"
+            )
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients put in requests."""
+        return self.served_model_name or self.model

@@ -1,0 +1,266 @@
+"""The core loop: take commands, schedule, execute, tell; once per step.
+
+It runs in a thread of its own and owns scheduler, cache and executor. Others
+reach it by commands, which it takes between steps, and hear from it by
+`deliver`.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+
+import structlog
+
+from engine.batch import Batch, StepResult
+from engine.events import Event, Failure, FailureCode, Load, Output, Started
+from engine.executor.executor import Executor
+from engine.metrics import EngineMetrics
+from engine.request import FinishReason, Request
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceGroup
+
+log = structlog.get_logger(__name__)
+
+Command = Callable[[], None]
+Deliver = Callable[[list[Event], Load], None]
+
+PREFILL_SHARE = 0.5
+"""A step tells the speed of prefill if more than this share of its tokens is prefill."""
+
+
+class EngineCore:
+    """Everything that happens between steps and in them.
+
+    Attributes:
+        load: as of the last step; read from any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: EngineMetrics,
+        deliver: Deliver,
+        *,
+        max_waiting: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._metrics = metrics
+        self._deliver = deliver
+        self._max_waiting = max_waiting
+        self._commands: SimpleQueue[Command] = SimpleQueue()
+        self._groups: dict[tuple[int, str], SequenceGroup] = {}
+        self._events: list[Event] = []
+        self._ids = count()
+        self._step_seconds = 0.0
+        self._draining = False
+        self._stopped = False
+        self.load = self._measure_load()
+
+    # Commands, from any thread.
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; its events follow."""
+        self._commands.put(partial(self._submit, request))
+
+    def abort(self, session: int, request_id: str, index: int | None) -> None:
+        """Stops a request or one of its outputs; nothing more is told of it."""
+        self._commands.put(partial(self._abort, session, request_id, index))
+
+    def close_session(self, session: int) -> None:
+        """Stops all requests of a session."""
+        self._commands.put(partial(self._close_session, session))
+
+    def drain(self) -> None:
+        """Refuses new requests from now on."""
+        self._commands.put(self._drain)
+
+    def stop(self) -> None:
+        """Ends `run` before its next step; requests left fail with UNAVAILABLE."""
+        self._commands.put(self._stop)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left; a request just submitted may not count yet."""
+        return not self._groups
+
+    # The loop.
+
+    def run(self) -> None:
+        """Serves until `stop`."""
+        while not self._stopped:
+            self._take_commands()
+            self._expire()
+            if not self._scheduler.idle and not self._stopped:
+                self._step()
+            self._tell()
+        for group in list(self._groups.values()):
+            self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
+        self._tell()
+
+    def _take_commands(self) -> None:
+        """Does all commands that wait; waits for one where there is nothing else to do."""
+        try:
+            command = self._commands.get(block=self._scheduler.idle)
+            while True:
+                command()
+                command = self._commands.get_nowait()
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        batch = self._scheduler.schedule()
+        self._announce(batch)
+        try:
+            result = self._executor.execute(batch)
+        except Exception:
+            log.exception("step failed", tokens=batch.num_tokens, sequences=len(batch.slices))
+            self._fail_step()
+            return
+        self._scheduler.update(batch, result)
+        self._step_seconds = time.perf_counter() - began
+        self._report(result)
+        self._learn(batch)
+        self._metrics.observe_step(batch, self._step_seconds)
+
+    def _announce(self, batch: Batch) -> None:
+        """Says of requests that are computed for the first time that they started."""
+        now = time.monotonic()
+        for part in batch.slices:
+            group, request = part.group, part.group.request
+            if group.announced:
+                continue
+            group.announced = True
+            self._metrics.queue_seconds.observe(now - request.arrival)
+            self._metrics.prompt_tokens.inc(len(request.prompt))
+            self._metrics.cached_tokens.inc(group.cached_tokens)
+            self._events.append(Started(request.session, request.request_id, group.cached_tokens))
+
+    def _report(self, result: StepResult) -> None:
+        for draw in result.draws:
+            group, sequence = draw.group, draw.sequence
+            first = sequence.num_output == 1 and sequence.index == 0
+            self._events.append(
+                Output(
+                    group.request.session,
+                    group.request.request_id,
+                    sequence.index,
+                    draw.token_id,
+                    draw.logprob,
+                    group.prompt_logprobs if first else [],
+                    sequence.finish_reason,
+                )
+            )
+            if not group.live:
+                self._forget(group, "finished")
+        self._metrics.output_tokens.inc(len(result.draws))
+
+    def _learn(self, batch: Batch) -> None:
+        """Keeps the rates that the preemption policy compares."""
+        transfers, tokens = batch.transfers, batch.num_tokens
+        swapped = len(transfers.swap_out) + len(transfers.swap_in)
+        policy = self._scheduler.preemption
+        if swapped:
+            policy.observe_transfer(swapped, self._executor.transfer_seconds)
+        if tokens - len(batch.slices) > PREFILL_SHARE * tokens:
+            policy.observe_prefill(tokens, self._step_seconds - self._executor.transfer_seconds)
+
+    def _tell(self) -> None:
+        self.load = self._measure_load()
+        self._metrics.observe_scheduler(self._scheduler, self.load.cache)
+        events, self._events = self._events, []
+        self._deliver(events, self.load)
+
+    def _measure_load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            swapped=len(scheduler.swapped),
+            cache=scheduler.cache.stats,
+            step_seconds=self._step_seconds,
+            draining=self._draining,
+        )
+
+    # Commands, in the core's thread.
+
+    def _submit(self, request: Request) -> None:
+        key = request.session, request.request_id
+        failure = None
+        if self._draining:
+            failure = FailureCode.UNAVAILABLE, "the engine is draining; try another"
+        elif key in self._groups:
+            failure = FailureCode.ALREADY_EXISTS, f"request_id {request.request_id!r} is running"
+        elif len(self._scheduler.waiting) >= self._max_waiting:
+            failure = FailureCode.RESOURCE_EXHAUSTED, f"{self._max_waiting} requests wait already"
+        if failure:
+            self._events.append(Failure(*key, *failure))
+            return
+        sequences = [
+            Sequence(next(self._ids), i, list(request.prompt), len(request.prompt))
+            for i in range(request.sampling.n)
+        ]
+        group = SequenceGroup(request, sequences)
+        self._groups[key] = group
+        self._scheduler.submit(group)
+
+    def _abort(self, session: int, request_id: str, index: int | None) -> None:
+        group = self._groups.get((session, request_id))
+        if group is None:
+            return
+        for sequence in group.live:
+            if index is None or sequence.index == index:
+                self._scheduler.finish(group, sequence, FinishReason.ABORTED)
+        if not group.live:
+            self._forget(group, "aborted" if index is None else "finished")
+
+    def _close_session(self, session: int) -> None:
+        for group in [g for g in self._groups.values() if g.request.session == session]:
+            self._abort(session, group.request.request_id, None)
+
+    def _drain(self) -> None:
+        self._draining = True
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    # Ends.
+
+    def _expire(self) -> None:
+        """Fails requests past their deadline."""
+        now = time.monotonic()
+        late = [
+            group
+            for group in self._groups.values()
+            if group.request.deadline is not None and group.request.deadline < now
+        ]
+        for group in late:
+            self._fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
+
+    def _fail_step(self) -> None:
+        """Fails all that had K/V: none of it can be trusted after a broken step."""
+        self._scheduler.cache.take_transfers()
+        for group in [*self._scheduler.running, *self._scheduler.swapped]:
+            self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
+        self._scheduler.cache.device.forget_contents()
+
+    def _fail(self, group: SequenceGroup, code: FailureCode, message: str) -> None:
+        self._scheduler.remove(group)
+        request = group.request
+        self._events.append(Failure(request.session, request.request_id, code, message))
+        self._forget(group, code.name.lower())
+
+    def _forget(self, group: SequenceGroup, outcome: str) -> None:
+        request = group.request
+        del self._groups[request.session, request.request_id]
+        self._metrics.requests.labels(outcome).inc()
+        log.debug(
+            "request ended",
+            request_id=request.request_id,
+            outcome=outcome,
+            output_tokens=sum(sequence.num_output for sequence in group.sequences),
+        )

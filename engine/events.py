@@ -1,0 +1,67 @@
+"""What the core tells the sessions, step by step."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine.kv_cache import CacheStats
+from engine.request import FinishReason
+from engine.sequence import TokenLogprob
+
+
+class FailureCode(IntEnum):
+    """Why a request failed; the numbers are google.rpc.Code's."""
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A request was admitted for the first time."""
+
+    session: int
+    request_id: str
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A token of one output; its last where `finish_reason` is set."""
+
+    session: int
+    request_id: str
+    index: int
+    token_id: int
+    logprob: TokenLogprob | None
+    prompt_logprobs: list[TokenLogprob]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request ended without finishing."""
+
+    session: int
+    request_id: str
+    code: FailureCode
+    message: str
+    field: str = ""
+
+
+Event = Started | Output | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is, at one moment."""
+
+    running: int
+    waiting: int
+    swapped: int
+    cache: CacheStats
+    step_seconds: float
+    draining: bool

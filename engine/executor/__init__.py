@@ -1,0 +1,1 @@
+"""Runs batches on a transformers model over a paged KV cache. Knows no policy."""

@@ -1,0 +1,90 @@
+"""The KV cache's tensors: on the device and in CPU swap space."""
+
+import psutil
+import torch
+
+from engine.executor.model import ModelShape
+from engine.kv_cache import Transfers
+from kernels.ops import copy_blocks, swap_blocks
+
+GIB = 1 << 30
+
+
+class CacheTensors:
+    """One tensor of blocks on the device and one like it in host memory.
+
+    Both are `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`:
+    a block is contiguous over all layers, K and V, so copying or swapping it
+    is one copy.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        block = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
+        self.device = torch.empty((num_blocks, *block), dtype=dtype, device=device)
+        self.swap = torch.empty(
+            (num_swap_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
+        )
+        self.layers = [
+            (self.device[:, layer, 0], self.device[:, layer, 1])
+            for layer in range(shape.num_layers)
+        ]
+
+    def apply(self, transfers: Transfers) -> None:
+        """Does a step's copies, in the order that `Transfers` states."""
+        if transfers.swap_out:
+            swap_blocks(self.device, self.swap, torch.tensor(transfers.swap_out))
+        if transfers.swap_in:
+            swap_blocks(self.swap, self.device, torch.tensor(transfers.swap_in))
+        for pairs in _independent(transfers.copies):
+            copy_blocks(self.device, torch.tensor(pairs))
+
+
+def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Splits copies so that no run writes a block that it also reads."""
+    runs: list[list[tuple[int, int]]] = []
+    sources: set[int] = set()
+    for source, target in pairs:
+        if not runs or target in sources or any(source == t for _, t in runs[-1]):
+            runs.append([])
+            sources = set()
+        runs[-1].append((source, target))
+        sources.add(source)
+    return runs
+
+
+def blocks_in(gib: float, block_bytes: int) -> int:
+    """Whole blocks in `gib` GiB."""
+    return int(gib * GIB) // block_bytes
+
+
+def default_cache_gib(device: torch.device, utilisation: float) -> float:
+    """GiB for the KV cache where nobody said: what the device has to spare.
+
+    On a GPU, call it after a step of the largest size, so that the peak of
+    activations is known: the cache gets `utilisation` of the memory less that
+    peak. On a CPU, whose memory others share, a quarter of what is free, at
+    most 4 GiB.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        peak = total - free - reserved + torch.cuda.max_memory_allocated(device)
+        return max(0.0, (utilisation * total - peak) / GIB)
+    return min(4.0, 0.25 * psutil.virtual_memory().available / GIB)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All the memory that a device has."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)

@@ -1,0 +1,82 @@
+"""The executor: does a batch's copies, runs the model on it and draws tokens."""
+
+import time
+
+import torch
+
+from engine.batch import Batch, StepResult
+from engine.executor.attention import PagedStep
+from engine.executor.cache import CacheTensors
+from engine.executor.inputs import StepInputs, prepare
+from engine.executor.model import LoadedModel
+from engine.executor.sampler import Drawer, sample, score
+from engine.sequence import TokenLogprob
+
+SCORED_ROWS = 256
+"""Rows of prompt logits turned into log-probabilities at a time."""
+
+
+class Executor:
+    """A model and the tensors of its paged KV cache.
+
+    Attributes:
+        transfer_seconds: how long the last batch's copies took.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: CacheTensors) -> None:
+        self._model = loaded.model
+        self._device = loaded.device
+        self._cache = cache
+        self._block_size = cache.device.shape[4]
+        self.transfer_seconds = 0.0
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> StepResult:
+        """Runs one step.
+
+        Returns:
+            A token for each of the batch's samplers, and the prompt
+            log-probabilities that were asked for.
+        """
+        began = time.perf_counter()
+        self._cache.apply(batch.transfers)
+        self.transfer_seconds = time.perf_counter() - began
+        if not batch.slices:
+            return StepResult([])
+        inputs = prepare(batch, block_size=self._block_size, device=self._device)
+        logits = self._forward(inputs)
+        rows, drawers = [], []
+        for i, row in inputs.sampled.items():
+            part = batch.slices[i]
+            rows += [row] * len(part.samplers)
+            drawers += [Drawer(part.group, sequence) for sequence in part.samplers]
+        prompt_logprobs = {
+            i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
+        }
+        draws = sample(logits[rows], drawers) if drawers else []
+        return StepResult(draws, prompt_logprobs)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits `[num_rows, vocab_size]` of the wanted tokens."""
+        output = self._model(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.positions,
+            use_cache=False,
+            logits_to_keep=inputs.logit_rows,
+            paged_step=PagedStep(inputs.metadata, self._cache.layers),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
+        """Prompt log-probabilities of one slice, a few rows at a time to bound memory."""
+        part = batch.slices[i]
+        count = part.group.request.sampling.prompt_logprobs or 0
+        targets = [part.sequence.token_ids[position + 1] for position in part.scored]
+        scores: list[TokenLogprob] = []
+        for first in range(0, len(targets), SCORED_ROWS):
+            chunk = targets[first : first + SCORED_ROWS]
+            rows = logits[row + first : row + first + len(chunk)]
+            logprobs = torch.log_softmax(rows.float(), dim=-1)
+            scores += score(logprobs, chunk, [count] * len(chunk))
+        return scores

@@ -1,0 +1,73 @@
+"""Turns a batch into the tensors that one step of the model takes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's tensors, all sequences laid end to end.
+
+    Attributes:
+        token_ids: `[1, num_tokens]` int64.
+        positions: `[1, num_tokens]` int64.
+        logit_rows: `[num_rows]` int64, the tokens whose logits are wanted.
+        metadata: for attention.
+        sampled: row of the logits to draw from, for slices that draw.
+        scored: first row of the prompt's logits, for slices that want them.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logit_rows: torch.Tensor
+    metadata: AttentionMetadata
+    sampled: dict[int, int]
+    scored: dict[int, int]
+
+
+def prepare(batch: Batch, *, block_size: int, device: torch.device) -> StepInputs:
+    """Lays a batch out flat."""
+    count = len(batch.slices)
+    starts = np.zeros(count + 1, np.int32)
+    tables = np.zeros((count, max(len(part.blocks) for part in batch.slices)), np.int32)
+    tokens: list[int] = []
+    rows: list[int] = []
+    sampled: dict[int, int] = {}
+    scored: dict[int, int] = {}
+    for i, part in enumerate(batch.slices):
+        offset = len(tokens) - part.start
+        tokens += part.sequence.token_ids[part.start : part.end]
+        starts[i + 1] = len(tokens)
+        tables[i, : len(part.blocks)] = part.blocks
+        if part.scored:
+            scored[i] = len(rows)
+            rows.extend(offset + position for position in part.scored)
+        if part.samplers:
+            sampled[i] = len(rows)
+            rows.append(len(tokens) - 1)
+    seq_lens = np.fromiter((part.end for part in batch.slices), np.int32, count)
+    query_lens = np.diff(starts)
+    positions = np.arange(len(tokens)) + np.repeat(seq_lens - starts[1:], query_lens)
+    blocks = np.repeat(np.arange(count), query_lens), positions // block_size
+    slots = tables[blocks].astype(np.int64) * block_size + positions % block_size
+    metadata = AttentionMetadata(
+        query_starts=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        slot_mapping=torch.from_numpy(slots).to(device),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+    return StepInputs(
+        token_ids=torch.tensor([tokens], device=device),
+        positions=torch.from_numpy(positions).unsqueeze(0).to(device),
+        logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        metadata=metadata,
+        sampled=sampled,
+        scored=scored,
+    )

@@ -1,0 +1,120 @@
+"""A pool of physical blocks: allocate, share, release, and remember contents.
+
+Every block is in exactly one of three states: free (holds nothing), cached
+(holds published contents that no block table refers to; evicted, least
+recently used first, when free blocks run out) or in use (held by as many
+block-table entries as its reference count says).
+"""
+
+from collections import OrderedDict
+
+
+class OutOfBlocksError(Exception):
+    """A pool has fewer blocks available than were asked for."""
+
+
+class BlockPool:
+    """Reference counts, the free list and the index of published contents."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that hold published contents and are not in use."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        """Blocks that at least one block-table entry holds."""
+        return self.num_blocks - self.num_available
+
+    def references(self, block: int) -> int:
+        """How many block-table entries hold `block`."""
+        return self._references[block]
+
+    def is_idle(self, block: int) -> bool:
+        """Whether no block-table entry holds `block`."""
+        return self._references[block] == 0
+
+    def allocate(self) -> int:
+        """Gives a block that the caller alone holds; its contents are undefined.
+
+        Raises:
+            OutOfBlocksError: every block is in use.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+        else:
+            raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
+        self._references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """Adds a holder to a block that is in use or cached."""
+        if self._references[block] == 0:
+            del self._cached[block]  # a KeyError here is a free block: a broken caller
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Takes a holder away; the last one leaves the block cached or free."""
+        assert self._references[block] > 0, f"block {block} was released twice"
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Makes a full block that is in use findable by its contents' key.
+
+        Where another block is already published under `key`, that one stays
+        and this one remains private.
+        """
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, key: bytes) -> int | None:
+        """The block published under `key`, in use or cached."""
+        return self._block_of.get(key)
+
+    def forget_contents(self) -> None:
+        """Unpublishes everything: no block's contents can be trusted any more."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._key_of.clear()
+        self._block_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._key_of.pop(block)]
+
+    def check(self) -> None:
+        """Asserts that free, cached and in-use blocks partition the pool."""
+        free, cached = set(self._free), set(self._cached)
+        idle = {block for block, count in enumerate(self._references) if count == 0}
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        assert free | cached == idle, "free and cached blocks must be the idle ones"
+        assert not free & cached, "a block is both free and cached"
+        assert cached <= set(self._key_of), "a cached block has no key"
+        assert not free & set(self._key_of), "a free block has a key"
+        assert {block: key for key, block in self._block_of.items()} == self._key_of

@@ -1,0 +1,76 @@
+"""The engine's Prometheus metrics."""
+
+from dataclasses import replace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.batch import Batch
+from engine.kv_cache import CacheStats
+from engine.scheduler import Counters, Scheduler
+
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class EngineMetrics:
+    """Everything an engine counts, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._seen = Counters()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"octavo_engine_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"octavo_engine_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"octavo_engine_{name}", text, buckets=buckets, registry=self.registry)
+
+        self.requests = counter("requests", "Requests by how they ended.", "outcome")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = counter(
+            "cached_tokens", "Prompt tokens of admitted requests found in the prefix cache."
+        )
+        self.output_tokens = counter("output_tokens", "Tokens drawn.")
+        self.preemptions = counter("preemptions", "Sequence groups preempted, by mode.", "mode")
+        self.swap_space_full = counter(
+            "swap_space_full", "Preemptions that recompute because swap space was full."
+        )
+        self.queue_seconds = histogram(
+            "queue_seconds", "Time from arrival to first admission.", _QUEUE_SECONDS
+        )
+        self.step_seconds = histogram("step_seconds", "Duration of a step.", _STEP_SECONDS)
+        self.batch_tokens = histogram(
+            "batch_tokens", "Tokens computed in a step.", tuple(map(float, _BATCH_TOKENS))
+        )
+        self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
+        self.groups = gauge("groups", "Sequence groups by state.", "state")
+        self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
+        self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
+
+    def observe_step(self, batch: Batch, seconds: float) -> None:
+        """Counts a step."""
+        self.step_seconds.observe(seconds)
+        self.batch_tokens.observe(batch.num_tokens)
+        self.batch_sequences.set(len(batch.slices))
+
+    def observe_scheduler(self, scheduler: Scheduler, stats: CacheStats) -> None:
+        """Shows where groups and blocks are."""
+        self.groups.labels("running").set(len(scheduler.running))
+        self.groups.labels("waiting").set(len(scheduler.waiting))
+        self.groups.labels("swapped").set(len(scheduler.swapped))
+        self.blocks.labels("used").set(stats.used_blocks)
+        self.blocks.labels("cached").set(stats.cached_blocks)
+        self.blocks.labels("free").set(stats.free_blocks)
+        self.swap_blocks.labels("used").set(stats.used_swap_blocks)
+        self.swap_blocks.labels("free").set(stats.total_swap_blocks - stats.used_swap_blocks)
+        seen, now = self._seen, scheduler.counters
+        self.preemptions.labels("swap").inc(now.preemptions_swap - seen.preemptions_swap)
+        self.preemptions.labels("recompute").inc(
+            now.preemptions_recompute - seen.preemptions_recompute
+        )
+        self.swap_space_full.inc(now.swap_space_full - seen.swap_space_full)
+        self._seen = replace(now)

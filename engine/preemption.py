@@ -1,0 +1,40 @@
+"""How a preempted group gives up its blocks: swapped out, or dropped and recomputed."""
+
+from typing import Literal
+
+PreemptionMode = Literal["auto", "swap", "recompute"]
+
+_SMOOTHING = 0.1
+
+
+class PreemptionPolicy:
+    """Compares what the two ways cost, from measured rates.
+
+    Swapping copies a group's blocks twice; recomputing runs its tokens through
+    the model once more. Until both rates have been seen, `auto` swaps.
+    """
+
+    def __init__(self, mode: PreemptionMode) -> None:
+        self.mode = mode
+        self._seconds_per_block: float | None = None
+        self._seconds_per_token: float | None = None
+
+    def observe_transfer(self, blocks: int, seconds: float) -> None:
+        """Learns from a swap of `blocks` blocks."""
+        self._seconds_per_block = _smooth(self._seconds_per_block, seconds / blocks)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Learns from a step that computed `tokens` tokens, most of them prefill."""
+        self._seconds_per_token = _smooth(self._seconds_per_token, seconds / tokens)
+
+    def prefers_swap(self, *, blocks: int, tokens: int) -> bool:
+        """Whether to swap a group that holds `blocks` blocks and `tokens` computed tokens."""
+        if self.mode != "auto":
+            return self.mode == "swap"
+        if self._seconds_per_block is None or self._seconds_per_token is None:
+            return True
+        return 2 * blocks * self._seconds_per_block <= tokens * self._seconds_per_token
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)

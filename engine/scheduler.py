@@ -1,0 +1,312 @@
+"""Decides, before every step, which tokens of which sequences to compute.
+
+Continuous batching (Orca, OSDI 2022) with one token budget for decodes and
+chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
+preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+
+from engine.batch import Batch, Slice, StepResult
+from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from engine.preemption import PreemptionPolicy
+from engine.request import FinishReason
+from engine.sequence import GroupState, Sequence, SequenceGroup
+
+WATERMARK = 0.01
+"""Share of the blocks kept free when a group is admitted or swapped in, so that
+the next few decodes do not at once preempt it again."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start, for metrics and tests."""
+
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    swap_space_full: int = 0
+    swap_ins: int = 0
+
+
+class Scheduler:
+    """Three queues - waiting, running, swapped - and the rules between them.
+
+    Groups are kept in the order of `SequenceGroup.order`; a step serves running
+    groups first, then brings swapped ones back, then admits waiting ones. When
+    blocks run out, the running group that is last in order is preempted whole.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        preemption: PreemptionPolicy,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self.cache = cache
+        self.preemption = preemption
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.counters = Counters()
+        self.waiting: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
+        self._watermark = int(WATERMARK * cache.device.num_blocks)
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Queues a new group."""
+        _insert(self.waiting, group)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.running or self.swapped or self.waiting)
+
+    def groups(self) -> Iterator[SequenceGroup]:
+        """Every group that is not finished."""
+        yield from self.running
+        yield from self.swapped
+        yield from self.waiting
+
+    # One step.
+
+    def schedule(self) -> Batch:
+        """Chooses the next step's work and gives it blocks."""
+        batch = Batch()
+        preempted = self._serve_running(batch)
+        if not preempted:
+            self._resume_swapped(batch)
+            if not self.swapped:
+                self._admit_waiting(batch)
+        batch.transfers = self.cache.take_transfers()
+        return batch
+
+    def update(self, batch: Batch, result: StepResult) -> None:
+        """Books what a step computed.
+
+        A sequence that is complete by its new token has its finish reason
+        afterwards, and no blocks.
+        """
+        for i, part in enumerate(batch.slices):
+            part.sequence.num_computed = part.end
+            part.group.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
+            self.cache.publish(part.sequence.id, part.sequence.token_ids, part.end)
+            self._fork_siblings(part)
+        for draw in result.draws:
+            draw.sequence.token_ids.append(draw.token_id)
+            reason = _finish_reason(draw.group, draw.sequence)
+            if reason is not None:
+                self.finish(draw.group, draw.sequence, reason)
+
+    # Ends.
+
+    def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
+        """Completes one output, frees what it holds, and the group with its last."""
+        sequence.finish_reason = reason
+        if self.cache.holds(sequence.id):
+            self.cache.free(sequence.id)
+        if not group.live:
+            self.remove(group)
+        elif group.state is not GroupState.WAITING and not self._ready(group):
+            self._leave_queue(group)  # the lead ended before its siblings could share the prompt
+            group.state = GroupState.WAITING
+            _insert(self.waiting, group)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Forgets a group, wherever it is, and frees all that it holds."""
+        for sequence in group.sequences:
+            if self.cache.holds(sequence.id):
+                self.cache.free(sequence.id)
+        self._leave_queue(group)
+        group.state = GroupState.FINISHED
+
+    def _leave_queue(self, group: SequenceGroup) -> None:
+        queues = {
+            GroupState.WAITING: self.waiting,
+            GroupState.RUNNING: self.running,
+            GroupState.SWAPPED: self.swapped,
+        }
+        if group.state in queues:
+            queues[group.state].remove(group)
+
+    # Running groups.
+
+    def _serve_running(self, batch: Batch) -> bool:
+        """Gives every running group its next tokens; preempts where blocks lack.
+
+        Decodes always fit the budget, so it is the prefills that share what
+        they leave. Blocks are given in order, and taken from the end: a group
+        is never preempted after it was put into this step's batch.
+        """
+        decodes = sum(s.num_uncomputed == 1 for g in self.running for s in self._ready(g))
+        budget = self.max_num_batched_tokens - decodes
+        preempted = False
+        position = 0
+        while position < len(self.running):
+            group = self.running[position]
+            spans, used = self._next_spans(group, budget)
+            try:
+                self.cache.extend(spans)
+            except OutOfBlocksError:
+                self._preempt(self.running[-1])
+                preempted = True
+                continue
+            budget -= used
+            self._add(batch, group, spans)
+            position += 1
+        return preempted
+
+    def _next_spans(self, group: SequenceGroup, budget: int) -> tuple[list[Span], int]:
+        """What to compute of a group, and how much of the prefill budget that takes."""
+        spans, used = [], 0
+        for sequence in self._ready(group):
+            count = sequence.num_uncomputed
+            if count > 1:
+                end = self._prefill_end(group, sequence)
+                count = min(end - sequence.num_computed, budget - used)
+                used += count
+            if count > 0:
+                start = sequence.num_computed
+                spans.append(Span(sequence.id, start, start + count))
+        return spans, used
+
+    def _ready(self, group: SequenceGroup) -> list[Sequence]:
+        """Live sequences that have blocks; siblings wait for the lead's prefill."""
+        return [s for s in group.live if self.cache.holds(s.id)]
+
+    def _prefill_end(self, group: SequenceGroup, sequence: Sequence) -> int:
+        """Where a prefill ends: at the prompt's, while siblings wait to share it."""
+        if len(self._ready(group)) < len(group.live):
+            return sequence.num_prompt
+        return sequence.num_tokens
+
+    def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
+        by_id = {sequence.id: sequence for sequence in group.sequences}
+        for id_, start, end in spans:
+            sequence = by_id[id_]
+            sharing = [s for s in group.live if s is sequence or not self.cache.holds(s.id)]
+            samplers = [s for s in sharing if s.num_tokens == end]
+            table = list(self.cache.table(id_))
+            batch.slices.append(Slice(group, sequence, start, end, table, samplers))
+
+    def _fork_siblings(self, part: Slice) -> None:
+        """Once the lead has computed the prompt, its siblings share its blocks."""
+        if part.end != part.sequence.num_prompt:
+            return
+        for sibling in part.group.live:
+            if not self.cache.holds(sibling.id):
+                self.cache.fork(part.sequence.id, sibling.id, part.end)
+                sibling.num_computed = part.end
+
+    # Preemption.
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Takes all blocks from a running group, to swap space or altogether."""
+        self.running.remove(group)
+        ready = self._ready(group)
+        for sequence in ready:
+            self.cache.trim(sequence.id, sequence.num_computed)
+        ids = [sequence.id for sequence in ready]
+        blocks = self.cache.blocks_to_swap(ids)
+        tokens = sum(sequence.num_computed for sequence in ready)
+        if blocks and self.preemption.prefers_swap(blocks=blocks, tokens=tokens):
+            try:
+                self.cache.swap_out(ids)
+            except OutOfBlocksError:
+                self.counters.swap_space_full += 1
+            else:
+                self.counters.preemptions_swap += 1
+                group.state = GroupState.SWAPPED
+                _insert(self.swapped, group)
+                return
+        self.counters.preemptions_recompute += 1
+        for sequence in ready:
+            self.cache.free(sequence.id)
+            sequence.num_computed = 0
+        group.state = GroupState.WAITING
+        _insert(self.waiting, group)
+
+    # Swapped and waiting groups.
+
+    def _room(self, batch: Batch) -> tuple[int, int]:
+        """Sequences and tokens that the batch can still take."""
+        seqs = self.max_num_seqs - sum(len(g.live) for g in self.running)
+        return seqs, self.max_num_batched_tokens - batch.num_tokens
+
+    def _fits(self, blocks: int, slack: int) -> bool:
+        """Whether a group may take `blocks` blocks now.
+
+        Beside others it must leave `slack` for its own next tokens, a block
+        for each running group and the watermark; alone it may take all.
+        """
+        if self.running:
+            blocks += slack + len(self.running) + self._watermark
+        return blocks <= self.cache.device.num_available
+
+    def _resume_swapped(self, batch: Batch) -> None:
+        while self.swapped:
+            group = self.swapped[0]
+            ready = self._ready(group)
+            ids = [sequence.id for sequence in ready]
+            seqs, tokens = self._room(batch)
+            growth = sum(
+                self.cache.blocks_for(self._prefill_end(group, s))
+                - self.cache.blocks_for(s.num_computed)
+                for s in ready
+            )
+            blocks = self.cache.blocks_to_swap(ids) + growth
+            if len(group.live) > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
+                return
+            del self.swapped[0]
+            self.cache.swap_in(ids)
+            self.counters.swap_ins += 1
+            self._run(batch, group, tokens)
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        while self.waiting:
+            group = self.waiting[0]
+            lead, *siblings = group.live
+            seqs, tokens = self._room(batch)
+            reuse = group.request.sampling.prompt_logprobs is None
+            front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
+            blocks = self.cache.blocks_to_admit(front, reuse=reuse)
+            own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
+            if len(group.live) > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
+                return
+            del self.waiting[0]
+            lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse)
+            if not group.started:
+                group.started = True
+                group.cached_tokens = lead.num_computed
+            self._run(batch, group, tokens)
+
+    def _run(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
+        """Puts a group that just got blocks into the running queue and the batch."""
+        group.state = GroupState.RUNNING
+        ready = self._ready(group)
+        self.cache.extend(Span(s.id, s.num_computed, self._prefill_end(group, s)) for s in ready)
+        decodes = sum(s.num_uncomputed == 1 for s in ready)
+        spans, _ = self._next_spans(group, budget - decodes)
+        _insert(self.running, group)
+        self._add(batch, group, spans)
+
+
+def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:
+    insort(queue, group, key=attrgetter("order"))
+
+
+def _finish_reason(group: SequenceGroup, sequence: Sequence) -> FinishReason | None:
+    """Why a sequence is complete by its last token, if it is."""
+    request = group.request
+    token = sequence.token_ids[-1]
+    if token in request.stop_token_ids:
+        return FinishReason.STOP_TOKEN
+    if token in request.eos_token_ids:
+        return FinishReason.EOS
+    if sequence.num_output >= request.max_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,111 @@
+"""Sequences, and the groups of them that are scheduled as one."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.request import FinishReason, Request
+
+PRIORITY_SECONDS = 10.0
+"""What one unit of priority is worth in the queue."""
+
+
+@dataclass(slots=True, eq=False)
+class TokenLogprob:
+    """A token's natural-log probability and the most likely ones at its place."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One output in the making: the prompt's tokens, then its own.
+
+    Attributes:
+        id: unique in the engine; the KV cache's name for it.
+        index: its place among the request's outputs, from 0.
+        token_ids: prompt and output.
+        num_prompt: how many of them are the prompt's.
+        num_computed: how many of them, from the front, have K/V in the cache.
+        finish_reason: set once it is complete.
+    """
+
+    id: int
+    index: int
+    token_ids: list[int]
+    num_prompt: int
+    num_computed: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the output alone."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens without K/V; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+
+class GroupState(Enum):
+    """Where a sequence group is."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    SWAPPED = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """All outputs of one request: admitted, preempted and resumed as a gang.
+
+    Attributes:
+        request: what was asked.
+        sequences: one for each output, by index; finished ones included.
+        state: where the group is.
+        started: whether it was ever admitted.
+        announced: whether the router was told so.
+        cached_tokens: prompt tokens found in the prefix cache when first
+            admitted.
+        prompt_logprobs: of the prompt's second token on, as far as computed.
+    """
+
+    request: Request
+    sequences: list[Sequence]
+    state: GroupState = GroupState.WAITING
+    started: bool = False
+    announced: bool = False
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The key that queues and preemption go by; lower is served sooner.
+
+        Each unit of priority counts as having arrived PRIORITY_SECONDS
+        earlier: first come, first served within a class, a higher class goes
+        first, and whatever has waited long enough goes before anything new.
+        """
+        request = self.request
+        return request.arrival - PRIORITY_SECONDS * request.priority, self.sequences[0].id
+
+    @property
+    def live(self) -> list[Sequence]:
+        """Its unfinished sequences."""
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities were asked for and are not complete."""
+        return (
+            self.request.sampling.prompt_logprobs is not None
+            and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+        )

@@ -1,0 +1,172 @@
+"""The engine's process: gRPC server, core thread, metrics, signals."""
+
+import asyncio
+import signal
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+import grpc
+import structlog
+from octavo.common.metrics import serve_metrics
+
+from engine.config import EngineSettings
+from engine.core import EngineCore
+from engine.events import Event, Load
+from engine.metrics import EngineMetrics
+from engine.session import Session, to_load
+from engine.startup import Parts, build
+from engine.validation import to_request
+from octavo.common.rpc import create_server, set_serving
+from octavo.v1 import engine_pb2, engine_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+DRAIN_POLL_SECONDS = 0.05
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """EngineService over one core."""
+
+    def __init__(self, settings: EngineSettings, parts: Parts, metrics: EngineMetrics) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._sessions: dict[int, Session] = {}
+        self._ids = count()
+        self.core = EngineCore(
+            parts.scheduler,
+            parts.executor,
+            metrics,
+            self._deliver,
+            max_waiting=settings.max_waiting,
+        )
+
+    async def Session(  # noqa: N802 - the contract's name
+        self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[engine_pb2.SessionResponse]:
+        """Carries one router's requests and tokens."""
+        number = next(self._ids)
+        translate = partial(to_request, session=number, limits=self._parts.limits)
+        session = Session(self.core, translate)
+        self._sessions[number] = session
+        log.info("session opened", session=number, peer=context.peer())
+        try:
+            async for response in session.run(number, request_iterator):
+                yield response
+        finally:
+            del self._sessions[number]
+            log.info("session closed", session=number)
+
+    async def GetEngineInfo(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.GetEngineInfoRequest,  # noqa: ARG002 - says nothing
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.GetEngineInfoResponse:
+        """Says what is served and how loaded it is."""
+        parts, limits, settings = self._parts, self._parts.limits, self._settings
+        return engine_pb2.GetEngineInfoResponse(
+            model=settings.model_name,
+            tokenizer=settings.model,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=parts.max_num_batched_tokens,
+            max_outputs=limits.max_outputs,
+            block_size=limits.block_size,
+            block_bytes=parts.block_bytes,
+            eos_token_ids=limits.eos_token_ids,
+            features=engine_pb2.Features(prefix_caching=settings.enable_prefix_caching),
+            version=version("octavo"),
+            device=parts.device,
+            dtype=parts.dtype,
+            load=to_load(self.core.load),
+        )
+
+    def _deliver(self, events: list[Event], load: Load) -> None:
+        """Called by the core's thread after every step."""
+        self._loop.call_soon_threadsafe(self._distribute, events, load)
+
+    def _distribute(self, events: list[Event], load: Load) -> None:
+        by_session: defaultdict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            by_session[event.session].append(event)
+        shown = to_load(load)
+        for number, own in by_session.items():
+            if session := self._sessions.get(number):
+                session.add(own, shown)
+
+
+async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serves a model until SIGTERM or SIGINT, then drains and stops.
+
+    Args:
+        settings: how.
+        on_ready: called with HOST:PORT once requests are accepted.
+
+    Raises:
+        StartupError: the settings do not fit each other, the model or the
+            machine.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    parts = await asyncio.to_thread(build, settings)
+    metrics = EngineMetrics()
+    servicer = EngineServicer(settings, parts, metrics)
+    core = threading.Thread(target=servicer.core.run, name="engine-core", daemon=True)
+    core.start()
+    add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
+    server, health = await create_server(
+        {SERVICE: add}, max_message_bytes=settings.max_message_bytes
+    )
+    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+    address = f"{settings.host}:{port}"
+    await server.start()
+    with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
+        await set_serving(health, ["", SERVICE], serving=True)
+        log.info("engine ready", address=address, model=settings.model_name)
+        if on_ready is not None:
+            on_ready(address)
+        await _until_stopped(stopping, core)
+        await set_serving(health, ["", SERVICE], serving=False)
+        await _drain(servicer.core, settings.drain_timeout)
+        servicer.core.stop()
+        await asyncio.to_thread(core.join)
+        await server.stop(grace=1.0)
+    log.info("engine stopped")
+
+
+async def _until_stopped(stopping: asyncio.Event, core: threading.Thread) -> None:
+    """Waits for a signal.
+
+    Raises:
+        RuntimeError: the core died; its thread has printed why.
+    """
+    while not stopping.is_set():
+        try:
+            async with asyncio.timeout(1.0):
+                await stopping.wait()
+        except TimeoutError:
+            if not core.is_alive():
+                raise RuntimeError("the engine's core stopped unexpectedly") from None
+
+
+async def _drain(core: EngineCore, timeout: float) -> None:  # noqa: ASYNC109 - not a cancel scope
+    """Refuses new requests and waits until the running ones are done."""
+    log.info("draining", running=core.load.running, timeout=timeout)
+    core.drain()
+    try:
+        async with asyncio.timeout(timeout):
+            while not core.idle:  # noqa: ASYNC110 - the core is in another thread
+                await asyncio.sleep(DRAIN_POLL_SECONDS)
+    except TimeoutError:
+        log.warning("drain timed out", running=core.load.running)

@@ -1,0 +1,128 @@
+"""One router's stream: protobuf to commands, events to protobuf."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from engine.core import EngineCore
+from engine.events import Event, Failure, Load, Output, Started
+from engine.request import Request
+from engine.sequence import TokenLogprob
+from octavo.common.rpc import RpcError
+from octavo.v1 import engine_pb2, sampling_pb2
+
+HEARTBEAT_SECONDS = 1.0
+"""A session that had nothing to say for this long says how loaded the engine is."""
+
+Translate = Callable[[engine_pb2.Submit], Request]
+
+
+class Session:
+    """Requests in, and one message per step out.
+
+    What a router is slow to read is merged into one message, so what is held
+    back for it is no more than its requests' tokens.
+    """
+
+    def __init__(self, core: EngineCore, translate: Translate) -> None:
+        self._core = core
+        self._translate = translate
+        self._pending = engine_pb2.SessionResponse()
+        self._ready = asyncio.Event()
+
+    async def run(
+        self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]
+    ) -> AsyncIterator[engine_pb2.SessionResponse]:
+        """Serves until the router ends the stream; then its requests are stopped."""
+        reader = asyncio.create_task(self._read(session, orders), name=f"session-{session}")
+        reader.add_done_callback(lambda _: self._ready.set())
+        try:
+            yield engine_pb2.SessionResponse(load=to_load(self._core.load))
+            while not reader.done():
+                try:
+                    async with asyncio.timeout(HEARTBEAT_SECONDS):
+                        await self._ready.wait()
+                except TimeoutError:
+                    self._pending.load.CopyFrom(to_load(self._core.load))
+                self._ready.clear()
+                response, self._pending = self._pending, engine_pb2.SessionResponse()
+                if response.HasField("load"):
+                    yield response
+            reader.result()
+        finally:
+            reader.cancel()
+            self._core.close_session(session)
+
+    async def _read(self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]) -> None:
+        async for order in orders:
+            match order.WhichOneof("command"):
+                case "submit":
+                    self._submit(order.submit)
+                case "abort":
+                    index = order.abort.index if order.abort.HasField("index") else None
+                    self._core.abort(session, order.abort.request_id, index)
+
+    def _submit(self, submit: engine_pb2.Submit) -> None:
+        try:
+            request = self._translate(submit)
+        except RpcError as error:
+            failure = engine_pb2.Failure(
+                request_id=submit.request_id,
+                code=error.code.value[0],
+                message=error.message,
+                field=error.field or "",
+            )
+            self._pending.failures.append(failure)
+            self._pending.load.CopyFrom(to_load(self._core.load))
+            self._ready.set()
+            return
+        self._core.submit(request)
+
+    def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
+        """Puts a step's events into the next message."""
+        pending = self._pending
+        for event in events:
+            match event:
+                case Output():
+                    pending.outputs.append(_to_output(event))
+                case Started(_, request_id, cached_tokens):
+                    pending.started.add(request_id=request_id, cached_tokens=cached_tokens)
+                case Failure(_, request_id, code, message, field):
+                    pending.failures.add(
+                        request_id=request_id, code=code, message=message, field=field
+                    )
+        pending.load.CopyFrom(load)
+        self._ready.set()
+
+
+def _to_output(event: Output) -> engine_pb2.SequenceOutput:
+    output = engine_pb2.SequenceOutput(
+        request_id=event.request_id, index=event.index, token_ids=[event.token_id]
+    )
+    if event.logprob is not None:
+        output.logprobs.append(_to_logprob(event.logprob))
+    if event.prompt_logprobs:
+        output.prompt_logprobs.extend(map(_to_logprob, event.prompt_logprobs))
+    if event.finish_reason is not None:
+        output.finish_reason = sampling_pb2.FinishReason.ValueType(event.finish_reason)
+    return output
+
+
+def _to_logprob(logprob: TokenLogprob) -> sampling_pb2.TokenLogprob:
+    top = [sampling_pb2.TopLogprob(token_id=t, logprob=value) for t, value in logprob.top]
+    return sampling_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
+
+
+def to_load(load: Load) -> engine_pb2.Load:
+    """The load as the contract has it."""
+    return engine_pb2.Load(
+        running=load.running,
+        waiting=load.waiting,
+        swapped=load.swapped,
+        total_blocks=load.cache.total_blocks,
+        free_blocks=load.cache.free_blocks,
+        cached_blocks=load.cache.cached_blocks,
+        total_swap_blocks=load.cache.total_swap_blocks,
+        used_swap_blocks=load.cache.used_swap_blocks,
+        step_seconds=load.step_seconds,
+        draining=load.draining,
+    )

@@ -1,0 +1,207 @@
+"""Brings an engine's parts to life: model, memory, warm-up."""
+
+import time
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from engine.batch import Batch, Slice
+from engine.config import EngineSettings
+from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
+from engine.executor.executor import Executor
+from engine.executor.model import LoadedModel, UnsupportedModelError, load
+from engine.kv_cache import KVCacheManager
+from engine.preemption import PreemptionPolicy
+from engine.request import Request, SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence, SequenceGroup
+from engine.validation import Limits
+from octavo.common.models import resolve
+
+log = structlog.get_logger(__name__)
+
+CPU_BATCHED_TOKENS = 512
+GPU_BATCHED_TOKENS = 8192
+
+
+class StartupError(Exception):
+    """The engine cannot start as it is set up; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """An engine ready to run.
+
+    Attributes:
+        scheduler: with its empty cache.
+        executor: warmed up.
+        limits: what requests must fit in.
+        block_bytes: bytes per block, all layers.
+        max_num_batched_tokens: as settled for the device.
+        device: for a person.
+        dtype: of weights and cache.
+    """
+
+    scheduler: Scheduler
+    executor: Executor
+    limits: Limits
+    block_bytes: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+
+
+def build(settings: EngineSettings) -> Parts:
+    """Loads the model, sizes and allocates the cache, and runs one step.
+
+    Raises:
+        StartupError: the settings do not fit each other, the model or the
+            machine.
+        UnsupportedModelError: the model cannot be served.
+        OSError: there is no such model.
+    """
+    began = time.perf_counter()
+    loaded = load(
+        resolve(settings.model),
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+    )
+    log.info("model loaded", model=settings.model, seconds=round(time.perf_counter() - began, 2))
+    batched = settings.max_num_batched_tokens or max(
+        settings.max_num_seqs,
+        GPU_BATCHED_TOKENS if loaded.device.type == "cuda" else CPU_BATCHED_TOKENS,
+    )
+    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.dtype)
+    tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
+    probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
+    _warm_up(Executor(loaded, probe), loaded, tokens, settings.block_size)
+    del probe
+    num_blocks = _num_blocks(settings, loaded, block_bytes)
+    max_model_len = _max_model_len(settings, loaded, num_blocks)
+    num_swap_blocks = _num_swap_blocks(settings, block_bytes)
+    executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
+    log.info(
+        "cache ready",
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        block_size=settings.block_size,
+        gib=round(num_blocks * block_bytes / GIB, 3),
+        max_model_len=max_model_len,
+        seconds=round(time.perf_counter() - began, 2),
+    )
+    cache = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        num_swap_blocks=num_swap_blocks,
+        prefix_caching=settings.enable_prefix_caching,
+    )
+    scheduler = Scheduler(
+        cache,
+        PreemptionPolicy(settings.preemption),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=batched,
+    )
+    limits = Limits(
+        vocab_size=loaded.shape.vocab_size,
+        max_model_len=max_model_len,
+        max_outputs=min(settings.max_outputs, settings.max_num_seqs),
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        eos_token_ids=loaded.shape.eos_token_ids,
+    )
+    return Parts(
+        scheduler=scheduler,
+        executor=executor,
+        limits=limits,
+        block_bytes=block_bytes,
+        max_num_batched_tokens=batched,
+        device=_device_name(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+    )
+
+
+def _allocate(
+    settings: EngineSettings, loaded: LoadedModel, num_blocks: int, num_swap_blocks: int
+) -> CacheTensors:
+    return CacheTensors(
+        loaded.shape,
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        block_size=settings.block_size,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+
+
+def _warm_up(executor: Executor, loaded: LoadedModel, tokens: int, block_size: int) -> None:
+    """Runs the largest step: shows now whether the model can be served and what memory it takes.
+
+    Raises:
+        UnsupportedModelError: the model needs attention of another kind.
+    """
+    if loaded.device.type == "cpu":
+        tokens = min(tokens, 2 * block_size)  # there is no peak to learn
+    request = Request(0, "warm-up", (0,) * tokens, SamplingParams(), 1, time.monotonic())
+    sequence = Sequence(0, 0, list(request.prompt), tokens)
+    group = SequenceGroup(request, [sequence])
+    blocks = list(range(-(-tokens // block_size)))
+    try:
+        executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"the model cannot be served: {error}") from error
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize(loaded.device)
+
+
+def _num_blocks(settings: EngineSettings, loaded: LoadedModel, block_bytes: int) -> int:
+    if settings.num_blocks is not None:
+        return settings.num_blocks
+    gib = settings.cache_memory
+    if gib is None:
+        gib = default_cache_gib(loaded.device, settings.gpu_memory_utilization)
+    available = memory_bytes(loaded.device) / GIB
+    if gib > available:
+        raise StartupError(
+            f"--cache-memory is {gib:g} GiB, but the device has {available:.1f} GiB in all"
+        )
+    blocks = blocks_in(gib, block_bytes)
+    if blocks < 1:
+        raise StartupError(
+            f"a KV-cache block takes {block_bytes / GIB:.4f} GiB, and the cache has {gib:.4f}:"
+            " raise --cache-memory or lower --block-size"
+        )
+    return blocks
+
+
+def _num_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
+    available = memory_bytes(torch.device("cpu")) / GIB
+    if settings.swap_space > available:
+        raise StartupError(
+            f"--swap-space is {settings.swap_space:g} GiB, but the machine has"
+            f" {available:.1f} GiB of memory"
+        )
+    return blocks_in(settings.swap_space, block_bytes)
+
+
+def _max_model_len(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> int:
+    """The context that model, settings and cache all allow."""
+    most, capacity = loaded.shape.max_position, num_blocks * settings.block_size
+    asked = settings.max_model_len
+    if asked is None:
+        if capacity < most:
+            log.warning("context cut to what the cache holds", model=most, max_model_len=capacity)
+        return min(most, capacity)
+    if asked > most:
+        raise StartupError(f"--max-model-len is {asked}, but the model's context is {most} tokens")
+    if asked > capacity:
+        raise StartupError(
+            f"--max-model-len is {asked}, but the cache holds {capacity} tokens: raise"
+            " --cache-memory or --num-blocks, or lower --max-model-len"
+        )
+    return asked
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
