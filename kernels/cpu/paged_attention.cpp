@@ -14,6 +14,7 @@
 // enters the arithmetic.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -176,9 +177,7 @@ struct Scratch {
 
  private:
   static uint32_t* allocate(int words) {
-    void* memory = ::operator new(words * 4, std::align_val_t(64));
-    std::memset(memory, 0, words * 4);
-    return static_cast<uint32_t*>(memory);
+    return static_cast<uint32_t*>(::operator new(words * 4, std::align_val_t(64)));
   }
 };
 
@@ -241,19 +240,28 @@ class Worker {
  public:
   Worker(const Attention& p, float* parts) : p_(p), scratch_(p.head_dim), parts_(parts) {}
 
-  void run(const Item& item) {
+  // Makes the first item's rows known; each `run` does so for the next item.
+  void start(const Item& item) { find_rows(item, item.key_begin, tile_); }
+
+  // Works on an item. `next` is the one that follows on this thread, or null.
+  void run(const Item& item, const Item* next) {
     const int group = p_.num_heads / p_.num_kv_heads;
     const int context = p_.seq_lens[item.seq] - query_count(item.seq);
     load_queries(item, group);
     std::fill_n(scratch_.maximum, item.rows, kNoLogit);
     std::fill_n(scratch_.total, item.rows, 0.f);
-    std::fill_n(scratch_.rescale, item.rows, 1.f);
     std::fill_n(scratch_.out, item.rows * scratch_.width, 0.f);
     const int words = p_.head_dim / T::kPack;
-    find_rows(item, item.key_begin);
-    for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
-      const int vectors = (std::min(kTile, item.key_end - begin) + kLanes - 1) / kLanes;
-      pack(item, begin);
+    int begin = item.key_begin;
+    do {
+      const int vectors = (tile_.count + kLanes - 1) / kLanes;
+      if (begin + kTile < item.key_end)
+        find_rows(item, begin + kTile, coming_);
+      else if (next)
+        find_rows(*next, next->key_begin, coming_);
+      else
+        coming_.count = 0;
+      pack();
       multiply<T>(item.rows, vectors, words, scratch_.query, words, scratch_.keys, kTile,
                   scratch_.logits, kTile, nullptr);
       for (int row = 0; row < item.rows; row++) {
@@ -264,7 +272,9 @@ class Worker {
       multiply<T>(item.rows, scratch_.width / kLanes, vectors * kLanes / T::kPack,
                   reinterpret_cast<uint32_t*>(scratch_.logits), kTile, scratch_.values,
                   scratch_.width, scratch_.out, scratch_.width, scratch_.rescale);
-    }
+      std::swap(tile_, coming_);
+      begin += kTile;
+    } while (begin < item.key_end);
     if (item.part < 0)
       finish(item, group);
     else
@@ -313,36 +323,52 @@ class Worker {
     }
   }
 
-  // Finds the rows of the tile that begins at key `begin`, and asks for them early:
-  // blocks lie anywhere, so the hardware cannot guess the next one.
-  void find_rows(const Item& item, int begin) {
+  // Where the rows of a tile lie.
+  struct Tile {
+    int count = 0;
+    const Stored* keys[kTile];
+    const Stored* values[kTile];
+  };
+
+  // Finds the rows of the item's tile that begins at key `begin`.
+  void find_rows(const Item& item, int begin, Tile& tile) {
     const int32_t* table = p_.block_tables + item.seq * p_.table_stride;
-    count_ = std::clamp(item.key_end - begin, 0, kTile);
-    for (int i = 0; i < count_;) {
+    tile.count = std::clamp(item.key_end - begin, 0, kTile);
+    for (int i = 0; i < tile.count;) {
       int block = (begin + i) / p_.block_size, offset = (begin + i) % p_.block_size;
       int64_t at = table[block] * p_.block_stride +
                    (int64_t(item.kv_head) * p_.block_size + offset) * p_.head_dim;
-      for (; offset < p_.block_size && i < count_; offset++, i++, at += p_.head_dim) {
-        key_rows_[i] = static_cast<const Stored*>(p_.key_cache) + at;
-        value_rows_[i] = static_cast<const Stored*>(p_.value_cache) + at;
-        for (int byte = 0; byte < p_.head_dim * int(sizeof(Stored)); byte += 64) {
-          __builtin_prefetch(reinterpret_cast<const char*>(key_rows_[i]) + byte);
-          __builtin_prefetch(reinterpret_cast<const char*>(value_rows_[i]) + byte);
-        }
+      for (; offset < p_.block_size && i < tile.count; offset++, i++, at += p_.head_dim) {
+        tile.keys[i] = static_cast<const Stored*>(p_.key_cache) + at;
+        tile.values[i] = static_cast<const Stored*>(p_.value_cache) + at;
       }
     }
   }
 
-  // Packs the tile found last, then finds the next.
-  void pack(const Item& item, int begin) {
-    for (int i = 0; i < count_; i += kLanes)
-      pack_keys<T>(key_rows_ + i, std::min(kLanes, count_ - i), p_.head_dim, scratch_.keys + i);
-    int padded = (count_ + kLanes - 1) / kLanes * kLanes;
-    std::fill(value_rows_ + count_, value_rows_ + padded, nullptr);
-    for (int i = 0; i < padded; i += T::kPack)
-      pack_values<T>(value_rows_[i], value_rows_[i + T::kPack - 1], p_.head_dim,
-                     scratch_.values + i / T::kPack * scratch_.width);
-    find_rows(item, begin + kTile);
+  // Asks for some rows of the coming tile. Blocks lie anywhere, so the hardware cannot
+  // guess them; and few at a time, for it stalls when too many are under way.
+  void prefetch(const Stored* const* rows, int from, int to) {
+    for (int i = from; i < std::min(to, coming_.count); i++)
+      for (int byte = 0; byte < p_.head_dim * int(sizeof(Stored)); byte += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(rows[i]) + byte, 0, 2);
+  }
+
+  void pack() {
+    constexpr int kStep = 4;  // rows prefetched at a time
+    for (int i = 0; i < kTile; i += kLanes) {
+      if (i < tile_.count)
+        pack_keys<T>(tile_.keys + i, std::min(kLanes, tile_.count - i), p_.head_dim,
+                     scratch_.keys + i);
+      prefetch(coming_.keys, i, i + kLanes);
+    }
+    int padded = (tile_.count + kLanes - 1) / kLanes * kLanes;
+    std::fill(tile_.values + tile_.count, tile_.values + padded, nullptr);
+    for (int i = 0; i < kTile; i += kStep) {
+      for (int j = i; j < std::min(i + kStep, padded); j += T::kPack)
+        pack_values<T>(tile_.values[j], tile_.values[j + T::kPack - 1], p_.head_dim,
+                       scratch_.values + j / T::kPack * scratch_.width);
+      prefetch(coming_.values, i, i + kStep);
+    }
   }
 
   // Turns a row of logits into weights, relative to the greatest logit so far.
@@ -422,9 +448,7 @@ class Worker {
   const Attention& p_;
   Scratch scratch_;
   float* parts_;
-  int count_ = 0;  // of rows below
-  const Stored* key_rows_[kTile];
-  const Stored* value_rows_[kTile];
+  Tile tile_, coming_;  // the one at work and the one after it
 };
 
 // ---- the whole ----
@@ -489,14 +513,22 @@ void attend(const Attention& p, const Plan& plan) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   const int width = (p.head_dim + kLanes - 1) / kLanes * kLanes;
   std::unique_ptr<float[]> parts;
+  std::atomic<int> queue{0};
   if (plan.parts) parts.reset(new float[plan.parts * Worker<T>::part_size(width)]);
   const bool parallel = items > 1 && plan.work * p.head_dim >= kMinParallelWork;
 #pragma omp parallel num_threads(p.threads) if (parallel)
   {
     Worker<T> worker(p, parts.get());
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < items; i++) worker.run(plan.items[i]);
+    // Taken one ahead, so that a thread can fetch its next item's keys in time.
+    int i = queue++;
+    if (i < items) worker.start(plan.items[i]);
+    while (i < items) {
+      const int next = queue++;
+      worker.run(plan.items[i], next < items ? &plan.items[next] : nullptr);
+      i = next;
+    }
     if (merges) {
+#pragma omp barrier
 #pragma omp for schedule(dynamic)
       for (int i = 0; i < merges; i++) worker.merge(plan.merges[i]);
     }
