@@ -1,1 +1,65 @@
-"""Octavo: a gRPC service for large language models, built on PagedAttention."""
+"""Octavo: a gRPC service for large language models, built on PagedAttention.
+
+What is here is the Python client; `router`, `engine` and `kernels` are the
+service itself.
+"""
+
+from octavo.client import (
+    Accepted,
+    AsyncClient,
+    AsyncStream,
+    CancelledError,
+    Client,
+    Completion,
+    DeadlineExceededError,
+    Delta,
+    Error,
+    FieldViolation,
+    Finished,
+    FinishReason,
+    GenerateOptions,
+    InternalError,
+    InvalidArgumentError,
+    Message,
+    Model,
+    NotFoundError,
+    Output,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    Stream,
+    TokenLogprob,
+    TopLogprob,
+    UnauthenticatedError,
+    UnavailableError,
+    Usage,
+)
+
+__all__ = [
+    "Accepted",
+    "AsyncClient",
+    "AsyncStream",
+    "CancelledError",
+    "Client",
+    "Completion",
+    "DeadlineExceededError",
+    "Delta",
+    "Error",
+    "FieldViolation",
+    "FinishReason",
+    "Finished",
+    "GenerateOptions",
+    "InternalError",
+    "InvalidArgumentError",
+    "Message",
+    "Model",
+    "NotFoundError",
+    "Output",
+    "PermissionDeniedError",
+    "ResourceExhaustedError",
+    "Stream",
+    "TokenLogprob",
+    "TopLogprob",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+]

@@ -1,0 +1,64 @@
+"""The Python client, synchronous and asyncio."""
+
+from octavo.client.aio import AsyncClient, AsyncStream
+from octavo.client.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    Error,
+    FieldViolation,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from octavo.client.requests import GenerateOptions, Prompt
+from octavo.client.sync import Client, Stream
+from octavo.client.types import (
+    Accepted,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Message,
+    Model,
+    Output,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+
+__all__ = [
+    "Accepted",
+    "AsyncClient",
+    "AsyncStream",
+    "CancelledError",
+    "Client",
+    "Completion",
+    "DeadlineExceededError",
+    "Delta",
+    "Error",
+    "Event",
+    "FieldViolation",
+    "FinishReason",
+    "Finished",
+    "GenerateOptions",
+    "InternalError",
+    "InvalidArgumentError",
+    "Message",
+    "Model",
+    "NotFoundError",
+    "Output",
+    "PermissionDeniedError",
+    "Prompt",
+    "ResourceExhaustedError",
+    "Stream",
+    "TokenLogprob",
+    "TopLogprob",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+]

@@ -1,0 +1,117 @@
+"""gRPC failures as typed exceptions."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.rpc import error_details_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """A field of the request that is at fault, and why."""
+
+    field: str
+    description: str
+
+
+class Error(Exception):
+    """A request failed.
+
+    Attributes:
+        code: the gRPC status.
+        message: what the server says about it.
+        violations: the request's fields at fault, where the server names them.
+        retry_after: seconds after which trying again makes sense, where known.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        violations: tuple[FieldViolation, ...] = (),
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.violations = violations
+        self.retry_after = retry_after
+
+
+class InvalidArgumentError(Error):
+    """The request is wrong; `violations` says where."""
+
+
+class NotFoundError(Error):
+    """No such model."""
+
+
+class ResourceExhaustedError(Error):
+    """A queue, quota or memory is full; `retry_after` says when to come back."""
+
+
+class UnavailableError(Error):
+    """The server, or an engine behind it, is not there now. Trying again may help."""
+
+
+class DeadlineExceededError(Error):
+    """The timeout passed first."""
+
+
+class CancelledError(Error):
+    """The call was cancelled."""
+
+
+class UnauthenticatedError(Error):
+    """The server wants to know who asks."""
+
+
+class PermissionDeniedError(Error):
+    """The server knows who asks and says no."""
+
+
+class InternalError(Error):
+    """The server made a mistake."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[Error]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: CancelledError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+
+
+def from_rpc_error(error: grpc.RpcError) -> Error:
+    """Turns what grpc raises, sync or asyncio, into an `Error` with its details."""
+    code, message = error.code(), error.details() or ""
+    violations: tuple[FieldViolation, ...] = ()
+    retry_after = None
+    for detail in _details(error):
+        bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        if detail.Unpack(bad):
+            violations = tuple(
+                FieldViolation(violation.field, violation.description)
+                for violation in bad.field_violations
+            )
+        elif detail.Unpack(retry):
+            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
+    return _CLASSES.get(code, Error)(code, message, violations, retry_after)
+
+
+def _details(error: grpc.RpcError) -> list[Any]:
+    """The google.rpc details that came along; none if they do not fit the status."""
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", error))
+    except ValueError:
+        return []
+    return [] if status is None else list(status.details)

@@ -1,0 +1,171 @@
+"""Turns a client's arguments into requests: one place for sync and asyncio."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict, cast
+
+import grpc
+from google.protobuf.message import Message as Protobuf
+
+from octavo.client.errors import FieldViolation, InvalidArgumentError
+from octavo.client.types import Message
+from octavo.v1 import generation_pb2 as pb
+
+Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
+"""Plain text, a chat (messages, or mappings with role and content), or token ids."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What `generate` takes besides the prompt. None, or left out: the server's default.
+
+    Ranges and defaults are the contract's (protos/octavo/v1).
+    """
+
+    model: str | None
+    request_id: str | None
+    priority: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop: bool | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    n: int | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    token_ids: bool | None
+
+
+# Where each option goes in GenerateRequest.
+_PATHS: dict[str, str] = {
+    "model": "model",
+    "request_id": "request_id",
+    "priority": "priority",
+    "max_tokens": "stop.max_tokens",
+    "min_tokens": "stop.min_tokens",
+    "stop": "stop.strings",
+    "stop_token_ids": "stop.token_ids",
+    "ignore_eos": "stop.ignore_eos",
+    "include_stop": "stop.include_in_output",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "min_p": "sampling.min_p",
+    "repetition_penalty": "sampling.repetition_penalty",
+    "presence_penalty": "sampling.presence_penalty",
+    "frequency_penalty": "sampling.frequency_penalty",
+    "logit_bias": "sampling.logit_bias",
+    "seed": "sampling.seed",
+    "n": "sampling.n",
+    "beam_width": "beam.width",
+    "length_penalty": "beam.length_penalty",
+    "early_stopping": "beam.early_stopping",
+    "logprobs": "output.logprobs",
+    "prompt_logprobs": "output.prompt_logprobs",
+    "token_ids": "output.token_ids",
+}
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Builds a GenerateRequest.
+
+    Raises:
+        InvalidArgumentError: a value does not fit its field's type, for example
+            a negative `top_k`. Ranges are the server's to check.
+        TypeError: an option is unknown or the prompt is none of the three kinds.
+    """
+    request = pb.GenerateRequest()
+    _set_prompt(request, prompt)
+    for name, value in options.items():
+        if name not in _PATHS:
+            raise TypeError(f"generate() has no option {name!r}")
+        if value is not None:
+            _set(request, _PATHS[name], value)
+    return request
+
+
+def tokenize_request(prompt: Prompt, model: str | None) -> pb.TokenizeRequest:
+    """Builds a TokenizeRequest from text or a chat."""
+    request = pb.TokenizeRequest(model=model or "")
+    _set_prompt(request, prompt)
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], model: str | None, keep_special_tokens: bool
+) -> pb.DetokenizeRequest:
+    """Builds a DetokenizeRequest."""
+    request = pb.DetokenizeRequest(model=model or "", keep_special_tokens=keep_special_tokens)
+    _set(request, "token_ids", token_ids)
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
+    """Sets the oneof that the prompt's kind calls for."""
+    if isinstance(prompt, str):
+        _checked("text", lambda: setattr(request, "text", prompt))
+    elif all(isinstance(part, int) for part in prompt):
+        if isinstance(request, pb.TokenizeRequest):
+            raise TypeError("tokenize() takes text or messages, not token ids")
+        request.tokens.SetInParent()
+        _set(request, "tokens.token_ids", prompt)
+    else:
+        _set_chat(request, cast("Sequence[Message | Mapping[str, str]]", prompt))
+
+
+def _set_chat(
+    request: pb.GenerateRequest | pb.TokenizeRequest,
+    messages: Sequence[Message | Mapping[str, str]],
+) -> None:
+    for number, message in enumerate(messages):
+        if not isinstance(message, Message):
+            try:
+                message = Message(message["role"], message["content"])  # noqa: PLW2901
+            except (KeyError, TypeError):
+                raise TypeError(
+                    "a prompt is text, a list of messages with role and content, or a list of "
+                    f"token ids; item {number} is {message!r}"
+                ) from None
+        role, content = message.role, message.content
+        _checked(
+            f"chat.messages[{number}]",
+            lambda role=role, content=content: request.chat.messages.add(  # type: ignore[misc]
+                role=role, content=content
+            ),
+        )
+
+
+def _set(request: Protobuf, path: str, value: object) -> None:
+    """Sets the field at `path`, whatever its shape."""
+    *parents, name = path.split(".")
+    target = request
+    for parent in parents:
+        target = getattr(target, parent)
+    if isinstance(value, Mapping):
+        _checked(path, lambda: getattr(target, name).update(value))
+    elif isinstance(getattr(target, name), str | int | float):
+        _checked(path, lambda: setattr(target, name, value))
+    else:
+        values = [value] if isinstance(value, str) else value
+        _checked(path, lambda: getattr(target, name).extend(values))
+
+
+def _checked(path: str, assign: Callable[[], object]) -> None:
+    """Runs an assignment and says which field it was if protobuf refuses it."""
+    try:
+        assign()
+    except (TypeError, ValueError) as error:
+        violation = FieldViolation(path, str(error))
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        raise InvalidArgumentError(code, f"{path}: {error}", (violation,)) from None

@@ -1,0 +1,125 @@
+"""Turns responses into the client's types: one place for sync and asyncio."""
+
+from collections.abc import Iterable
+
+from octavo.client.types import (
+    Accepted,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Model,
+    Output,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import sampling_pb2
+
+_REASONS = {
+    sampling_pb2.FINISH_REASON_EOS: FinishReason.EOS,
+    sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    sampling_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
+    sampling_pb2.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+}
+
+
+def event(response: pb.GenerateResponse) -> Event | None:
+    """Decodes one response; None for a kind that a newer server may send."""
+    match response.WhichOneof("event"):
+        case "accepted":
+            accepted = response.accepted
+            return Accepted(
+                accepted.request_id,
+                accepted.model,
+                accepted.prompt_tokens,
+                accepted.cached_tokens,
+                _logprobs(accepted.prompt_logprobs),
+            )
+        case "delta":
+            delta = response.delta
+            return Delta(delta.index, delta.text, tuple(delta.token_ids), _logprobs(delta.logprobs))
+        case "finished":
+            return _finished(response.finished)
+    return None
+
+
+def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
+    """Decodes ListModels' answer."""
+    return tuple(
+        Model(
+            name=card.name,
+            max_model_len=card.max_model_len,
+            vocab_size=card.vocab_size,
+            engines=card.engines,
+            block_size=card.block_size,
+            total_blocks=card.total_blocks,
+            free_blocks=card.free_blocks,
+            running=card.running,
+            waiting=card.waiting,
+            swapped=card.swapped,
+        )
+        for card in response.models
+    )
+
+
+class Gathering:
+    """Puts a stream's events together into a Completion."""
+
+    def __init__(self) -> None:
+        self.accepted: Accepted | None = None
+        self.finished: dict[int, Finished] = {}
+        self._deltas: dict[int, list[Delta]] = {}
+
+    def add(self, event: Event) -> None:
+        """Takes in the next event."""
+        match event:
+            case Accepted():
+                self.accepted = event
+            case Delta():
+                self._deltas.setdefault(event.index, []).append(event)
+            case Finished():
+                self.finished[event.index] = event
+
+    def result(self) -> Completion:
+        """Returns what came so far; outputs that have not finished are left out."""
+        accepted = self.accepted or Accepted("", "", 0, 0)
+        outputs = tuple(self._output(self.finished[index]) for index in sorted(self.finished))
+        return Completion(accepted.request_id, accepted.model, outputs, accepted.prompt_logprobs)
+
+    def _output(self, end: Finished) -> Output:
+        deltas = self._deltas.get(end.index, [])
+        return Output(
+            index=end.index,
+            text="".join(delta.text for delta in deltas),
+            token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+            logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            reason=end.reason,
+            usage=end.usage,
+            stop_string=end.stop_string,
+            stop_token_id=end.stop_token_id,
+        )
+
+
+def _finished(finished: pb.Finished) -> Finished:
+    usage = finished.usage
+    return Finished(
+        index=finished.index,
+        reason=_REASONS.get(finished.reason, FinishReason.UNSPECIFIED),
+        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
+        stop_string=finished.stop_string or None,
+        stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+    )
+
+
+def _logprobs(logprobs: Iterable[sampling_pb2.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            token.token_id,
+            token.logprob,
+            tuple(TopLogprob(top.token_id, top.logprob) for top in token.top),
+        )
+        for token in logprobs
+    )
