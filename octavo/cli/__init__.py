@@ -1,0 +1,46 @@
+"""The command `octavo`: one file a command.
+
+Nothing here imports torch: commands that serve do so when they run.
+"""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from octavo.cli.bench import bench
+from octavo.cli.chat import chat
+from octavo.cli.demo import demo
+from octavo.cli.engine import engine
+from octavo.cli.generate import generate
+from octavo.cli.options import EPILOG
+from octavo.cli.router import router
+from octavo.cli.serve import serve
+from octavo.cli.status import status
+
+app = typer.Typer(
+    help="Serves language models over gRPC from a paged KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich",
+)
+
+for _command in (serve, router, engine):
+    app.command(rich_help_panel="Serve", epilog=EPILOG)(_command)
+for _command in (generate, chat, status, bench, demo):
+    app.command(rich_help_panel="Use")(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"octavo {version('octavo')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+    ] = False,
+) -> None:
+    """Serves language models over gRPC from a paged KV cache."""

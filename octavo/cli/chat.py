@@ -1,0 +1,114 @@
+"""`octavo chat`: a conversation."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from octavo.cli.generate import Address
+from octavo.cli.output import err, out, report
+from octavo.client import Client, Error, GenerateOptions, Message
+from octavo.client.channel import DEFAULT_ADDRESS
+
+HELP = """[bold]/help[/]           this
+[bold]/reset[/]          forget what was said
+[bold]/system TEXT[/]    set the system message and start over; without TEXT: show it
+[bold]/quit[/]           leave (so does ctrl-D); ctrl-C stops an answer"""
+
+
+class Conversation:
+    """What was said so far, and the system message it began with."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self.messages: list[Message] = []
+
+    def prompt(self) -> list[Message]:
+        """Everything that the model is to see."""
+        first = [Message("system", self.system)] if self.system else []
+        return [*first, *self.messages]
+
+
+def chat(
+    address: Address = DEFAULT_ADDRESS,
+    model: Annotated[str | None, typer.Option(help="Model; needed if several are served.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 1024,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus, in (0, 1].")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+) -> None:
+    """Talk with a model. /help lists the commands."""
+    options = GenerateOptions(
+        model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
+    )
+    conversation = Conversation(system)
+    with Client(address) as client:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401, PLC0415 - gives input() history and editing
+
+            err.print("[dim]/help lists the commands; ctrl-D leaves[/]")
+        while (line := _read()) is not None:
+            if line.startswith("/"):
+                if not _command(line, conversation):
+                    break
+            elif line:
+                conversation.messages.append(Message("user", line))
+                _answer(client, conversation, options)
+
+
+def _read() -> str | None:
+    """The next line; None at the end. Ctrl-C clears the line."""
+    while True:
+        try:
+            return input("› " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            err.print("\n[dim]ctrl-D or /quit leaves[/]")
+
+
+def _command(line: str, conversation: Conversation) -> bool:
+    """Obeys a /command. Returns False if it ends the conversation."""
+    name, _, rest = line.partition(" ")
+    match name:
+        case "/quit" | "/exit":
+            return False
+        case "/help":
+            err.print(HELP)
+        case "/reset":
+            conversation.messages.clear()
+            err.print("[dim]forgotten[/]")
+        case "/system" if rest.strip():
+            conversation.system = rest.strip()
+            conversation.messages.clear()
+            err.print("[dim]set; the conversation starts over[/]")
+        case "/system":
+            err.print(f"[dim]{escape(conversation.system or 'the model has its own')}[/]")
+        case _:
+            err.print(f"[yellow]no command {escape(name)}[/]; /help lists them")
+    return True
+
+
+def _answer(client: Client, conversation: Conversation, options: GenerateOptions) -> None:
+    """Streams the answer and keeps it; a question that failed is taken back."""
+    parts: list[str] = []
+    try:
+        with client.generate(conversation.prompt(), **options) as stream:
+            for delta in stream:
+                parts.append(delta.text)
+                out.out(delta.text, end="")
+    except KeyboardInterrupt:
+        err.print(" [dim]cancelled[/]", end="")
+    except Error as error:
+        conversation.messages.pop()
+        if parts:
+            out.print()
+        report(error, client.address)
+        return
+    out.print()
+    if parts:
+        conversation.messages.append(Message("assistant", "".join(parts)))
+    else:
+        conversation.messages.pop()

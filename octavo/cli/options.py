@@ -1,0 +1,122 @@
+"""Makes a command's options out of the fields of settings classes."""
+
+import inspect
+import typing
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from octavo.common.settings import Settings, SettingsError, arms, flag, is_collection
+
+Flags = dict[str, Any]
+"""What was given on the command line, by field name; None where nothing was."""
+
+S = TypeVar("S", bound=Settings)
+
+EPILOG = (
+    "Every option is also an environment variable (--block-size: OCTAVO_BLOCK_SIZE) and a key "
+    "of the TOML file (block_size), flat or under \\[engine] or \\[router]. A flag wins over the "
+    "variable, the variable over the file."
+)
+
+
+def settings_options(
+    *classes: type[Settings], hidden: Collection[str] = ()
+) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
+    """Gives a command one option for each field of `classes`.
+
+    Where two classes share a field, the first one's is shown. Values are passed
+    on as typed, or None: `load` checks them together with what the environment
+    and the TOML file say.
+
+    Args:
+        *classes: whose fields become options.
+        hidden: fields that the command sets itself.
+    """
+    fields: dict[str, tuple[FieldInfo, str]] = {}
+    for cls in classes:
+        for name, field in cls.model_fields.items():
+            if name not in hidden:
+                panel = cls.table if name not in Settings.model_fields else "common"
+                fields.setdefault(name, (field, panel))
+
+    def decorate(command: Callable[[Flags], None]) -> Callable[..., None]:
+        def run(**flags: Any) -> None:  # noqa: ANN401 - whatever typer parsed
+            command({name: value for name, value in flags.items() if value not in (None, [])})
+
+        parameters = [_parameter(name, *fields[name]) for name in fields]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        return run
+
+    return decorate
+
+
+def load(cls: type[S], flags: Flags) -> S:
+    """Makes `cls` from those of the flags that are its own.
+
+    Raises:
+        typer.BadParameter: a value is not allowed; names where it was set.
+    """
+    try:
+        return cls.load(**{name: flags[name] for name in flags if name in cls.model_fields})
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def describe(field: FieldInfo) -> tuple[str, str]:
+    """Returns a field's type and its default, both for a person."""
+    kinds = [_kind(arm) for arm in arms(field.annotation) if arm is not type(None)]
+    if field.default_factory is not None or field.default in (None, PydanticUndefined):
+        default = ""
+    elif isinstance(field.default, bool):
+        default = "on" if field.default else "off"
+    else:
+        default = str(field.default)
+    return "|".join(kinds), default
+
+
+def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    """The typer option of one field. Its default is None, "not given"."""
+    kind, default = describe(field)
+    help_text = (field.description or "").replace("[", "\\[")
+    if field.is_required():
+        help_text += " \\[required]"
+    elif default:
+        help_text += f" \\[default: {default}]"
+    if field.annotation is bool:
+        declaration, annotation, metavar = f"{flag(name)}/--no-{flag(name)[2:]}", bool | None, None
+    else:
+        annotation = list[str] | None if is_collection(field) else str | None  # type: ignore[assignment]
+        declaration, metavar = flag(name), kind.upper() if "|" not in kind else f"[{kind}]"
+    option = typer.Option(
+        declaration,
+        help=help_text,
+        metavar=metavar,
+        show_default=False,
+        rich_help_panel=f"{panel.capitalize()} options",
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation, option],
+    )
+
+
+def _kind(annotation: object) -> str:
+    """A type's name as help shows it."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(annotation))
+    if origin is Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    if origin is not None and typing.get_args(annotation):
+        return _kind(typing.get_args(annotation)[0])
+    names = {int: "integer", float: "number", str: "text", bool: "on|off"}
+    return names.get(annotation, getattr(annotation, "__name__", "value").lower())  # type: ignore[call-overload,no-any-return]

@@ -1,0 +1,25 @@
+"""`octavo router`: what clients talk to."""
+
+from octavo.cli import running
+from octavo.cli.options import Flags, load, settings_options
+from octavo.common import logging
+from router.config import RouterSettings
+
+
+@settings_options(RouterSettings)
+def router(flags: Flags) -> None:
+    """Run a router: takes clients' requests and spreads them over engines."""
+    settings = load(RouterSettings, flags)
+    logging.configure(settings.log_format, settings.log_level)
+    running.run(lambda progress: _router(settings, progress), settings.log_format)
+
+
+async def _router(settings: RouterSettings, progress: running.Progress) -> None:
+    progress.stage("Starting the router")
+    from router.server import serve  # noqa: PLC0415 - transformers takes seconds
+
+    def ready(address: str) -> None:
+        facts = {"address": address, "engines": ", ".join(settings.engine)}
+        progress.ready("router is ready", facts)
+
+    await serve(settings, on_ready=ready)

@@ -1,0 +1,84 @@
+"""What `serve`, `router` and `engine` share: progress, errors, an event loop."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import structlog
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.status import Status
+from rich.table import Table
+
+from octavo.cli.output import INTERRUPTED, fail
+from octavo.common.models import ModelError
+
+log = structlog.get_logger(__name__)
+
+
+class StartError(Exception):
+    """A server cannot start, or ended by itself; the message says why."""
+
+
+# Failures whose message says it all; others are shown with their traceback.
+EXPECTED = (StartError, ModelError, OSError)
+
+
+class Progress:
+    """A spinner and a panel on a terminal; log lines elsewhere and in JSON.
+
+    Args:
+        log_format: the settings' own; "json" keeps everything for machines.
+    """
+
+    def __init__(self, log_format: str) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+        self._fancy = self._console.is_terminal and log_format == "console"
+        self._status: Status | None = None
+        self._started = time.monotonic()
+
+    def stage(self, text: str) -> None:
+        """Says what is being done now."""
+        if not self._fancy:
+            log.info(text)
+        elif self._status is None:
+            self._status = self._console.status(f"{text}…")
+            self._status.start()
+        else:
+            self._status.update(f"{text}…")
+
+    def ready(self, title: str, facts: dict[str, str]) -> None:
+        """Says that requests are accepted, and how long it took to get there."""
+        seconds = time.monotonic() - self._started
+        self.close()
+        if not self._fancy:
+            log.info(title, **facts, seconds=round(seconds, 2))
+            return
+        table = Table.grid(padding=(0, 2))
+        for name, value in {**facts, "ready after": f"{seconds:.1f} s"}.items():
+            table.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]")
+        self._console.print(Panel(table, title=title, expand=False, border_style="green"))
+
+    def close(self) -> None:
+        """Stops the spinner."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
+    """Runs a server until it ends; what stops it from starting becomes exit code 1."""
+    progress = Progress(log_format)
+    try:
+        asyncio.run(main(progress))
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except EXPECTED as error:
+        progress.close()
+        log.debug("the traceback of what follows", exc_info=True)
+        raise fail(f"{error}" or type(error).__name__) from None
+    finally:
+        progress.close()

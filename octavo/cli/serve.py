@@ -1,0 +1,113 @@
+"""`octavo serve`: router and engine together."""
+
+import asyncio
+import importlib
+import time
+from types import ModuleType
+
+import structlog
+
+from engine.config import EngineSettings
+from octavo.cli import running
+from octavo.cli.engine_process import EngineProcess
+from octavo.cli.options import Flags, load, settings_options
+from octavo.client import AsyncClient, Error, Model
+from octavo.common import logging, models
+from router.config import RouterSettings
+
+log = structlog.get_logger(__name__)
+
+CONNECT_SECONDS = 60.0
+"""What the router gets to find an engine that is up."""
+
+
+@settings_options(RouterSettings, EngineSettings, hidden={"engine"})
+def serve(flags: Flags) -> None:
+    """Serve a model: a router here and an engine in a child process.
+
+    --host, --port, --metrics-port and --max-message-bytes are the router's. The engine listens on a
+    free loopback port and gives its metrics on the port after the router's.
+    """
+    router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
+    metrics = router.metrics_port + 1 if router.metrics_port else 0
+    own = {"host": "127.0.0.1", "port": 0, "metrics_port": metrics}
+    engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
+    logging.configure(router.log_format, router.log_level)
+    running.run(lambda progress: _serve(router, engine, progress), router.log_format)
+
+
+def _without(flags: Flags, name: str) -> Flags:
+    """The flags but one."""
+    return {key: value for key, value in flags.items() if key != name}
+
+
+async def _serve(
+    router: RouterSettings, engine: EngineSettings, progress: running.Progress
+) -> None:
+    """Starts both, watches both, and stops the router before the engine."""
+    progress.stage(f"Looking for {engine.model}")
+    await asyncio.to_thread(models.resolve, engine.model)
+    progress.stage(f"Loading {engine.model}")
+    with EngineProcess(engine) as process:
+        # The router's imports take seconds too; let them pass while the model loads.
+        server, address = await asyncio.gather(asyncio.to_thread(_import_router), process.ready())
+        progress.stage("Connecting the router")
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        settings = router.model_copy(update={"engine": [address]})
+        serving = asyncio.create_task(server.serve(settings, on_ready=listening.set_result))
+        announcing = asyncio.create_task(_announce(listening, progress))
+        ended = asyncio.create_task(process.ended())
+        try:
+            await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                process.check()
+            await serving
+        finally:
+            announcing.cancel()
+            serving.cancel()
+            await asyncio.gather(serving, announcing, return_exceptions=True)
+            process.stop()
+            await ended
+
+
+def _import_router() -> ModuleType:
+    """Imports the router, and what it needs to load a tokenizer, beforehand."""
+    importlib.import_module("transformers.models.auto.tokenization_auto")
+    return importlib.import_module("router.server")
+
+
+async def _announce(listening: asyncio.Future[str], progress: running.Progress) -> None:
+    """Tells when the model can be used, and where."""
+    address = await listening
+    async with AsyncClient(_dialable(address)) as client:
+        model = await _first_model(client)
+    if model is None:
+        log.warning("the router has found no engine yet", address=address)
+        return
+    facts = {
+        "address": address,
+        "model": model.name,
+        "context": f"{model.max_model_len} tokens",
+        "blocks": f"{model.total_blocks} of {model.block_size} tokens",
+    }
+    progress.ready("octavo is ready", facts)
+
+
+async def _first_model(client: AsyncClient) -> Model | None:
+    """Asks until the router lists a model; None if it does not in time."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            listed = await client.list_models(timeout=5)
+        except Error:
+            listed = ()
+        if listed:
+            return listed[0]
+        await asyncio.sleep(0.05)
+    return None
+
+
+def _dialable(address: str) -> str:
+    """The loopback address for one that listens everywhere."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in {"0.0.0.0", "[::]", "::"} else address  # noqa: S104

@@ -1,0 +1,34 @@
+"""Prometheus metrics over HTTP."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import structlog
+from prometheus_client import CollectorRegistry, start_http_server
+
+log = structlog.get_logger(__name__)
+
+
+@contextmanager
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
+    """Serves `registry` at http://host:port/metrics; port 0 serves nothing.
+
+    Raises:
+        OSError: the port is taken; the message names it and its flag.
+    """
+    if port == 0:
+        yield
+        return
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise OSError(
+            f"cannot serve metrics on {host}:{port} (--metrics-port): {error.strerror}"
+        ) from None
+    log.info("metrics served", address=f"http://{host}:{port}/metrics")
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
