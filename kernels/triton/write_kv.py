@@ -1,0 +1,67 @@
+"""Writes new keys and values into the paged cache: one program a token."""
+
+# Triton reads its kernels' source: types there are its own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _write_kv_kernel(  # noqa: PLR0917
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    block_stride,
+    block_size,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED: tl.constexpr,  # the next power of two to NUM_KV_HEADS * HEAD_DIM
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        block = slot // block_size
+        offset = slot % block_size
+        element = tl.arange(0, PADDED)
+        head = element // HEAD_DIM
+        within = element % HEAD_DIM
+        real = element < NUM_KV_HEADS * HEAD_DIM
+        place = block * block_stride + (head * block_size + offset) * HEAD_DIM + within
+        from_key = key + token * key_token_stride + head * key_head_stride + within
+        from_value = value + token * value_token_stride + head * value_head_stride + within
+        tl.store(key_cache + place, tl.load(from_key, mask=real), mask=real)
+        tl.store(value_cache + place, tl.load(from_value, mask=real), mask=real)
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    _write_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        key_cache.stride(0),
+        key_cache.shape[2],
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PADDED=triton.next_power_of_2(num_kv_heads * head_dim),
+    )
