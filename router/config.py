@@ -1,0 +1,62 @@
+"""The router's settings."""
+
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from octavo.common.settings import Settings
+
+
+class RouterSettings(Settings):
+    """What `octavo router` can be told."""
+
+    table: ClassVar[str] = "router"
+
+    engine: list[str] = Field(
+        ["127.0.0.1:50052"], description="An engine's HOST:PORT. May be given several times."
+    )
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    metrics_port: int = Field(
+        9151, ge=0, le=65535, description="Port of the Prometheus metrics; 0 turns them off."
+    )
+    tokenizer: str | None = Field(
+        None,
+        description="Hub name, directory or 'demo' to load the tokenizer from, "
+        "in place of what the engine says.",
+    )
+    max_queue_size: int = Field(
+        1024, ge=0, description="Most requests that wait in the router for an engine."
+    )
+    max_message_bytes: int = Field(
+        4 << 20, ge=1024, description="Longest message that clients may send, in bytes."
+    )
+    connect_timeout: float = Field(
+        5.0, gt=0, description="Seconds that an engine may take to answer when connected to."
+    )
+    keepalive_time: float = Field(
+        5.0, ge=1, description="Seconds of silence after which an engine is pinged."
+    )
+    keepalive_timeout: float = Field(
+        5.0, gt=0, description="Seconds that a pinged engine has before it counts as dead."
+    )
+    write_timeout: float = Field(
+        60.0, gt=0, description="Seconds that a client may go without reading its stream."
+    )
+    drain_timeout: float = Field(
+        30.0, ge=0, description="Seconds that running requests have to finish on SIGTERM."
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _addresses(cls, addresses: list[str]) -> list[str]:
+        """Refuses what is no HOST:PORT, and repetitions, which would share one engine twice."""
+        if not addresses:
+            raise ValueError("needs at least one HOST:PORT")
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"{address!r} is no HOST:PORT, such as 127.0.0.1:50052")
+        if len(set(addresses)) != len(addresses):
+            raise ValueError("names an engine twice")
+        return addresses

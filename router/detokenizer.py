@@ -1,0 +1,182 @@
+"""Tokens into text as they come, never splitting or garbling a character.
+
+What is shown, put together, is exactly what decoding all the tokens at once
+gives. That takes knowing when a token's text can still change:
+
+- A byte-level token may end within a character; its text then ends with
+  U+FFFD until the rest comes.
+- With byte fallback ("<0xE2>"), bytes in a row are decoded together and all
+  become U+FFFD if they are not valid, so none is final before the row ends.
+- Some decoders drop the space in front of the very first token.
+
+In all other places a token's text depends on nothing but that it is not the
+first. So it is decoded behind a fixed other token, the anchor, whose own text
+is cut off, and remembered.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+REPLACEMENT = "\ufffd"
+MAX_HELD = 3
+"""An incomplete character has at most 3 bytes, each of which may show as U+FFFD."""
+MAX_PENDING = 32
+"""More tokens than this never wait for a character to be complete."""
+LONG_ROW = 64
+"""A row of fallback bytes this long is shown where it is valid, without waiting for its end."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Kind(IntEnum):
+    """How a token takes part in the text."""
+
+    TEXT = 0
+    BYTE = 1  # one byte of a character
+    SKIPPED = 2  # a special token, or no token at all
+
+
+class Pieces:
+    """The texts of a vocabulary's tokens, shared by all outputs of a model.
+
+    Args:
+        decode: Text of a sequence of tokens, special ones left out.
+        tokens: Every token by its id; None where there is none.
+        special: Ids of the special tokens.
+        byte_fallback: Whether tokens spelt "<0xE2>" stand for bytes.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        tokens: Sequence[str | None],
+        special: frozenset[int],
+        *,
+        byte_fallback: bool,
+    ) -> None:
+        self._decode = decode
+        self._tokens = tokens
+        self._special = special
+        self._kinds = bytes(
+            Kind.SKIPPED
+            if token is None or i in special
+            else Kind.BYTE
+            if byte_fallback and _BYTE_TOKEN.fullmatch(token)
+            else Kind.TEXT
+            for i, token in enumerate(tokens)
+        )
+        self._anchor = self._find_anchor()
+        self._anchor_length = 0 if self._anchor is None else len(decode([self._anchor]))
+        self._alone: dict[int, str | None] = {}
+
+    @property
+    def anchored(self) -> bool:
+        """Whether the vocabulary has a token to decode others behind."""
+        return self._anchor is not None
+
+    def kind(self, token_id: int) -> int:
+        """Returns the token's `Kind`."""
+        return self._kinds[token_id] if token_id < len(self._kinds) else Kind.SKIPPED
+
+    def text(self, token_ids: Sequence[int], *, first: bool) -> str:
+        """Returns the text of tokens at the beginning of an output, or behind other text."""
+        if first or self._anchor is None:
+            return self._decode(token_ids)
+        return self._decode([self._anchor, *token_ids])[self._anchor_length :]
+
+    def alone(self, token_id: int) -> str | None:
+        """Returns the token's text behind other text; None if it is not final by itself."""
+        try:
+            return self._alone[token_id]
+        except KeyError:
+            pass
+        text: str | None = None
+        if self._anchor is not None and self.kind(token_id) == Kind.TEXT:
+            text = self.text([token_id], first=False)
+            if text.endswith(REPLACEMENT):
+                text = None
+        self._alone[token_id] = text
+        return text
+
+    def special_text(self, token_id: int) -> str:
+        """Returns how a special token is spelt; nothing for one that does not exist."""
+        return self._tokens[token_id] or "" if token_id in self._special else ""
+
+    def _find_anchor(self) -> int | None:
+        for token_id, kind in enumerate(self._kinds):
+            if kind == Kind.TEXT:
+                text = self._decode([token_id])
+                if text.isascii() and text.isalnum():
+                    return token_id
+        return None
+
+
+class Detokenizer:
+    """The text of one output."""
+
+    __slots__ = ("_first", "_pending", "_pieces", "_shown")
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._first = True  # nothing has been shown of any token that is not pending
+        self._pending: list[int] = []  # tokens whose text is not wholly shown
+        self._shown = 0  # characters of the pending tokens' text that are
+
+    def feed(self, token_id: int) -> str:
+        """Takes the next token and returns the text that is now final, perhaps none."""
+        if not (self._pending or self._first):
+            text = self._pieces.alone(token_id)
+            if text is not None:
+                return text
+        kind = self._pieces.kind(token_id)
+        if kind == Kind.SKIPPED:
+            return ""
+        self._pending.append(token_id)
+        if kind == Kind.BYTE:
+            return self._show_long_row()
+        return self._show()
+
+    def flush(self) -> str:
+        """Returns the rest: no token follows."""
+        return self._show(final=True) if self._pending else ""
+
+    def _show(self, *, final: bool = False) -> str:
+        text = self._pieces.text(self._pending, first=self._first)
+        held = 0 if final else min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_HELD)
+        end = max(len(text) - held, self._shown)
+        new, self._shown = text[self._shown : end], end
+        if not held:
+            self._settle(text)
+        elif len(self._pending) > MAX_PENDING:
+            self._shorten(text)
+        return new
+
+    def _show_long_row(self) -> str:
+        # Looking at every byte would make a long row's cost quadratic; a
+        # character has at most four.
+        if len(self._pending) < LONG_ROW or len(self._pending) % LONG_ROW >= 4:
+            return ""
+        text = self._pieces.text(self._pending, first=self._first)
+        return "" if REPLACEMENT in text else self._show()
+
+    def _settle(self, text: str) -> None:
+        """Forgets the pending tokens: all their text is shown.
+
+        Not before there is any: else what follows would be taken to have text
+        before it, and keep a space that the decoder drops.
+        """
+        if text and self._pieces.anchored:
+            self._first = False
+            self._pending.clear()
+            self._shown = 0
+
+    def _shorten(self, text: str) -> None:
+        """Forgets all but the last pending tokens, of which some text is still held."""
+        held = text[self._shown :]
+        tail = self._pending[-MAX_PENDING // 4 :]
+        tail_text = self._pieces.text(tail, first=False)
+        if self._pieces.anchored and tail_text.endswith(held):
+            self._first = False
+            self._pending = tail
+            self._shown = len(tail_text) - len(held)

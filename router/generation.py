@@ -1,0 +1,261 @@
+"""GenerationService: what clients call."""
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from prometheus_client import CollectorRegistry
+from structlog.contextvars import bound_contextvars
+
+from octavo.common import rpc
+from octavo.v1 import generation_pb2, generation_pb2_grpc
+from router import validation
+from router.admission import Admission
+from router.config import RouterSettings
+from router.engine_pool import Engine, EnginePool
+from router.metrics import RouterMetrics
+from router.request import Request
+from router.tokenization import Tokenizers
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    """Serves requests with the engines of a pool.
+
+    Args:
+        settings: Limits and timeouts.
+        pool: The engines.
+        admission: Who may use them when.
+        tokenizers: Where the pool's tokenizers run.
+        registry: Where metrics are registered.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        pool: EnginePool,
+        admission: Admission[Engine],
+        tokenizers: Tokenizers,
+        registry: CollectorRegistry,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._admission = admission
+        self._tokenizers = tokenizers
+        self._calls = 0
+        self._requests: set[Request] = set()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics = RouterMetrics(
+            registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """How many Generate calls have come and not ended."""
+        return self._calls
+
+    async def Generate(  # type: ignore[override]  # noqa: N802 - it writes, and yields nothing
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """Generates outputs and streams them."""
+        call = _Call()
+        self._calls += 1
+        self._idle.clear()
+        try:
+            self._refuse_when_draining()
+            validation.check_request_id(request.request_id)
+            call.request_id = request.request_id or call.request_id
+            with bound_contextvars(request_id=call.request_id):
+                await self._generate(call, request, context)
+            call.outcome = grpc.StatusCode.OK
+        except rpc.RpcError as error:
+            call.outcome, call.message = error.code, error.message
+            raise
+        except asyncio.CancelledError:
+            late = call.deadline is not None and time.monotonic() >= call.deadline
+            call.outcome = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+            self._report(call)
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: generation_pb2.TokenizeRequest,
+        context: Context,  # noqa: ARG002
+    ) -> generation_pb2.TokenizeResponse:
+        """Turns text or a chat into tokens."""
+        self._refuse_when_draining()
+        model = self._pool.resolve(request.model)
+        validation.check_chat(request)
+        token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), request)
+        limits = self._pool.limits(model)
+        return generation_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=limits.max_model_len
+        )
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: generation_pb2.DetokenizeRequest,
+        context: Context,  # noqa: ARG002
+    ) -> generation_pb2.DetokenizeResponse:
+        """Turns tokens into text."""
+        self._refuse_when_draining()
+        model = self._pool.resolve(request.model)
+        limits = self._pool.limits(model)
+        validation.check_token_ids("token_ids", request.token_ids, limits.vocab_size)
+        text = await self._tokenizers.decode(
+            self._pool.tokenizer(model),
+            list(request.token_ids),
+            keep_special_tokens=request.keep_special_tokens,
+        )
+        return generation_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: generation_pb2.ListModelsRequest,  # noqa: ARG002
+        context: Context,  # noqa: ARG002
+    ) -> generation_pb2.ListModelsResponse:
+        """Lists the models that are served now."""
+        served = sorted({engine.info.model for engine in self._pool.up()})
+        return generation_pb2.ListModelsResponse(
+            models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
+        )
+
+    async def drain(self, timeout: float) -> None:
+        """Refuses new calls and waits for those in progress, `timeout` seconds at most.
+
+        Those that are left then are failed with UNAVAILABLE.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain_timeout", requests=self._calls, seconds=timeout)
+            self.fail_all("the router shut down before the request was complete; retry it")
+
+    def fail_all(self, message: str) -> None:
+        """Fails all requests in progress with UNAVAILABLE."""
+        self._draining = True
+        self._admission.refuse_all(rpc.unavailable(message))
+        for request in self._requests:
+            request.failed(rpc.unavailable(message))
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise rpc.unavailable("the router is shutting down; retry with another")
+
+    async def _generate(
+        self, call: "_Call", message: generation_pb2.GenerateRequest, context: Context
+    ) -> None:
+        remaining: float | None = context.time_remaining()
+        call.deadline = None if remaining is None else call.arrival + remaining
+        call.model = self._pool.resolve(message.model)
+        request = call.request = await self._prepare(call, message)
+        self._requests.add(request)
+        try:
+            await self._serve(call, request, context)
+        finally:
+            self._requests.discard(request)
+
+    async def _prepare(self, call: "_Call", message: generation_pb2.GenerateRequest) -> Request:
+        """Validates and tokenizes."""
+        limits = self._pool.limits(call.model)
+        validation.check_request(message, limits)
+        self._pool.candidates(call.model)  # fails now if there are none
+        tokenizer = self._pool.tokenizer(call.model)
+        if message.WhichOneof("prompt") == "tokens":
+            prompt = list(message.tokens.token_ids)
+        else:
+            prompt = await self._tokenizers.encode(tokenizer, message)
+        return Request(
+            message,
+            request_id=call.request_id,
+            model=call.model,
+            prompt=prompt,
+            max_tokens=validation.output_length(message, len(prompt), limits),
+            pieces=tokenizer.pieces,
+            arrival=call.arrival,
+            metrics=self.metrics.of(call.model),
+        )
+
+    async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
+        """Waits for an engine, then passes on what it makes."""
+        ticket = request.ticket
+        engine = await self._admission.admit(ticket)
+        call.engine = engine.address
+        call.queued = time.monotonic() - call.arrival
+        self.metrics.of(call.model).queue_time.observe(call.queued)
+        try:
+            timeout = None if call.deadline is None else call.deadline - time.monotonic()
+            request.submit(engine.session, timeout)
+            while not request.done:
+                await request.wait()
+                for response in request.take():
+                    await self._write(context, response)
+        finally:
+            request.close()
+            self._admission.release(engine, ticket)
+
+    async def _write(self, context: Context, response: generation_pb2.GenerateResponse) -> None:
+        try:
+            async with asyncio.timeout(self._settings.write_timeout):
+                await context.write(response)
+        except TimeoutError:
+            raise rpc.RpcError(
+                grpc.StatusCode.CANCELLED,
+                f"the client did not read its stream for {self._settings.write_timeout:g} s",
+            ) from None
+
+    def _report(self, call: "_Call") -> None:
+        """Counts and logs a call that has ended."""
+        duration = time.monotonic() - call.arrival
+        self.metrics.requests.labels(call.model, call.outcome.name).inc()
+        if call.model:
+            self.metrics.of(call.model).duration.observe(duration)
+        request = call.request
+        log.info(
+            "request_done",
+            request_id=call.request_id,
+            model=call.model,
+            engine=call.engine,
+            outcome=call.outcome.name,
+            message=call.message,
+            prompt_tokens=len(request.prompt) if request else 0,
+            cached_tokens=request.cached_tokens if request else 0,
+            output_tokens=request.output_tokens if request else 0,
+            queued=_rounded(call.queued),
+            ttft=_rounded(request.ttft if request else None),
+            duration=_rounded(duration),
+        )
+
+
+class _Call:
+    """What is known of a Generate call, for its log line, however far it came."""
+
+    def __init__(self) -> None:
+        self.request_id = uuid.uuid4().hex
+        self.model = ""
+        self.engine = ""
+        self.arrival = time.monotonic()
+        self.deadline: float | None = None
+        self.queued: float | None = None
+        self.request: Request | None = None
+        self.outcome = grpc.StatusCode.INTERNAL
+        self.message: str | None = None
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

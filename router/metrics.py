@@ -1,0 +1,94 @@
+"""The router's Prometheus metrics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
+    *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """One model's metrics, looked up once and not for every token."""
+
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    output_tokens: Counter
+    ttft: Histogram
+    tpot: Histogram
+    itl: Histogram
+    queue_time: Histogram
+    duration: Histogram
+
+
+class RouterMetrics:
+    """All of the router's metrics, in `registry`.
+
+    Args:
+        registry: Where they are registered.
+        in_flight: Counts the requests that have come and not ended.
+        queued: Counts those of them that wait for an engine.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        in_flight: Callable[[], int],
+        queued: Callable[[], int],
+    ) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"octavo_router_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(
+                f"octavo_router_{name}_seconds", text, ["model"], registry=registry, buckets=buckets
+            )
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"octavo_router_{name}", text, labels, registry=registry)
+
+        self.requests = counter(
+            "requests", "Generate calls that ended, by gRPC status.", "model", "code"
+        )
+        self.engines_up = gauge("engines_up", "Engines connected.", "model")
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
+        self._cached_tokens = counter(
+            "cached_prompt_tokens", "Prompt tokens that engines found in their cache.", "model"
+        )
+        self._output_tokens = counter("output_tokens", "Tokens received from engines.", "model")
+        self._ttft = histogram("ttft", "Time to first token, from the request's arrival.")
+        self._tpot = histogram(
+            "tpot", "Time per output token: the mean after an output's first.", TOKEN_SECONDS
+        )
+        self._itl = histogram(
+            "itl", "Inter-token latency: between tokens of one output.", TOKEN_SECONDS
+        )
+        self._queue_time = histogram("queue_time", "Time that requests waited for an engine.")
+        self._duration = histogram("request_duration", "Time from a request's arrival to its end.")
+        gauge("requests_in_flight", "Generate calls in progress.").set_function(in_flight)
+        gauge("requests_queued", "Requests waiting for an engine.").set_function(queued)
+        self._models: dict[str, ModelMetrics] = {}
+
+    def of(self, model: str) -> ModelMetrics:
+        """Returns the metrics of one model."""
+        if model not in self._models:
+            self._models[model] = ModelMetrics(
+                prompt_tokens=self._prompt_tokens.labels(model),
+                cached_tokens=self._cached_tokens.labels(model),
+                output_tokens=self._output_tokens.labels(model),
+                ttft=self._ttft.labels(model),
+                tpot=self._tpot.labels(model),
+                itl=self._itl.labels(model),
+                queue_time=self._queue_time.labels(model),
+                duration=self._duration.labels(model),
+            )
+        return self._models[model]

@@ -1,0 +1,217 @@
+"""One Generate call on its way: what it asked for, what came, what is still to be sent."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+from functools import cached_property
+
+from octavo.common import rpc
+from octavo.v1 import engine_pb2, generation_pb2
+from octavo.v1.sampling_pb2 import FinishReason
+from router.admission import Ticket
+from router.detokenizer import Pieces
+from router.metrics import ModelMetrics
+from router.output import Output
+from router.session import Session
+from router.validation import num_outputs
+
+
+class Request:
+    """A valid request; the receiver of its session's events.
+
+    It knows the prompt, the seed and every token drawn, which is all that is
+    needed to go on from there elsewhere.
+
+    Attributes:
+        request_id: As the client knows it.
+        model: The resolved name.
+        prompt: The prompt's tokens.
+        max_tokens: Most tokens of each output.
+        arrival: When it came, by the monotonic clock.
+        outputs: One for each of `n`.
+        cached_tokens: Prompt tokens that the engine found in its cache.
+    """
+
+    def __init__(
+        self,
+        message: generation_pb2.GenerateRequest,
+        *,
+        request_id: str,
+        model: str,
+        prompt: list[int],
+        max_tokens: int,
+        pieces: Pieces,
+        arrival: float,
+        metrics: ModelMetrics,
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.prompt = prompt
+        self.max_tokens = max_tokens
+        self.arrival = arrival
+        self.cached_tokens = 0
+        self.outputs = [
+            Output(i, pieces, message.stop, message.output) for i in range(num_outputs(message))
+        ]
+        self._message = message
+        self._metrics = metrics
+        self._event = asyncio.Event()
+        self._error: rpc.RpcError | None = None
+        self._accepted = generation_pb2.Accepted(
+            request_id=request_id, model=model, prompt_tokens=len(prompt)
+        )
+        self._begun = False  # Accepted may be sent
+        self._accepted_sent = False
+        self._stopped = False  # an output was ended here, not by the engine
+        self._session: Session | None = None
+        self._session_id = ""
+
+    @property
+    def ticket(self) -> Ticket:
+        """What admission needs to know."""
+        return Ticket(self.model, len(self.outputs), self._message.priority, self.arrival)
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been taken for sending."""
+        return all(output.finished for output in self.outputs)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token, if one came."""
+        times = [output.first_time for output in self.outputs if output.token_ids]
+        return min(times) - self.arrival if times else None
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens drawn for all outputs."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @cached_property
+    def _seed(self) -> int:
+        """The client's seed, or a random one: the outputs can be made again in either case."""
+        sampling = self._message.sampling
+        return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
+
+    def submit(self, session: Session, timeout: float | None) -> None:
+        """Starts the request on an engine.
+
+        Args:
+            session: The engine's session.
+            timeout: Seconds to the client's deadline, if it has one.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if the session has broken.
+        """
+        message = self._message
+        submit = engine_pb2.Submit(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt,
+            stop=message.stop,
+            output=message.output,
+            priority=message.priority,
+        )
+        submit.stop.max_tokens = self.max_tokens
+        submit.stop.ClearField("strings")
+        submit.stop.ClearField("include_in_output")
+        if message.HasField("beam"):
+            submit.beam.CopyFrom(message.beam)
+        else:
+            submit.sampling.CopyFrom(message.sampling)
+            submit.sampling.seed = self._seed
+        if timeout is not None:
+            submit.timeout.FromNanoseconds(int(max(timeout, 0) * 1e9))
+        self._session_id = session.submit(submit, self)
+        self._session = session
+
+    def close(self) -> None:
+        """Stops on the engine what has not ended there."""
+        if self._session is None:
+            return
+        if self._stopped or not all(output.ended for output in self.outputs):
+            self._session.abort(self._session_id)
+        else:
+            self._session.forget(self._session_id)
+        self._session = None
+
+    def started(self, cached_tokens: int) -> None:
+        """The engine began to compute the prompt."""
+        self.cached_tokens = self._accepted.cached_tokens = cached_tokens
+        self._metrics.prompt_tokens.inc(len(self.prompt))
+        self._metrics.cached_tokens.inc(cached_tokens)
+        if not self._message.output.HasField("prompt_logprobs"):
+            self._begin()
+
+    def received(self, output: engine_pb2.SequenceOutput) -> None:
+        """New tokens of one output."""
+        mine = self.outputs[output.index]
+        if mine.ended:
+            return  # drawn before the engine heard of the end
+        if output.index == 0 and not self._begun:
+            self._accepted.prompt_logprobs.extend(output.prompt_logprobs)
+            self._begin()
+        self._note_time(mine, len(output.token_ids))
+        mine.push(output.token_ids, output.logprobs, output.finish_reason)
+        if mine.reason == FinishReason.FINISH_REASON_STOP_STRING:
+            self._stopped = True
+            if not output.finish_reason and self._session is not None:
+                self._session.abort(self._session_id, output.index)
+        if mine.ended:
+            self._note_tpot(mine)
+        self._event.set()
+
+    def failed(self, error: rpc.RpcError) -> None:
+        """The request ended without finishing."""
+        if self._error is None:
+            self._error = error
+        self._event.set()
+
+    async def wait(self) -> None:
+        """Waits until there is something to take."""
+        await self._event.wait()
+
+    def take(self) -> Iterator[generation_pb2.GenerateResponse]:
+        """Yields what is to be sent now, one Delta at most for each output.
+
+        What comes while the consumer is busy is for the next call.
+
+        Raises:
+            rpc.RpcError: What the request failed with, after what came before.
+        """
+        self._event.clear()
+        error = self._error
+        if self._begun and not self._accepted_sent:
+            self._accepted_sent = True
+            yield generation_pb2.GenerateResponse(accepted=self._accepted)
+        for output in self.outputs if self._begun else ():
+            if output.finished:
+                continue
+            ended = output.ended
+            if (delta := output.take()) is not None:
+                yield generation_pb2.GenerateResponse(delta=delta)
+            if ended:
+                finished = output.finish(len(self.prompt), self.cached_tokens)
+                yield generation_pb2.GenerateResponse(finished=finished)
+        if error is not None and not self.done:
+            raise error
+
+    def _begin(self) -> None:
+        self._begun = True
+        self._event.set()
+
+    def _note_time(self, output: Output, tokens: int) -> None:
+        now = time.monotonic()
+        if not output.token_ids:
+            if self.ttft is None:
+                self._metrics.ttft.observe(now - self.arrival)
+            output.first_time = now
+        elif tokens:
+            self._metrics.itl.observe((now - output.last_time) / tokens)
+        output.last_time = now
+        self._metrics.output_tokens.inc(tokens)
+
+    def _note_tpot(self, output: Output) -> None:
+        if len(output.token_ids) > 1:
+            seconds = output.last_time - output.first_time
+            self._metrics.tpot.observe(seconds / (len(output.token_ids) - 1))

@@ -1,0 +1,176 @@
+"""The router's process: its parts put together, started, and stopped in order."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health
+from prometheus_client import CollectorRegistry, start_http_server
+
+from octavo.common import rpc
+from octavo.v1 import generation_pb2_grpc
+from router.admission import Admission
+from router.config import RouterSettings
+from router.engine_pool import Engine, EnginePool
+from router.generation import GenerationService
+from router.tokenization import Tokenizers
+
+log = structlog.get_logger(__name__)
+
+SERVICE = "octavo.v1.GenerationService"
+CLOSE_SECONDS = 1.0
+"""What calls that have been failed have to say so."""
+
+
+class Router:
+    """A router that can be started and stopped.
+
+    Attributes:
+        address: HOST:PORT that it listens on, once started.
+        registry: Its metrics.
+    """
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.address = ""
+        self.registry = CollectorRegistry()
+        self._settings = settings
+        self._tokenizers = Tokenizers()
+        self.pool = EnginePool(settings, self._tokenizers, self._engines_changed)
+        self.admission: Admission[Engine] = Admission(self.pool.candidates, settings.max_queue_size)
+        self.service = GenerationService(
+            settings, self.pool, self.admission, self._tokenizers, self.registry
+        )
+        self._server: grpc.aio.Server | None = None
+        self._health: health.aio.HealthServicer | None = None
+        self._stopping = False
+        self._changed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._metrics_server: Callable[[], None] | None = None
+
+    async def start(self) -> None:
+        """Listens, and begins to connect to the engines.
+
+        Raises:
+            OSError: The address or the metrics port is taken or not this machine's.
+        """
+        settings = self._settings
+        self._server, self._health = await rpc.create_server(
+            {
+                SERVICE: lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+                    self.service, server
+                )
+            },
+            max_message_bytes=settings.max_message_bytes,
+        )
+        self.address = _bind(self._server, settings.host, settings.port)
+        if settings.metrics_port:
+            self._start_metrics()
+        await self._server.start()
+        self._watcher = asyncio.create_task(self._watch(), name="health")
+        self.pool.start()
+        log.info("router_listening", address=self.address, engines=settings.engine)
+
+    async def drain(self) -> None:
+        """Refuses new calls and lets those in progress finish, for a while."""
+        self._stopping = True
+        self._changed.set()
+        await self.service.drain(self._settings.drain_timeout)
+
+    async def stop(self) -> None:
+        """Ends everything, at once."""
+        self._stopping = True
+        self.service.fail_all("the router shut down before the request was complete; retry it")
+        if self._server is not None:
+            await self._server.stop(CLOSE_SECONDS)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self.pool.close()
+        self._tokenizers.close()
+        if self._metrics_server is not None:
+            await asyncio.to_thread(self._metrics_server)
+        log.info("router_stopped", address=self.address)
+
+    def _engines_changed(self, model: str) -> None:
+        """An engine of `model` came, went, or began to drain."""
+        self.service.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
+        self.admission.dispatch(model)
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        """Keeps the health service saying whether there is an engine to serve with."""
+        assert self._health is not None
+        while True:
+            self._changed.clear()
+            serving = bool(self.pool.up()) and not self._stopping
+            await rpc.set_serving(self._health, ["", SERVICE], serving=serving)
+            await self._changed.wait()
+
+    def _start_metrics(self) -> None:
+        host, port = self._settings.host, self._settings.metrics_port
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise OSError(
+                f"cannot serve metrics on {host}:{port} ({error}); choose another --metrics-port, "
+                "or 0 for none"
+            ) from error
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        self._metrics_server = close
+
+
+async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Runs a router until SIGTERM or SIGINT, then drains it; a second signal ends it at once.
+
+    Args:
+        settings: What it is to do.
+        on_ready: Called with HOST:PORT when it listens.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+    loop = asyncio.get_running_loop()
+    signals = [asyncio.Event(), asyncio.Event()]
+
+    def on_signal() -> None:
+        next((s for s in signals if not s.is_set()), signals[-1]).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    router = Router(settings)
+    try:
+        await router.start()
+        if on_ready is not None:
+            on_ready(router.address)
+        await signals[0].wait()
+        log.info("router_draining", requests=router.service.in_flight)
+        drain = asyncio.create_task(router.drain(), name="drain")
+        hurry = asyncio.create_task(signals[1].wait(), name="second-signal")
+        await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, hurry):
+            task.cancel()
+        await asyncio.gather(drain, hurry, return_exceptions=True)
+    finally:
+        await router.stop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
+    """Listens on a host and port, 0 for a free one; returns HOST:PORT."""
+    name = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{name}:{port}")
+    except RuntimeError as error:
+        raise OSError(
+            f"cannot listen on {name}:{port}; is the port taken? Choose another --port, "
+            f"or 0 for a free one ({error})"
+        ) from error
+    return f"{name}:{bound}"

@@ -1,0 +1,481 @@
+import asyncio
+import random
+import time
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from prometheus_client import generate_latest
+
+from octavo.v1 import engine_pb2, generation_pb2
+from octavo.v1.sampling_pb2 import FinishReason
+
+LENGTH = FinishReason.FINISH_REASON_LENGTH
+
+
+def ask(text: str = "prompt", **fields) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(text=text, **fields)
+
+
+async def collect(call) -> list[generation_pb2.GenerateResponse]:
+    return [response async for response in call]
+
+
+async def code_of(call) -> grpc.StatusCode:
+    try:
+        await collect(call)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    except asyncio.CancelledError:
+        return grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.OK
+
+
+async def error_of(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    return caught.value
+
+
+def text_of(responses, index: int = 0) -> str:
+    return "".join(r.delta.text for r in responses if r.delta.index == index)
+
+
+def ends(responses) -> dict[int, generation_pb2.Finished]:
+    return {r.finished.index: r.finished for r in responses if r.HasField("finished")}
+
+
+async def test_streams_accepted_deltas_finished(scripted, stand):
+    async with stand(scripted(eos=True)) as s:
+        await s.up()
+        responses = await collect(s.stub.Generate(ask(request_id="r1")))
+        await s.clean()
+    kinds = [r.WhichOneof("event") for r in responses]
+    assert kinds[0] == "accepted"
+    assert kinds[-1] == "finished"
+    assert set(kinds[1:-1]) == {"delta"}
+    accepted = responses[0].accepted
+    assert (accepted.request_id, accepted.model, accepted.prompt_tokens) == ("r1", "tiny", 6)
+    assert text_of(responses) == "hello world"
+    end = ends(responses)[0]
+    assert end.reason == FinishReason.FINISH_REASON_EOS
+    assert end.stop_token_id == 256
+    assert (end.usage.prompt_tokens, end.usage.output_tokens) == (6, 12)
+
+
+async def test_submit_carries_what_the_engine_needs(scripted, stand, encode):
+    engine = scripted()
+    async with stand(engine) as s:
+        await s.up()
+        request = ask("hi", priority=3, stop={"strings": ["zz"], "include_in_output": True})
+        await collect(s.stub.Generate(request, timeout=20))
+        await collect(s.stub.Generate(ask(sampling={"seed": 7})))
+    submit, seeded = engine.submits
+    assert list(submit.prompt_token_ids) == encode("hi")
+    assert submit.priority == 3
+    assert submit.stop.max_tokens == 510
+    assert not submit.stop.strings
+    assert not submit.stop.include_in_output
+    assert submit.sampling.HasField("seed")
+    assert 15 < submit.timeout.ToTimedelta().total_seconds() <= 20
+    assert seeded.sampling.seed == 7
+    assert not seeded.HasField("timeout")
+
+
+async def test_outputs_interleave_and_keep_apart(scripted, stand, encode):
+    texts = ["one", "twofold", "three"]
+    engine = scripted(script=lambda submit, index: encode(texts[index]))
+    async with stand(engine) as s:
+        await s.up()
+        call = s.stub.Generate(ask(sampling={"n": 3}, output={"token_ids": True}))
+        responses = await collect(call)
+    assert [text_of(responses, i) for i in range(3)] == texts
+    for i, text in enumerate(texts):
+        ids = [t for r in responses if r.delta.index == i for t in r.delta.token_ids]
+        assert ids == encode(text)
+        assert ends(responses)[i].usage.output_tokens == len(text)
+
+
+@pytest.mark.parametrize("include", [False, True])
+async def test_stop_string_ends_one_output(scripted, stand, encode, include):
+    texts = ["abc STOP def" * 5, "never stops"]
+    engine = scripted(script=lambda submit, index: encode(texts[index]), interval=0.002)
+    stop = {"strings": ["STOP"], "include_in_output": include}
+    async with stand(engine) as s:
+        await s.up()
+        responses = await collect(s.stub.Generate(ask(sampling={"n": 2}, stop=stop)))
+        await s.clean()
+        await s.until(lambda: (engine.submits[0].request_id, None) in engine.aborts)
+    assert text_of(responses, 0) == ("abc STOP" if include else "abc ")
+    assert text_of(responses, 1) == texts[1]
+    end = ends(responses)[0]
+    assert end.reason == FinishReason.FINISH_REASON_STOP_STRING
+    assert end.stop_string == "STOP"
+    assert end.usage.output_tokens == len("abc STOP")
+    assert engine.aborts[0] == (engine.submits[0].request_id, 0)
+
+
+async def test_prompt_logprobs_come_with_accepted(scripted, stand, encode):
+    engine = scripted(interval=None)
+    async with stand(engine) as s:
+        await s.up()
+        request = ask(sampling={"n": 2}, output={"prompt_logprobs": 0, "logprobs": 1})
+        task = asyncio.create_task(collect(s.stub.Generate(request)))
+        await s.until(lambda: engine.submits)
+        name = engine.submits[0].request_id
+        engine.send(started=[engine_pb2.Started(request_id=name, cached_tokens=4)])
+        logprob = {"token_id": 5, "logprob": -1.0}
+        engine.send_tokens(name, encode("b"), index=1, reason=LENGTH, logprobs=[logprob])
+        engine.send_tokens(
+            name, encode("a"), reason=LENGTH, logprobs=[logprob], prompt_logprobs=[logprob] * 5
+        )
+        responses = await asyncio.wait_for(task, 5)
+    assert len(responses[0].accepted.prompt_logprobs) == 5
+    assert responses[0].accepted.cached_tokens == 4
+    assert {text_of(responses, i) for i in (0, 1)} == {"a", "b"}
+    assert sum(len(r.delta.logprobs) for r in responses) == 2
+    assert ends(responses)[1].usage.cached_tokens == 4
+
+
+async def test_engine_failure_is_the_callers_status(scripted, stand):
+    engine = scripted(interval=None)
+    async with stand(engine) as s:
+        await s.up()
+        task = asyncio.create_task(error_of(s.stub.Generate(ask())))
+        await s.until(lambda: engine.submits)
+        failure = {"request_id": engine.submits[0].request_id, "code": 3}
+        engine.send(failures=[{**failure, "message": "does not fit", "field": "prompt"}])
+        error = await asyncio.wait_for(task, 5)
+        await s.clean()
+    assert (error.code(), error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, "does not fit")
+    (packed,) = rpc_status.from_call(error).details
+    detail = error_details_pb2.BadRequest()
+    packed.Unpack(detail)
+    assert detail.field_violations[0].field == "prompt"
+
+
+async def test_a_bad_event_fails_its_request_only(scripted, stand, encode):
+    engine = scripted(interval=None)
+    async with stand(engine) as s:
+        await s.up()
+        calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(2)]
+        await s.until(lambda: len(engine.submits) == 2)
+        bad, good = (submit.request_id for submit in engine.submits)
+        engine.send(started=[{"request_id": bad}, {"request_id": good}])
+        engine.send_tokens(bad, encode("x"), index=7)
+        engine.send_tokens(good, encode("x"), reason=LENGTH)
+        codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
+        await s.clean()
+    assert sorted(c.name for c in codes) == ["INTERNAL", "OK"]
+    assert (bad, None) in engine.aborts
+
+
+async def test_cancel_in_every_phase_leaves_nothing(scripted, stand, encode):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with stand(engine) as s:
+        await s.up()
+        calls = [s.stub.Generate(ask(request_id=f"r{i}")) for i in range(4)]
+        tasks = [asyncio.create_task(code_of(call)) for call in calls]
+        # One runs, one is the engine's headroom, two wait in the router.
+        await s.until(lambda: len(engine.submits) == 2 and len(s.router.admission) == 2)
+        first = engine.submits[0].request_id
+        engine.send(started=[engine_pb2.Started(request_id=first)])
+        engine.send_tokens(first, encode("hel"))
+        await asyncio.sleep(0.05)
+        for call in calls[::-1]:
+            call.cancel()
+        codes = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        await s.clean()
+        await s.until(lambda: len(engine.aborts) >= 2)
+    assert set(codes) == {grpc.StatusCode.CANCELLED}
+    assert {name for name, _ in engine.aborts} == {s.request_id for s in engine.submits}
+
+
+async def test_deadline_while_queued_and_while_running(scripted, stand):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with stand(engine) as s:
+        await s.up()
+        calls = [code_of(s.stub.Generate(ask(), timeout=0.3)) for _ in range(4)]
+        codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
+        await s.clean()
+        await s.until(lambda: len(engine.aborts) == 2)
+    assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+async def test_full_queue_says_when_to_retry(scripted, stand):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with stand(engine, max_queue_size=1) as s:
+        await s.up()
+        calls = [s.stub.Generate(ask()) for _ in range(3)]
+        tasks = [asyncio.create_task(code_of(call)) for call in calls]
+        await s.until(lambda: len(s.router.admission) == 1)
+        error = await error_of(s.stub.Generate(ask()))
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*tasks)
+        await s.clean()
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    (packed,) = rpc_status.from_call(error).details
+    retry = error_details_pb2.RetryInfo()
+    packed.Unpack(retry)
+    assert retry.retry_delay.ToTimedelta().total_seconds() > 0
+
+
+async def test_dead_engine_fails_only_its_own(scripted, stand):
+    doomed, other = scripted(interval=None), scripted("fine" * 20, interval=0.01)
+    async with stand(doomed, other) as s:
+        await s.up(2)
+        calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(6)]
+        await s.until(lambda: len(doomed.submits) + len(other.submits) == 6)
+        assert len(doomed.submits) == len(other.submits) == 3
+        await doomed.kill()
+        codes = await asyncio.wait_for(asyncio.gather(*calls), 10)
+        assert sorted(c.name for c in codes) == ["OK"] * 3 + ["UNAVAILABLE"] * 3
+        assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
+        await s.clean()
+
+
+async def test_recovers_when_the_engine_comes_back(scripted, stand):
+    engine = scripted()
+    async with stand(engine) as s:
+        await s.up()
+        port = int(engine.address.rpartition(":")[2])
+        await engine.kill()
+        await s.until(lambda: not s.router.pool.up())
+        began = time.monotonic()
+        error = await error_of(s.stub.Generate(ask()))
+        assert time.monotonic() - began < 0.5
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "tiny" in error.details()
+        assert "1 configured" in error.details()
+        await engine.start(port)
+        began = time.monotonic()
+        await s.up()
+        assert time.monotonic() - began < 2
+        assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
+
+
+async def test_queued_requests_hear_that_the_last_engine_died(scripted, stand):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with stand(engine) as s:
+        await s.up()
+        calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(4)]
+        await s.until(lambda: len(s.router.admission) == 2)
+        await engine.kill()
+        codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
+        await s.clean()
+    assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
+
+
+async def test_draining_engine_gets_nothing_new(scripted, stand):
+    drained, other = scripted(), scripted()
+    async with stand(drained, other) as s:
+        await s.up(2)
+        drained.send(load=engine_pb2.Load(draining=True, total_blocks=256))
+        await s.until(lambda: len(s.router.pool.candidates("tiny")) == 1)
+        for _ in range(4):
+            assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
+    assert (len(drained.submits), len(other.submits)) == (0, 4)
+
+
+async def test_models_by_name(scripted, stand):
+    async with stand(scripted("a", model="alpha"), scripted("b", model="beta")) as s:
+        await s.up(2)
+        for model, text in (("alpha", "a"), ("beta", "b")):
+            assert text_of(await collect(s.stub.Generate(ask(model=model)))) == text
+        unnamed = await error_of(s.stub.Generate(ask()))
+        unknown = await error_of(s.stub.Generate(ask(model="gamma")))
+        listed = await s.stub.ListModels(generation_pb2.ListModelsRequest())
+    assert unnamed.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert unknown.code() is grpc.StatusCode.NOT_FOUND
+    for error in (unnamed, unknown):
+        assert "alpha, beta" in error.details()
+    assert [card.name for card in listed.models] == ["alpha", "beta"]
+    assert listed.models[0].total_blocks == 256
+
+
+async def test_one_id_twice_at_once(scripted, stand):
+    engine = scripted(interval=0.005)
+    async with stand(engine) as s:
+        await s.up()
+        calls = [collect(s.stub.Generate(ask(request_id="same"))) for _ in range(3)]
+        for responses in await asyncio.gather(*calls):
+            assert text_of(responses) == "hello world"
+            assert responses[0].accepted.request_id == "same"
+    names = [submit.request_id for submit in engine.submits]
+    assert names[0] == "same"
+    assert len(set(names)) == 3
+
+
+async def test_late_tokens_do_not_reach_a_new_request_of_the_same_id(scripted, stand, encode):
+    engine = scripted(interval=None)
+    async with stand(engine) as s:
+        await s.up()
+        old = s.stub.Generate(ask(request_id="same"))
+        task = asyncio.create_task(code_of(old))
+        await s.until(lambda: engine.submits)
+        old.cancel()
+        await task
+        await s.clean()
+        new = asyncio.create_task(collect(s.stub.Generate(ask(request_id="same"))))
+        await s.until(lambda: len(engine.submits) == 2)
+        engine.send_tokens("same", encode("late"), reason=LENGTH)
+        name = engine.submits[1].request_id
+        engine.send(started=[engine_pb2.Started(request_id=name)])
+        engine.send_tokens(name, encode("new"), reason=LENGTH)
+        assert text_of(await asyncio.wait_for(new, 5)) == "new"
+
+
+async def test_slow_reader_gets_tokens_together(scripted, stand, encode):
+    tokens = encode("x") * 400
+    engine = scripted(interval=None)
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with stand(engine, client_options=window) as s:
+        await s.up()
+        call = s.stub.Generate(ask(output={"token_ids": True, "logprobs": 20}))
+        await s.until(lambda: engine.submits)
+        name = engine.submits[0].request_id
+        engine.send(started=[engine_pb2.Started(request_id=name)])
+        top = [{"token_id": i, "logprob": -1.0} for i in range(20)]
+        logprob = {"token_id": 5, "logprob": -1.0, "top": top}
+        for i, token in enumerate(tokens):
+            reason = LENGTH if i == len(tokens) - 1 else 0
+            engine.send_tokens(name, [token], reason=reason, logprobs=[logprob])
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.3)
+        responses = await collect(call)
+        await s.clean()
+    deltas = [r.delta for r in responses if r.HasField("delta")]
+    assert [t for d in deltas for t in d.token_ids] == tokens
+    assert sum(len(d.logprobs) for d in deltas) == 400
+    assert len(deltas) < 400
+
+
+async def test_client_that_never_reads_is_cancelled(scripted, stand, encode):
+    engine = scripted(interval=None, max_model_len=100_000)
+    engine.info.load.total_blocks = 100_000
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with stand(engine, client_options=window, write_timeout=0.3) as s:
+        await s.up()
+        call = s.stub.Generate(ask())
+        await s.until(lambda: engine.submits)
+        name = engine.submits[0].request_id
+        engine.send(started=[engine_pb2.Started(request_id=name)])
+        tokens = encode("x") * 10_000
+        for _ in range(30):
+            engine.send_tokens(name, tokens)
+            await asyncio.sleep(0.01)
+        await s.until(lambda: (name, None) in engine.aborts)
+        await s.clean()
+        call.cancel()
+
+
+async def test_invalid_utf8_through_the_router(scripted, stand):
+    data = ask("QQ").SerializeToString().replace(b"QQ", b"\xff\xfe")
+    async with stand(scripted()) as s:
+        await s.up()
+        error = await error_of(
+            s.channel.unary_stream("/octavo.v1.GenerationService/Generate")(data)
+        )
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "text must be valid UTF-8" in error.details()
+
+
+async def test_chat_template_errors(scripted, stand, plain_tokenizer_dir):
+    plain = scripted(tokenizer=plain_tokenizer_dir, model="plain")
+    async with stand(scripted(model="chatty"), plain) as s:
+        await s.up(2)
+
+        def chat(model, *roles):
+            messages = [{"role": role, "content": "x"} for role in roles]
+            return generation_pb2.GenerateRequest(model=model, chat={"messages": messages})
+
+        assert text_of(await collect(s.stub.Generate(chat("chatty", "user")))) == "hello world"
+        refused = await error_of(s.stub.Generate(chat("chatty", "tool")))
+        missing = await error_of(s.stub.Generate(chat("plain", "user")))
+    assert refused.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "tools are not spoken to" in refused.details()
+    assert missing.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_tokenize_and_detokenize(scripted, stand, encode):
+    async with stand(scripted()) as s:
+        await s.up()
+        tokens = await s.stub.Tokenize(generation_pb2.TokenizeRequest(text="née"))
+        assert list(tokens.token_ids) == encode("née")
+        assert tokens.max_model_len == 512
+        ids = [*tokens.token_ids, 256]
+        for keep, text in ((False, "née"), (True, "née</s>")):
+            request = generation_pb2.DetokenizeRequest(token_ids=ids, keep_special_tokens=keep)
+            assert (await s.stub.Detokenize(request)).text == text
+        with pytest.raises(grpc.aio.AioRpcError, match=r"token_ids\[0\]"):
+            await s.stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[999]))
+
+
+async def test_health_follows_the_engines(scripted, stand):
+    engine = scripted()
+    async with stand(engine) as s:
+        stub = health_pb2_grpc.HealthStub(s.channel)
+        request = health_pb2.HealthCheckRequest(service="octavo.v1.GenerationService")
+
+        async def is_serving() -> bool:
+            answer = await stub.Check(request)
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+        await s.up()
+        await asyncio.sleep(0.05)
+        assert await is_serving()
+        await engine.kill()
+        await s.until(lambda: not s.router.pool.up())
+        await asyncio.sleep(0.05)
+        assert not await is_serving()
+
+
+async def test_metrics_count_what_happened(scripted, stand):
+    async with stand(scripted()) as s:
+        await s.up()
+        await collect(s.stub.Generate(ask()))
+        await error_of(s.stub.Generate(ask("")))
+        await s.clean()
+        page = generate_latest(s.router.registry).decode()
+    assert 'octavo_router_requests_total{code="OK",model="tiny"} 1.0' in page
+    assert 'octavo_router_requests_total{code="INVALID_ARGUMENT",model="tiny"} 1.0' in page
+    assert 'octavo_router_output_tokens_total{model="tiny"} 11.0' in page
+    assert 'octavo_router_prompt_tokens_total{model="tiny"} 6.0' in page
+    assert 'octavo_router_ttft_seconds_count{model="tiny"} 1.0' in page
+    assert 'octavo_router_tpot_seconds_count{model="tiny"} 1.0' in page
+    assert 'octavo_router_itl_seconds_count{model="tiny"} 10.0' in page
+    assert 'octavo_router_engines_up{model="tiny"} 1.0' in page
+    assert "octavo_router_requests_in_flight 0.0" in page
+    assert "octavo_router_requests_queued 0.0" in page
+
+
+async def test_many_streams_with_half_of_them_cancelled(scripted, stand, encode):
+    text = "the quick brown fox, née 日本 🎉 " * 2
+    make = {"interval": 0.001, "max_num_seqs": 16}
+    engines = [scripted(text, **make), scripted(text, **make)]
+    rng = random.Random(5)
+    async with stand(*engines) as s:
+        await s.up(2)
+
+        async def one(i: int) -> str | None:
+            call = s.stub.Generate(ask(f"prompt {i}", output={"token_ids": True}))
+            task = asyncio.create_task(collect(call))
+            if i % 2:
+                await asyncio.sleep(rng.random() * 0.5)
+                call.cancel()
+            try:
+                responses = await task
+            except (asyncio.CancelledError, grpc.aio.AioRpcError):
+                return None
+            ids = [t for r in responses for t in r.delta.token_ids]
+            assert ids == encode(text)
+            return text_of(responses)
+
+        texts = await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(200))), 60)
+        await s.clean()
+        await s.until(lambda: not any(engine.playing for engine in engines))
+    assert texts[::2] == [text] * 100

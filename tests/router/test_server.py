@@ -1,0 +1,142 @@
+import asyncio
+import os
+import signal
+import socket
+import urllib.request
+
+import grpc
+import grpc.aio
+import pytest
+
+from octavo.v1 import generation_pb2, generation_pb2_grpc
+from router.config import RouterSettings
+from router.server import serve
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Process:
+    """`serve` in this process, and a client of it."""
+
+    def __init__(self, engine, **settings):
+        ready = asyncio.get_running_loop().create_future()
+        options = {"port": 0, "metrics_port": 0, **settings}
+        self.ready = ready
+        self.task = asyncio.create_task(
+            serve(RouterSettings(engine=[engine], **options), on_ready=ready.set_result)
+        )
+
+    async def __aenter__(self):
+        await asyncio.wait([self.ready, self.task], return_when=asyncio.FIRST_COMPLETED)
+        if self.task.done():
+            await self.task
+        self.channel = grpc.aio.insecure_channel(self.ready.result())
+        self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        for _ in range(200):
+            if (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models:
+                break
+            await asyncio.sleep(0.02)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.channel.close()
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    def generate(self):
+        return self.stub.Generate(generation_pb2.GenerateRequest(text="hi"))
+
+
+async def test_sigterm_finishes_what_runs_and_refuses_what_comes(scripted):
+    engine = await scripted("a long answer " * 5, interval=0.01).start()
+    async with Process(engine.address) as process:
+        running = process.generate()
+        first = await running.read()
+        assert first.HasField("accepted")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+            await process.generate().read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        text = ""
+        while (response := await running.read()) is not grpc.aio.EOF:
+            text += response.delta.text
+        assert text == "a long answer " * 5
+        await asyncio.wait_for(process.task, 5)
+    await engine.kill()
+
+
+async def test_drain_timeout_fails_what_is_left(scripted):
+    engine = await scripted(interval=None).start()
+    async with Process(engine.address, drain_timeout=0.2) as process:
+        running = process.generate()
+        waiting = asyncio.create_task(running.read())
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError, match="shut down before") as caught:
+            await asyncio.wait_for(waiting, 5)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(process.task, 5)
+    await engine.kill()
+
+
+async def test_second_signal_does_not_wait(scripted):
+    engine = await scripted(interval=None).start()
+    async with Process(engine.address, drain_timeout=60) as process:
+        waiting = asyncio.create_task(process.generate().read())
+        await asyncio.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.1)
+        assert not process.task.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(grpc.aio.AioRpcError, match="shut down before"):
+            await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(process.task, 5)
+    await engine.kill()
+
+
+async def test_no_task_is_left_behind(scripted):
+    engine = await scripted().start()
+    async with Process(engine.address) as process:
+        call = process.generate()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(process.task, 5)
+        names = {task.get_name() for task in asyncio.all_tasks()}
+    await engine.kill()
+    assert not [name for name in names if name.startswith(("engine:", "session", "health"))]
+
+
+async def test_metrics_over_http(scripted):
+    engine = await scripted().start()
+    port = free_port()
+    async with Process(engine.address, metrics_port=port):
+        url = f"http://127.0.0.1:{port}/metrics"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    await engine.kill()
+    assert "octavo_router_engines_up" in page
+
+
+@pytest.mark.parametrize("which", ["port", "metrics_port"])
+async def test_taken_ports_are_named(scripted, which):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=str(port)):
+            await serve(
+                RouterSettings(
+                    engine=["127.0.0.1:1"], **{"port": 0, "metrics_port": 0, which: port}
+                )
+            )
+
+
+@pytest.mark.parametrize("engines", [[], ["nowhere"], ["h:0"], ["h:1", "h:1"]])
+def test_engine_addresses_are_checked(engines):
+    with pytest.raises(ValueError, match="engine"):
+        RouterSettings(engine=engines)
