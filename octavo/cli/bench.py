@@ -1,6 +1,7 @@
 """`octavo bench`: the load that a server bears, by synthetic requests."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -13,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.generate import Address
+from octavo.cli.local_server import local_server
 from octavo.cli.output import err, failures, out
 from octavo.client import AsyncClient, Delta, Error, Model, NotFoundError
 from octavo.client.channel import DEFAULT_ADDRESS
@@ -40,6 +42,9 @@ def bench(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per output.")] = 128,
     seed: Annotated[int, typer.Option(help="Draws the prompts.")] = 0,
+    serve: Annotated[
+        str | None, typer.Option(help="Start a server with this model for the run.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Measure a server: random prompts, fixed lengths, greedy.
@@ -47,9 +52,10 @@ def bench(
     Times are the client's: from sending a request to reading its first token
     (TTFT), and from there to its end, per token (TPOT).
     """
-    with failures(address):
+    server = local_server(serve) if serve else contextlib.nullcontext(address)
+    with server as at, failures(at):
         timings, errors, wall = asyncio.run(
-            _bench(address, model, requests, concurrency, prompt_tokens, output_tokens, seed)
+            _bench(at, model, requests, concurrency, prompt_tokens, output_tokens, seed)
         )
     result = summarize(timings, wall) | {"failed": len(errors)}
     typer.echo(json.dumps(result)) if as_json else out.print(_table(result))

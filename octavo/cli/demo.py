@@ -1,16 +1,8 @@
 """`octavo demo`: starts a server with the demo model and asks it a few things at once."""
 
 import asyncio
-import contextlib
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,19 +11,19 @@ from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 
-from octavo.cli.output import bar, err, fail, failures, out
+from octavo.cli.local_server import local_server
+from octavo.cli.output import bar, fail, failures, out
 from octavo.client import AsyncClient, Delta, Message, Model
 from octavo.common import models
 
 QUESTIONS = (
     "What is the capital of France?",
     "Explain in three sentences why the sky is blue.",
-    "Write a short poem about a book whose pages are never in order.",
+    "Give me three uses for an old book.",
     "How do I boil an egg? List the steps.",
 )
-START_SECONDS = 180.0
-TAIL_LINES = 25
-"""How much of the server's log is shown when it does not start."""
+SERVER = ("--num-blocks", "64", "--max-model-len", "1024")
+"""A cache so small that its use can be seen."""
 
 
 @dataclass
@@ -70,9 +62,8 @@ def demo(
         models.resolve(models.DEMO)
     except models.ModelError as error:
         raise fail(str(error)) from None
-    address = f"127.0.0.1:{_free_port()}"
-    with _server(address) as log, failures(address):
-        answers, meter = asyncio.run(_run(address, max_tokens, log))
+    with local_server(models.DEMO, *SERVER) as address, failures(address):
+        answers, meter = asyncio.run(_run(address, max_tokens))
     for answer in answers:
         out.print(f"\n[bold cyan]{escape(answer.question)}[/]")
         out.out(answer.text.strip())
@@ -80,17 +71,17 @@ def demo(
     seconds = meter.seconds()
     out.print(
         f"\n{len(answers)} answers at once: {tokens} tokens in {seconds:.1f} s, "
-        f"[bold]{tokens / seconds:.1f} tokens/s[/]; at most {meter.peak} KV-cache blocks in use"
+        f"[bold]{tokens / seconds:.1f} tokens/s[/]; at most {meter.peak} KV-cache blocks in use",
+        soft_wrap=True,
     )
     if "Paris" not in answers[0].text:
         raise fail(f"the answer to {answers[0].question!r} does not say Paris")
 
 
-async def _run(address: str, max_tokens: int, log: "_Log") -> tuple[list[Answer], Meter]:
+async def _run(address: str, max_tokens: int) -> tuple[list[Answer], Meter]:
     """Asks everything at once and shows the answers growing."""
     answers = [Answer(question) for question in QUESTIONS]
     async with AsyncClient(address) as client:
-        await _wait_for(client, log)
         meter = Meter()
         watching = asyncio.create_task(_watch(client, meter))
         showing = asyncio.create_task(_show(answers, meter))
@@ -127,7 +118,7 @@ async def _show(answers: list[Answer], meter: Meter) -> None:
     if not out.is_terminal:
         while True:
             await asyncio.sleep(1)
-            out.print(_status(answers, meter))
+            out.print(_status(answers, meter), soft_wrap=True)
     with Live(console=out, auto_refresh=False, transient=True) as live:
         while True:
             live.update(_view(answers, meter), refresh=True)
@@ -154,58 +145,3 @@ def _status(answers: list[Answer], meter: Meter) -> str:
             f"({used} of {meter.model.total_blocks} blocks)"
         )
     return line
-
-
-@dataclass
-class _Log:
-    """The server's process and where it logs."""
-
-    process: subprocess.Popen[bytes]
-    path: Path
-
-    def tail(self) -> str:
-        """The log's last lines."""
-        return "\n".join(self.path.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-
-
-@contextlib.contextmanager
-def _server(address: str) -> Iterator[_Log]:
-    """Runs `octavo serve` at `address`, and stops it at the end."""
-    command = [sys.executable, "-m", "octavo", "serve", "--model", models.DEMO]
-    port = address.rpartition(":")[2]
-    with tempfile.TemporaryDirectory(prefix="octavo-demo-") as directory:
-        path = Path(directory) / "server.log"
-        with path.open("wb") as log:
-            process = subprocess.Popen(
-                [*command, "--port", port, "--metrics-port", "0"], stdout=log, stderr=log
-            )
-        try:
-            yield _Log(process, path)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-async def _wait_for(client: AsyncClient, log: _Log) -> None:
-    """Waits until the server is ready; shows its log if it never is."""
-    started = time.monotonic()
-    with err.status("Starting octavo serve --model demo…"):
-        while time.monotonic() - started < START_SECONDS:
-            if log.process.poll() is not None:
-                raise fail(f"the server ended with code {log.process.returncode}:\n{log.tail()}")
-            if await client.is_serving(timeout=1):
-                out.print(f"[green]ready[/] after {time.monotonic() - started:.1f} s")
-                return
-            await asyncio.sleep(0.1)
-    raise fail(f"the server was not ready within {START_SECONDS:.0f} s:\n{log.tail()}")
-
-
-def _free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,51 @@
+# Needs Python 3.11 or 3.12 and nothing else; each target sets up .venv itself.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+MODEL ?= demo
+ARGS  ?=
+
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test serve bench lint format protos clean
+
+help: ## This list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+demo: $(STAMP) ## Serve the demo model, ask it several things at once, show it at work
+	$(BIN)/octavo demo $(ARGS)
+
+test: $(STAMP) ## Run the tests (ARGS="tests/octavo -k client" for some of them)
+	$(BIN)/pytest $(ARGS)
+
+serve: $(STAMP) ## Serve MODEL (default: demo)
+	$(BIN)/octavo serve --model $(MODEL) $(ARGS)
+
+bench: $(STAMP) ## Serve MODEL and measure it
+	$(BIN)/octavo bench --serve $(MODEL) $(ARGS)
+
+lint: $(STAMP) ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP) ## Lay the code out and fix what can be fixed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+protos: $(STAMP) ## Make the Python stubs anew
+	$(BIN)/python protos/generate.py
+
+clean: ## Remove everything that is made, .venv included
+	rm -rf $(VENV) build dist octavo/v1 .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find engine kernels octavo router tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml $(wildcard protos/*.py protos/octavo/v1/*.proto)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed (PYTHON=... to name it)" >&2; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
