@@ -1,0 +1,186 @@
+"""Random batches over a paged cache, and what any implementation must make of them."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from kernels import reference
+from kernels.metadata import AttentionMetadata
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch to attend: everything but the numbers."""
+
+    lengths: list[tuple[int, int]]  # (queries, tokens) of each sequence
+    num_kv_heads: int = 1
+    group: int = 1
+    head_dim: int = 32
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    seed: int = 0
+    scale: float | None = None
+
+
+@dataclass
+class Batch:
+    """A case's tensors. All that must not be read is NaN."""
+
+    query: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@st.composite
+def _cases(draw: st.DrawFn, longest: int = 300) -> Case:
+    def sequence() -> tuple[int, int]:
+        queries = draw(st.one_of(st.just(1), st.integers(0, 70)))
+        return queries, queries + draw(st.integers(0, longest))
+
+    return Case(
+        lengths=[sequence() for _ in range(draw(st.integers(1, 5)))],
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 7, 20])),
+        head_dim=draw(st.sampled_from([32, 40, 64, 72, 80, 128, 256])),
+        block_size=draw(st.sampled_from([8, 16, 32, 64])),
+        dtype=draw(st.sampled_from(list(TOLERANCES))),
+        sliding_window=draw(st.none() | st.integers(1, 100)),
+        soft_cap=draw(st.none() | st.floats(0.5, 30)),
+        alibi=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+def _build(case: Case, device: str = "cpu") -> Batch:
+    generator = torch.Generator().manual_seed(case.seed)
+    shuffled = random.Random(case.seed)
+    counts = [-(-tokens // case.block_size) for _, tokens in case.lengths]
+    num_blocks = sum(counts) + 3
+    blocks = shuffled.sample(range(num_blocks), num_blocks)
+    width = max(counts) + 1
+    # Padding names any block, free ones among them.
+    tables = [[shuffled.randrange(num_blocks) for _ in range(width)] for _ in counts]
+    # Two layers, of which the second is used: blocks are strided.
+    shape = (num_blocks, 2, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    cache = torch.full(shape, torch.nan)
+    for table, count, (_, tokens) in zip(tables, counts, case.lengths, strict=True):
+        table[:count] = [blocks.pop() for _ in range(count)]
+        for position in range(tokens):
+            place = (table[position // case.block_size], 1, slice(None), slice(None))
+            cache[(*place, position % case.block_size)] = torch.randn(
+                (2, case.num_kv_heads, case.head_dim), generator=generator
+            )
+    cache = cache.to(case.dtype).to(device)
+    num_heads = case.num_kv_heads * case.group
+    queries = [queries for queries, _ in case.lengths]
+    # A view of a wider tensor, as a fused projection gives.
+    fused = torch.randn((sum(queries), num_heads + 2, case.head_dim), generator=generator)
+    options: dict[str, Any] = {
+        "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
+        "sliding_window": case.sliding_window,
+        "soft_cap": case.soft_cap,
+        "alibi_slopes": 2.0 ** -torch.arange(1, num_heads + 1) if case.alibi else None,
+    }
+    if case.alibi:
+        options["alibi_slopes"] = options["alibi_slopes"].to(device)
+    return Batch(
+        query=fused.to(case.dtype).to(device)[:, :num_heads],
+        key_cache=cache[:, 1, 0],
+        value_cache=cache[:, 1, 1],
+        metadata=AttentionMetadata(
+            query_starts=torch.tensor([0, *queries]).cumsum(0).int().to(device),
+            seq_lens=torch.tensor([n for _, n in case.lengths], dtype=torch.int32).to(device),
+            block_tables=torch.tensor(tables, dtype=torch.int32).to(device),
+            slot_mapping=torch.zeros(sum(queries), dtype=torch.int64).to(device),
+            max_query_len=max(queries),
+            max_seq_len=max(tokens for _, tokens in case.lengths),
+        ),
+        options=options,
+    )
+
+
+def _check_attention(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
+    batch = _build(case, device)
+    out = kernels.paged_attention(
+        batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
+    )
+    # In float32 from the very same inputs, so that all error is the kernel's own.
+    expected = reference.paged_attention(
+        batch.query.float(),
+        batch.key_cache.float(),
+        batch.value_cache.float(),
+        batch.metadata,
+        **batch.options,
+    )
+    assert out.shape == batch.query.shape
+    assert out.dtype == case.dtype
+    assert out.is_contiguous()
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+def _check_write(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
+    """Writes to random slots, some skipped, from strided views, and looks at every byte."""
+    generator = torch.Generator().manual_seed(case.seed)
+    num_blocks, num_tokens = 5, sum(queries for queries, _ in case.lengths)
+    num_tokens = min(num_tokens, num_blocks * case.block_size)
+    shape = (num_blocks, 3, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    cache = torch.randn(shape, generator=generator).to(case.dtype).to(device)
+    expected = cache.clone()
+    slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
+    slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
+    slots = slots.to(device)
+    fused = torch.randn((num_tokens, 3 * case.num_kv_heads, case.head_dim), generator=generator).to(
+        case.dtype
+    )
+    _, key, value = fused.to(device).chunk(3, 1)
+    kernels.write_kv(key, value, cache[:, 1, 0], cache[:, 1, 1], slots)
+    reference.write_kv(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
+    assert torch.equal(cache, expected)
+
+
+def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
+    """Copies blocks within a cache and to another one and back, and looks at every byte."""
+    generator = torch.Generator().manual_seed(case.seed)
+    inner = (2, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    cache = torch.randn((9, *inner), generator=generator).to(case.dtype).to(device)
+    space = torch.randn((6, *inner), generator=generator).to(case.dtype)
+    expected_cache, expected_space = cache.clone(), space.clone()
+    for run in (kernels, reference):
+        mine = run is kernels
+        one, other = (cache, space) if mine else (expected_cache, expected_space)
+        run.copy_blocks(one, torch.tensor([[0, 5], [0, 7], [3, 2]]))
+        run.swap_blocks(one, other, torch.tensor([[8, 1], [5, 4]]))
+        run.swap_blocks(other, one, torch.tensor([[0, 6], [4, 1], [4, 0]]))
+    assert torch.equal(cache, expected_cache)
+    assert torch.equal(space, expected_space)
+
+
+@dataclass(frozen=True)
+class Harness:
+    """What the tests of every implementation share."""
+
+    case: type[Case] = Case
+    cases: Callable[..., st.SearchStrategy[Case]] = _cases
+    build: Callable[..., Batch] = _build
+    check_attention: Callable[..., None] = _check_attention
+    check_write: Callable[..., None] = _check_write
+    check_copies: Callable[..., None] = _check_copies
+
+
+@pytest.fixture(scope="session")
+def harness() -> Harness:
+    return Harness()

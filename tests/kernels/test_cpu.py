@@ -1,0 +1,208 @@
+"""The two CPU implementations against the reference."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels.cpu import build, fallback
+from kernels.cpu.native import NativeKernels
+
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+fixtures_are_shared = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@pytest.fixture(scope="session")
+def native():
+    return NativeKernels()
+
+
+@pytest.fixture(scope="session", params=[pytest.param("native", marks=needs_compiler), "fallback"])
+def kernels(request):
+    return fallback if request.param == "fallback" else request.getfixturevalue("native")
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=120)
+def test_attention(harness, kernels, data):
+    harness.check_attention(kernels, data.draw(harness.cases()))
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=20)
+def test_write(harness, kernels, data):
+    harness.check_write(kernels, data.draw(harness.cases(longest=20)))
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=10)
+def test_copies(harness, kernels, data):
+    harness.check_copies(kernels, data.draw(harness.cases(longest=20)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1500])
+def test_keys_split_among_threads(harness, kernels, dtype, window):
+    lengths = [(1, 3000), (3, 700), (1, 40)]
+    harness.check_attention(
+        kernels, harness.case(lengths=lengths, group=3, dtype=dtype, sliding_window=window)
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(harness, kernels, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        harness.check_attention(
+            kernels, harness.case(lengths=[(1, 1200), (50, 90), (1, 200)], num_kv_heads=2, group=2)
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("scale", [40.0, -3.0, 0.0])
+def test_extreme_logits(harness, kernels, scale):
+    """Weights that all but vanish, or are all alike, in every tile."""
+    for cap in (None, 50.0):
+        harness.check_attention(
+            kernels,
+            harness.case(lengths=[(1, 300), (20, 150)], group=2, scale=scale, soft_cap=cap),
+        )
+
+
+def test_nothing_to_attend_to(harness, kernels):
+    harness.check_attention(kernels, harness.case(lengths=[(0, 0)]))
+    harness.check_attention(kernels, harness.case(lengths=[(0, 0), (1, 9), (0, 30)]))
+    batch = harness.build(harness.case(lengths=[(1, 4), (1, 1)]))
+    batch.metadata.seq_lens[0] = 0  # as padding of a batch would have it
+    out = kernels.paged_attention(
+        batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
+    )
+    assert not out[0].any()
+    assert out[1].any()
+
+
+@needs_compiler
+class TestNative:
+    def test_refuses_a_block_that_does_not_exist(self, harness, native):
+        for bad in (99, -1):
+            batch = harness.build(harness.case(lengths=[(1, 5), (1, 40)]))
+            batch.metadata.block_tables[1, 2] = bad
+            with pytest.raises(IndexError, match="sequence 1, 40 tokens long"):
+                native.paged_attention(
+                    batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=1.0
+                )
+
+    def test_refuses_a_table_too_short(self, harness, native):
+        batch = harness.build(harness.case(lengths=[(1, 5)]))
+        batch.metadata.seq_lens[0] = 1000
+        with pytest.raises(IndexError, match="1000 tokens long"):
+            native.paged_attention(
+                batch.query, batch.key_cache, batch.value_cache, batch.metadata, scale=1.0
+            )
+
+    def test_refuses_a_slot_past_the_end(self, native):
+        cache = torch.zeros(2, 1, 2, 1, 8, 32)
+        key = torch.ones(2, 1, 32)
+        with pytest.raises(IndexError, match="token 1 goes to slot 16, of 16"):
+            native.write_kv(key, key, cache[:, 0, 0], cache[:, 0, 1], torch.tensor([0, 16]))
+
+    def test_refuses_what_it_would_misread(self, harness, native):
+        batch = harness.build(harness.case(lengths=[(1, 5)]))
+        operands = (batch.key_cache, batch.value_cache, batch.metadata)
+        with pytest.raises(ValueError, match=r"tokens are torch\.float16"):
+            native.paged_attention(batch.query.half(), *operands, scale=1.0)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            native.paged_attention(
+                batch.query, batch.key_cache[:, :, ::2], batch.value_cache[:, :, ::2],
+                batch.metadata, scale=1.0,
+            )  # fmt: skip
+        with pytest.raises(ValueError, match="query heads of 16"):
+            native.paged_attention(batch.query[..., :16], *operands, scale=1.0)
+
+    def test_several_python_threads(self, harness, native):
+        case = harness.case(lengths=[(1, 600)] * 3 + [(40, 80)], num_kv_heads=2, group=3)
+        failures = []
+
+        def work(seed):
+            try:
+                for _ in range(5):
+                    harness.check_attention(native, type(case)(case.lengths, seed=seed))
+            except AssertionError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    def test_runs_on_pytorchs_own_threads(self, native):
+        maps = Path("/proc/self/maps")
+        if not maps.exists():
+            pytest.skip("no /proc")
+        lines = [line for line in maps.read_text().splitlines() if "libgomp" in line]
+        assert len({line.split()[-1] for line in lines}) == 1
+
+
+def _load(cache_dir: str) -> str:
+    os.environ["XDG_CACHE_HOME"] = cache_dir
+    return Path(build.load_library()._name).name
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="the cache is elsewhere")
+def test_processes_race_to_compile(tmp_path):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        names = pool.map(_load, [str(tmp_path)] * 3, chunksize=1)
+    assert len(set(names)) == 1
+    assert [file.name for file in (tmp_path / "octavo" / "kernels").iterdir()] == names[:1]
+
+
+def test_without_a_compiler(tmp_path):
+    """It says so, once, and goes on in plain PyTorch."""
+    script = (
+        "import logging; logging.basicConfig()\n"
+        "import torch\n"
+        "from kernels import ops\n"
+        "cache = torch.zeros(2, 1, 2, 1, 8, 32)\n"
+        "for _ in range(2):\n"
+        "    ops.write_kv(torch.ones(1, 1, 32), torch.ones(1, 1, 32), cache[:, 0, 0],\n"
+        "                 cache[:, 0, 1], torch.tensor([9]))\n"
+        "assert cache.sum() == 64, cache.sum()\n"
+        "from kernels import cpu\n"
+        "assert cpu.write_kv.__module__ == 'kernels.cpu.fallback'\n"
+    )
+    environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("cannot be compiled") == 1
+
+
+def test_a_compiler_that_fails_says_why(tmp_path, monkeypatch):
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho out of luck >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(OSError, match="out of luck"):
+        build.load_library()

@@ -1,0 +1,79 @@
+"""The door to the kernels: what it lets in."""
+
+import pytest
+import torch
+
+from kernels import ops
+
+SUPPORTED = {
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 64,
+    "block_size": 16,
+    "dtype": torch.bfloat16,
+    "device": "cpu",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"block_size": 8},
+        {"block_size": 256},
+        {"head_dim": 32},
+        {"head_dim": 80},
+        {"head_dim": 256},
+        {"num_heads": 3},
+        {"dtype": torch.float32, "device": torch.device("cuda", 0)},
+    ],
+)
+def test_supported(change):
+    ops.check_supported(**(SUPPORTED | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 4}, "block size 4"),
+        ({"block_size": 24}, "block size 24"),
+        ({"block_size": 512}, "block size 512"),
+        ({"head_dim": 16}, "head size 16"),
+        ({"head_dim": 264}, "head size 264"),
+        ({"head_dim": 65}, "head size 65"),
+        ({"num_kv_heads": 2}, "9 query heads cannot be shared evenly by 2"),
+        ({"num_kv_heads": 0}, "by 0 KV heads"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"device": "meta"}, "'meta'"),
+    ],
+)
+def test_unsupported(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.check_supported(**(SUPPORTED | change))
+
+
+def test_copies_of_blocks_that_do_not_exist():
+    cache = torch.zeros(4, 1, 2, 1, 8, 32)
+    space = torch.zeros(2, 1, 2, 1, 8, 32)
+    with pytest.raises(IndexError, match=r"source block is out of range \[0, 4\)"):
+        ops.copy_blocks(cache, torch.tensor([[4, 0]]))
+    with pytest.raises(IndexError, match=r"destination block is out of range \[0, 2\)"):
+        ops.swap_blocks(cache, space, torch.tensor([[1, 1], [3, 2]]))
+    with pytest.raises(IndexError, match="source block"):
+        ops.swap_blocks(space, cache, torch.tensor([[-1, 1]]))
+
+
+def test_no_pairs_is_nothing_to_do():
+    cache = torch.ones(2, 1, 2, 1, 8, 32)
+    none = torch.empty((0, 2), dtype=torch.int64)
+    ops.copy_blocks(cache, none)
+    ops.swap_blocks(cache, cache.clone(), none)
+    assert cache.all()
+
+
+def test_attention_through_the_door(harness):
+    harness.check_attention(
+        ops, harness.case(lengths=[(1, 20), (7, 7)], num_kv_heads=3, group=3, head_dim=64)
+    )
+    harness.check_write(ops, harness.case(lengths=[(20, 20)]))
+    harness.check_copies(ops, harness.case(lengths=[(20, 20)]))

@@ -1,0 +1,106 @@
+"""The reference against PyTorch's own attention, and against arithmetic by hand."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+
+from kernels import reference
+
+
+def contiguous(batch, seq):
+    """One sequence's queries, keys and values as PyTorch likes them, [heads, tokens, dim]."""
+    first, last = batch.metadata.query_starts[seq : seq + 2].tolist()
+    block_size = batch.key_cache.shape[2]
+    table = batch.metadata.block_tables[seq].tolist()
+    positions = range(int(batch.metadata.seq_lens[seq]))
+
+    def rows(cache):
+        found = [cache[table[p // block_size], :, p % block_size] for p in positions]
+        return torch.stack(found, 1)
+
+    return (
+        batch.query[first:last].transpose(0, 1),
+        rows(batch.key_cache),
+        rows(batch.value_cache),
+        slice(first, last),
+    )
+
+
+def attend(batch):
+    return reference.paged_attention(
+        batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
+    )
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("window", [None, 1, 7])
+def test_agrees_with_scaled_dot_product_attention(harness, group, window):
+    case = harness.case(
+        lengths=[(1, 40), (17, 17), (9, 33)], num_kv_heads=2, group=group, sliding_window=window
+    )
+    batch = harness.build(case)
+    out = attend(batch)
+    for seq, (queries, tokens) in enumerate(case.lengths):
+        q, k, v, rows = contiguous(batch, seq)
+        seen = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        if window is not None:
+            seen &= ~torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries - window)
+        expected = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], seen, scale=case.head_dim**-0.5, enable_gqa=True
+        )
+        torch.testing.assert_close(out[rows], expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_cap_and_bias_by_hand(harness):
+    case = harness.case(
+        lengths=[(2, 5)], num_kv_heads=2, group=2, soft_cap=1.5, alibi=True, scale=0.7
+    )
+    batch = harness.build(case)
+    out = attend(batch)
+    q, k, v, _ = contiguous(batch, 0)
+    for head in range(4):
+        slope = 2.0 ** -(head + 1)
+        for query in range(2):
+            own = 3 + query
+            weights = []
+            for position in range(own + 1):
+                logit = 0.7 * float(q[head, query] @ k[head // 2, position])
+                logit = 1.5 * math.tanh(logit / 1.5) + slope * (position - own)
+                weights.append(math.exp(logit))
+            mixed = sum(w * v[head // 2, p] for p, w in enumerate(weights)) / sum(weights)
+            torch.testing.assert_close(out[query, head], mixed, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_give_what_the_whole_gives(harness):
+    whole = harness.build(harness.case(lengths=[(30, 30)], group=2))
+    expected = attend(whole)
+    for length in (1, 13, 30):
+        query = whole.query[:length]
+        metadata = type(whole.metadata)(
+            query_starts=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            block_tables=whole.metadata.block_tables,
+            slot_mapping=whole.metadata.slot_mapping,
+            max_query_len=length,
+            max_seq_len=length,
+        )
+        out = reference.paged_attention(
+            query, whole.key_cache, whole.value_cache, metadata, **whole.options
+        )
+        torch.testing.assert_close(out, expected[:length])
+
+
+def test_what_is_written_is_attended_to(harness):
+    batch = harness.build(harness.case(lengths=[(5, 5)]))
+    key, value = torch.randn(2, 5, 1, 32)
+    slots = torch.tensor([int(batch.metadata.block_tables[0, 0]) * 16 + i for i in range(5)])
+    reference.write_kv(key, value, batch.key_cache, batch.value_cache, slots)
+    expected = F.scaled_dot_product_attention(
+        batch.query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        is_causal=True,
+    )
+    torch.testing.assert_close(attend(batch), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
