@@ -181,7 +181,8 @@ def _check_prompt(request: generation_pb2.GenerateRequest, limits: Limits) -> No
         token_ids = request.tokens.token_ids
         if not token_ids:
             raise rpc.invalid("tokens.token_ids", "tokens.token_ids must hold at least one token")
-        check_token_ids("tokens.token_ids", token_ids, limits.vocab_size)
+        if len(token_ids) < limits.max_model_len:  # else `output_length` refuses it
+            check_token_ids("tokens.token_ids", token_ids, limits.vocab_size)
 
 
 def _check_beam(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
