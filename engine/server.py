@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import structlog
-from octavo.common.metrics import serve_metrics
 
 from engine.config import EngineSettings
 from engine.core import EngineCore
@@ -21,6 +20,7 @@ from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
 from engine.validation import to_request
+from octavo.common.metrics import serve_metrics
 from octavo.common.rpc import create_server, set_serving
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
@@ -160,7 +160,7 @@ async def _until_stopped(stopping: asyncio.Event, core: threading.Thread) -> Non
                 raise RuntimeError("the engine's core stopped unexpectedly") from None
 
 
-async def _drain(core: EngineCore, timeout: float) -> None:  # noqa: ASYNC109 - not a cancel scope
+async def _drain(core: EngineCore, timeout: float) -> None:
     """Refuses new requests and waits until the running ones are done."""
     log.info("draining", running=core.load.running, timeout=timeout)
     core.drain()

@@ -10,7 +10,7 @@ from engine.batch import Batch, Slice
 from engine.config import EngineSettings
 from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
 from engine.executor.executor import Executor
-from engine.executor.model import LoadedModel, UnsupportedModelError, load
+from engine.executor.model import LoadedModel, load
 from engine.kv_cache import KVCacheManager
 from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
@@ -136,21 +136,14 @@ def _allocate(
 
 
 def _warm_up(executor: Executor, loaded: LoadedModel, tokens: int, block_size: int) -> None:
-    """Runs the largest step: shows now whether the model can be served and what memory it takes.
-
-    Raises:
-        UnsupportedModelError: the model needs attention of another kind.
-    """
+    """Runs the largest step, to know the most memory that activations take."""
     if loaded.device.type == "cpu":
         tokens = min(tokens, 2 * block_size)  # there is no peak to learn
     request = Request(0, "warm-up", (0,) * tokens, SamplingParams(), 1, time.monotonic())
     sequence = Sequence(0, 0, list(request.prompt), tokens)
     group = SequenceGroup(request, [sequence])
     blocks = list(range(-(-tokens // block_size)))
-    try:
-        executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
-    except NotImplementedError as error:
-        raise UnsupportedModelError(f"the model cannot be served: {error}") from error
+    executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
 

@@ -31,6 +31,20 @@ class PagedStep:
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class ShapeProbe:
+    """Passed in place of a step to learn what attention a model does.
+
+    Configs name these figures in many ways; the model itself cannot be wrong.
+
+    Attributes:
+        layers: (num_heads, num_kv_heads, key head_dim, value head_dim) of each
+            layer, by its index.
+    """
+
+    layers: dict[int, tuple[int, int, int, int]]
+
+
 def _forward(  # noqa: PLR0917 - transformers calls it by position
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -41,7 +55,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    paged_step: PagedStep | None = None,
+    paged_step: PagedStep | ShapeProbe | None = None,
     **_: Any,  # noqa: ANN401 - what else models pass does not matter here
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it.
@@ -72,10 +86,11 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         raise NotImplementedError("its attention is not causal")
     layer = module.layer_idx
     assert isinstance(layer, int)
+    if isinstance(paged_step, ShapeProbe):
+        paged_step.layers[layer] = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     key_cache, value_cache = paged_step.layers[layer]
     metadata = paged_step.metadata
-    if key.shape[1::2] != key_cache.shape[1::2] or value.shape[1::2] != key_cache.shape[1::2]:
-        raise NotImplementedError(f"layer {layer} has K/V of another shape than the config says")
     write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),

@@ -1,12 +1,12 @@
 """Loads a decoder from transformers, with its attention replaced by the paged one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.executor.attention import PAGED_ATTENTION
+from engine.executor.attention import PAGED_ATTENTION, ShapeProbe
 from kernels.ops import check_supported
 
 
@@ -85,8 +85,14 @@ def load(path: str, *, dtype: str, device: str, block_size: int) -> LoadedModel:
     where = choose_device(device)
     config = AutoConfig.from_pretrained(path)
     kind = choose_dtype(dtype, config.get_text_config(), where)
-    shape = _shape(config)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
+    )
+    model.train(mode=False)
     try:
+        shape = _measure(model, where)
         check_supported(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -95,35 +101,46 @@ def load(path: str, *, dtype: str, device: str, block_size: int) -> LoadedModel:
             dtype=kind,
             device=where,
         )
-    except ValueError as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
-    )
-    model.train(mode=False)
-    return LoadedModel(model, _with_eos(shape, model), kind, where)
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
+    return LoadedModel(model, shape, kind, where)
 
 
-def _shape(config: PreTrainedConfig) -> ModelShape:
-    text: Any = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError("encoder-decoder models are not supported")
-    heads = text.num_attention_heads
+@torch.inference_mode()
+def _measure(model: PreTrainedModel, device: torch.device) -> ModelShape:
+    """Runs one token through the model to see what attention it does.
+
+    Raises:
+        NotImplementedError: of a kind that there is no kernel for.
+    """
+    probe = ShapeProbe({})
+    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    model(input_ids=token, position_ids=token, use_cache=False, paged_step=probe)
+    shapes = set(probe.layers.values())
+    if not shapes:
+        raise NotImplementedError("it does not call transformers' attention interface")
+    if sorted(probe.layers) != list(range(len(probe.layers))):
+        raise NotImplementedError("some of its layers do without attention")
+    if len(shapes) > 1 or any(key != value for _, _, key, value in shapes):
+        raise NotImplementedError(f"its layers' heads are not all alike: {sorted(shapes)}")
+    num_heads, num_kv_heads, head_dim, _ = shapes.pop()
+    config: Any = model.config.get_text_config(decoder=True)
     return ModelShape(
-        num_layers=text.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        vocab_size=text.vocab_size,
-        max_position=text.max_position_embeddings,
-        eos_token_ids=_ids(text.eos_token_id),
+        num_layers=len(probe.layers),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        max_position=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model),
     )
 
 
-def _with_eos(shape: ModelShape, model: PreTrainedModel) -> ModelShape:
-    """Adds the generation config's end-of-sequence tokens, which chat models often have."""
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """From both configs: a chat model's turn often ends with a token that only one names."""
+    config: Any = model.config.get_text_config(decoder=True)
     own = _ids(getattr(model.generation_config, "eos_token_id", None))
-    return replace(shape, eos_token_ids=tuple(sorted({*shape.eos_token_ids, *own})))
+    return tuple(sorted({*_ids(config.eos_token_id), *own}))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ PagedAttention" (Kwon et al., SOSP 2023, section 4). All methods either do the
 whole of what they say or raise and change nothing.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
@@ -180,7 +181,7 @@ class KVCacheManager:
             OutOfBlocksError: not enough blocks are available for all of them.
         """
         spans = list(spans)
-        self._require(self.device, sum(map(self._blocks_to_extend, spans)))
+        self._require(self.device, self._blocks_to_extend(spans))
         for sequence_id, start, end in spans:
             blocks = self.table(sequence_id)
             for i in self._shared(blocks, start, end):
@@ -192,11 +193,16 @@ class KVCacheManager:
             while len(blocks) < self.blocks_for(end):
                 blocks.append(self.device.allocate())
 
-    def _blocks_to_extend(self, span: Span) -> int:
-        """Blocks that a span takes, not counting on siblings to let go of theirs."""
-        blocks = self.table(span.sequence_id)
-        grown = max(0, self.blocks_for(span.end) - len(blocks))
-        return grown + len(self._shared(blocks, span.start, span.end))
+    def _blocks_to_extend(self, spans: Iterable[Span]) -> int:
+        """Blocks that spans take; of those who write a shared block the last need not copy."""
+        grown = 0
+        writers: Counter[int] = Counter()
+        for sequence_id, start, end in spans:
+            blocks = self.table(sequence_id)
+            grown += max(0, self.blocks_for(end) - len(blocks))
+            writers.update(blocks[i] for i in self._shared(blocks, start, end))
+        copied = (min(n, self.device.references(block) - 1) for block, n in writers.items())
+        return grown + sum(copied)
 
     def _shared(self, blocks: list[int], start: int, end: int) -> list[int]:
         """Logical blocks that tokens [start, end) touch and others hold too."""

@@ -1,0 +1,45 @@
+"""Engines of real models, large and tiny."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.config import EngineSettings
+from engine.startup import build
+from tests.engine.stepper import Stepper
+
+
+@pytest.fixture
+def stepper(demo_model):
+    """Makes an engine of the demo model in float32 with the settings given."""
+
+    def make(**settings):
+        settings = {"model": str(demo_model), "dtype": "float32", "swap_space": 0.5} | settings
+        return Stepper(build(EngineSettings(**settings)))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(demo_model):
+    """The demo model as transformers runs it, in float32."""
+    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A two-layer model with random weights, for what does not depend on sense."""
+    path = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path

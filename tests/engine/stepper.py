@@ -1,0 +1,54 @@
+"""An engine without a server or a thread, stepped by hand."""
+
+import itertools
+import time
+
+from engine.request import Request, SamplingParams
+from engine.sequence import Sequence, SequenceGroup
+from engine.startup import Parts
+
+
+class Stepper:
+    """Runs requests to the end and keeps what was seen on the way."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.scheduler = parts.scheduler
+        self.cache = parts.scheduler.cache
+        self.batches = []
+        self.draws = []
+        self._ids = itertools.count()
+
+    def submit(self, prompt, max_tokens=16, *, eos=(), stop=(), min_tokens=0, **sampling):
+        request = Request(
+            session=0,
+            request_id=str(next(self._ids)),
+            prompt=tuple(prompt),
+            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            eos_token_ids=frozenset(eos),
+            stop_token_ids=frozenset(stop),
+            arrival=time.monotonic(),
+        )
+        sequences = [
+            Sequence(next(self._ids), i, list(prompt), len(prompt))
+            for i in range(request.sampling.n)
+        ]
+        group = SequenceGroup(request, sequences)
+        self.scheduler.submit(group)
+        return group
+
+    def step(self):
+        batch = self.scheduler.schedule()
+        result = self.parts.executor.execute(batch)
+        self.scheduler.update(batch, result)
+        self.batches.append(batch)
+        self.draws += result.draws
+        self.cache.check()
+        return batch
+
+    def run(self):
+        while not self.scheduler.idle:
+            self.step()
+        self.cache.check_idle()

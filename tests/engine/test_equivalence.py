@@ -1,0 +1,100 @@
+"""Greedy output is transformers' own, token for token, whatever memory does.
+
+64 prompts of 5 to 1,500 tokens are all in flight at once, in float32.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+PROMPTS = 64
+OUTPUT_TOKENS = 16
+SHORTEST, LONGEST = 5, 1500
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_model):
+    """Stretches of English, each from another place, of geometrically rising lengths."""
+    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
+    tokens = AutoTokenizer.from_pretrained(demo_model)(text).input_ids
+    ratio = (LONGEST / SHORTEST) ** (1 / (PROMPTS - 1))
+    lengths = [round(SHORTEST * ratio**i) for i in range(PROMPTS)]
+    starts = [(i * 37) % (len(tokens) - length) for i, length in enumerate(lengths)]
+    return [tokens[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts):
+    """What transformers generates, eight prompts of like length at a time."""
+    outputs = []
+    for batch in (prompts[i : i + 8] for i in range(0, PROMPTS, 8)):  # batched() is 3.12's
+        width = max(map(len, batch))
+        padded = torch.tensor([[0] * (width - len(p)) + p for p in batch])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
+        output = reference.generate(
+            padded,
+            attention_mask=mask,
+            max_new_tokens=OUTPUT_TOKENS,
+            min_new_tokens=OUTPUT_TOKENS,
+            do_sample=False,
+        )
+        outputs += output[:, width:].tolist()
+    return outputs
+
+
+@pytest.fixture
+def outputs(stepper, prompts, reference):
+    """Runs all prompts at once under the settings given."""
+
+    def run(**settings):
+        engine = stepper(block_size=BLOCK_SIZE, enable_prefix_caching=False, **settings)
+        eos = reference.generation_config.eos_token_id
+        stopping = [eos] if isinstance(eos, int) else eos
+        groups = [
+            engine.submit(prompt, OUTPUT_TOKENS, eos=stopping, min_tokens=OUTPUT_TOKENS)
+            for prompt in prompts
+        ]
+        engine.run()
+        own = [group.sequences[0].token_ids[len(group.request.prompt) :] for group in groups]
+        return engine, own
+
+    return run
+
+
+def blocks_of(prompts):
+    return sum(-(-(len(prompt) + OUTPUT_TOKENS) // BLOCK_SIZE) for prompt in prompts)
+
+
+def test_with_ample_blocks(outputs, expected, prompts):
+    engine, got = outputs(num_blocks=blocks_of(prompts) + 64, max_num_batched_tokens=2048)
+    assert got == expected
+    counters = engine.scheduler.counters
+    assert counters.preemptions_swap == counters.preemptions_recompute == 0
+    assert max(len(batch.slices) for batch in engine.batches) == PROMPTS
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_under_preemption(outputs, expected, prompts, mode):
+    engine, got = outputs(
+        num_blocks=int(blocks_of(prompts) * 0.93),
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        preemption=mode,
+    )
+    assert got == expected
+    counters = engine.scheduler.counters
+    assert (counters.preemptions_swap > 0) is (mode == "swap")
+    assert (counters.preemptions_recompute > 0) is (mode == "recompute")
+
+
+def test_with_chunked_prefill(outputs, expected, prompts):
+    engine, got = outputs(
+        num_blocks=blocks_of(prompts) + 64, max_num_batched_tokens=64, max_num_seqs=64
+    )
+    assert got == expected
+    assert max(batch.num_tokens for batch in engine.batches) == 64
+    mixed = [b for b in engine.batches if 1 < len(b.slices) < b.num_tokens]
+    assert mixed, "no step had both decodes and a prefill chunk"

@@ -1,0 +1,193 @@
+"""The sampler draws from exactly the distribution that the contract names."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.executor.random import uniforms
+from engine.executor.sampler import CANDIDATES, Drawer, sample
+from engine.request import Request, SamplingParams
+from engine.sequence import Sequence, SequenceGroup
+
+VOCAB = 2 * CANDIDATES
+DRAWS = 20_000
+PROMPT = (1, 2, 3)
+
+
+def drawer(output=(), *, index=0, min_tokens=0, eos=(), **params):
+    sampling = SamplingParams(**params)
+    request = Request(
+        0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos)
+    )
+    sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
+    return Drawer(SequenceGroup(request, [sequence]), sequence)
+
+
+def logits_of(seed, vocab=VOCAB, scale=2.0):
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def draw_many(logits, count=DRAWS, **params):
+    """Draws `count` times with as many seeds, in batches of mixed company."""
+    tokens = []
+    for seeds in (range(at, min(at + 500, count)) for at in range(0, count, 500)):
+        drawers = [drawer(seed=seed, **params) for seed in seeds]
+        tokens += [d.token_id for d in sample(logits.repeat(len(drawers), 1), drawers)]
+    return np.bincount(tokens, minlength=len(logits))
+
+
+def warped(logits, *warpers):
+    """The distribution that transformers' own warpers leave."""
+    scores = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None].clone())
+    return torch.softmax(scores[0].double(), -1).numpy()
+
+
+def assert_follows(counts, expected):
+    """Chi-square at 0.001, tokens of small expectation taken together."""
+    assert counts[expected == 0].sum() == 0, "a token that was cut off was drawn"
+    frequent = expected * counts.sum() >= 5
+    observed = np.append(counts[frequent], counts[~frequent].sum())
+    wanted = np.append(expected[frequent], expected[~frequent].sum())
+    wanted *= counts.sum() / wanted.sum()
+    keep = wanted > 0
+    result = stats.chisquare(
+        observed[keep], wanted[keep] * observed[keep].sum() / wanted[keep].sum()
+    )
+    assert result.pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.5}, [TemperatureLogitsWarper(1.5)]),
+        ({"top_k": 20}, [TopKLogitsWarper(20)]),
+        ({"top_k": CANDIDATES + 50}, [TopKLogitsWarper(CANDIDATES + 50)]),
+        ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+        ({"top_p": 0.9999}, [TopPLogitsWarper(0.9999)]),
+        ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
+        (
+            {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+            [
+                TemperatureLogitsWarper(0.9),
+                TopKLogitsWarper(50),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.02),
+            ],
+        ),
+        (
+            {"top_k": CANDIDATES + 100, "top_p": 0.98},
+            [TopKLogitsWarper(CANDIDATES + 100), TopPLogitsWarper(0.98)],
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
+)
+def test_follows_the_exact_distribution(params, warpers):
+    logits = logits_of(0)
+    assert_follows(draw_many(logits, **params), warped(logits, *warpers))
+
+
+def test_a_flat_distribution_needs_the_whole_vocabulary():
+    logits = torch.zeros(VOCAB)
+    counts = draw_many(logits, top_p=0.9)
+    assert np.count_nonzero(counts) == pytest.approx(0.9 * VOCAB, abs=1)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    top_k=st.integers(0, VOCAB),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    temperature=st.floats(0.01, 100),
+    row=st.integers(0, 7),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_seed_gives_the_same_token_in_any_company(seed, top_k, top_p, min_p, temperature, row):
+    logits = torch.stack([logits_of(i) for i in range(8)])
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    others = itertools.cycle(
+        [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_p": 0.99999}, {"logprobs": 3}]
+    )
+    company = [drawer(seed=i, **next(others)) for i in range(8)]
+    company[row] = drawer(seed=seed, **params)
+    alone = sample(logits[row : row + 1].clone(), [company[row]])
+    together = sample(logits.clone(), company)
+    assert together[row].token_id == alone[0].token_id
+
+
+def test_draws_are_independent_across_positions_outputs_and_seeds():
+    grid = np.meshgrid(np.arange(40), np.arange(10), np.arange(50), indexing="ij")
+    draws = uniforms(*(axis.astype(np.uint64) for axis in grid))
+    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
+    for axis in range(3):
+        pairs = np.moveaxis(draws, axis, 0)
+        correlation = np.corrcoef(pairs[:-1].ravel(), pairs[1:].ravel())[0, 1]
+        assert abs(correlation) < 0.03
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 9]] = 1.0
+    assert sample(logits, [drawer(temperature=0.0)])[0].token_id == 7
+
+
+def test_repetition_penalty_is_transformers():
+    logits = logits_of(3)
+    ours = logits.clone()[None]
+    sample(ours, [drawer(output=(4, 5, 5), repetition_penalty=1.7, temperature=0.0)])
+    ids = torch.tensor([[*PROMPT, 4, 5, 5]])
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone():
+    logits = torch.zeros(1, VOCAB)
+    sample(logits, [drawer(output=(4, 5, 5), presence_penalty=0.5, frequency_penalty=0.25)])
+    expected = torch.zeros(1, VOCAB)
+    expected[0, 4], expected[0, 5] = -0.75, -1.0
+    torch.testing.assert_close(logits, expected)
+
+
+def test_bias_moves_a_token():
+    drawn = sample(torch.zeros(1, VOCAB), [drawer(temperature=0.0, logit_bias={11: 5.0})])
+    assert drawn[0].token_id == 11
+
+
+def test_stopping_tokens_wait_for_min_tokens():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 50.0
+    early = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4,))
+    late = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4, 4))
+    assert sample(logits.clone(), [early])[0].token_id != 9
+    assert sample(logits.clone(), [late])[0].token_id == 9
+
+
+def test_logprobs_are_the_models_own():
+    logits = logits_of(5)
+    biased = drawer(logit_bias={3: 100.0}, temperature=0.3, logprobs=4)
+    drawn = sample(logits.clone()[None], [biased])[0]
+    own = torch.log_softmax(logits, -1)
+    assert drawn.token_id == 3
+    assert drawn.logprob.logprob == pytest.approx(own[3].item(), abs=1e-5)
+    values, ids = own.topk(4)
+    assert [token for token, _ in drawn.logprob.top] == ids.tolist()
+    assert [value for _, value in drawn.logprob.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_nothing_is_drawn_outside_the_vocabulary_even_from_nan():
+    logits = torch.full((3, VOCAB), torch.nan)
+    drawers = [drawer(), drawer(top_p=0.5), drawer(temperature=0.0)]
+    assert all(0 <= draw.token_id < VOCAB for draw in sample(logits, drawers))

@@ -1,0 +1,194 @@
+"""The scheduler's rules, over any mix of requests and any shortage of blocks."""
+
+import time
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from engine.batch import Draw, StepResult
+from engine.kv_cache import KVCacheManager
+from engine.preemption import PreemptionPolicy
+from engine.request import FinishReason, Request, SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.validation import Limits
+
+BLOCK_SIZE = 4
+
+
+def scheduler(num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, prefix_caching=True):
+    cache = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_swap_blocks=swap,
+        prefix_caching=prefix_caching,
+    )
+    return Scheduler(
+        cache, PreemptionPolicy(mode), max_num_seqs=seqs, max_num_batched_tokens=batched
+    )
+
+
+def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None):
+    arrival = float(id_) / 1e3 if arrival is None else arrival
+    request = Request(
+        0, str(id_), tuple(prompt), SamplingParams(n=n), max_tokens, arrival, priority=priority
+    )
+    sequences = [Sequence(100 * id_ + i, i, list(prompt), len(prompt)) for i in range(n)]
+    return SequenceGroup(request, sequences)
+
+
+def step(engine, token=7):
+    """A step whose every draw is `token`, as an executor would report it."""
+    batch = engine.schedule()
+    draws = [Draw(part.group, s, token) for part in batch.slices for s in part.samplers]
+    engine.update(batch, StepResult(draws))
+    engine.cache.check()
+    return batch
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt tokens
+        st.integers(1, 20),  # output tokens
+        st.integers(1, 4),  # outputs
+        st.integers(-2, 2),  # priority
+        st.integers(0, 1),  # prompts' common token, so that prefixes are shared
+        st.integers(0, 3),  # steps before the next request comes
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    requests=requests,
+    num_blocks=st.integers(8, 40),
+    swap=st.integers(0, 40),
+    mode=st.sampled_from(["auto", "swap", "recompute"]),
+    seqs=st.integers(4, 12),
+    batched=st.integers(12, 40),
+    prefix_caching=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_request_that_fits_is_finished(
+    requests, num_blocks, swap, mode, seqs, batched, prefix_caching
+):
+    engine = scheduler(
+        num_blocks, swap=swap, mode=mode, seqs=seqs, batched=batched, prefix_caching=prefix_caching
+    )
+    limits = Limits(500, 10**6, seqs, num_blocks, BLOCK_SIZE, ())
+    groups = []
+    for prompt, output, n, priority, token, pause in requests:
+        if limits.blocks_for_outputs(prompt, output, n) > num_blocks:
+            continue
+        groups.append(group(len(groups), [token] * prompt, output, n=n, priority=priority))
+        engine.submit(groups[-1])
+        for _ in range(pause):
+            checked_step(engine)
+    for _ in range(3000):
+        if engine.idle:
+            break
+        checked_step(engine)
+    assert engine.idle, "requests are stuck"
+    engine.cache.check_idle()
+    event(f"preemptions by swap: {engine.counters.preemptions_swap > 0}")
+    event(f"preemptions by recompute: {engine.counters.preemptions_recompute > 0}")
+    for done in groups:
+        assert done.state is GroupState.FINISHED
+        for sequence in done.sequences:
+            assert sequence.finish_reason is FinishReason.LENGTH
+            assert sequence.num_output == done.request.max_tokens
+
+
+def checked_step(engine):
+    before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
+    batch = step(engine)
+    assert batch or engine.idle, "a step did nothing though there was work"
+    assert batch.num_tokens <= engine.max_num_batched_tokens
+    assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
+    for part in batch.slices:
+        assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
+        for sequence in part.samplers:
+            known = before[id(part.group)][sequence.index]
+            assert sequence.num_tokens == known + 1
+
+
+def test_decodes_come_first_and_prefill_takes_what_is_left():
+    engine = scheduler(64, batched=16)
+    engine.submit(group(0, range(4)))
+    engine.submit(group(1, range(100, 140)))
+    first = step(engine)
+    assert [(part.start, part.end) for part in first.slices] == [(0, 4), (0, 12)]
+    second = step(engine)
+    assert [(part.start, part.end) for part in second.slices] == [(4, 5), (12, 27)]
+
+
+def test_the_newest_group_of_the_lowest_priority_is_preempted():
+    engine = scheduler(9, mode="recompute", batched=32, prefix_caching=False)
+    urgent = group(2, range(8), 8, priority=1)
+    old, new = group(0, range(8), 8), group(1, range(8), 8)
+    for each in (old, new, urgent):
+        engine.submit(each)
+    while not engine.counters.preemptions_recompute:
+        step(engine)
+    assert (urgent.state, old.state, new.state) == (
+        GroupState.RUNNING,
+        GroupState.RUNNING,
+        GroupState.WAITING,
+    )
+
+
+def test_without_swap_space_groups_are_recomputed_and_that_is_counted():
+    engine = scheduler(6, swap=1, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 8))
+    while not engine.idle:
+        step(engine)
+    assert engine.counters.preemptions_swap == 0
+    assert engine.counters.swap_space_full == engine.counters.preemptions_recompute > 0
+
+
+def test_swapped_groups_come_back_before_new_ones_start():
+    engine = scheduler(6, swap=16, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 12))
+    while not engine.swapped:
+        step(engine)
+    newcomer = group(2, range(2), 1)
+    engine.submit(newcomer)
+    swapped = engine.swapped[0]
+    while not newcomer.started:
+        step(engine)
+    assert swapped.state in {GroupState.RUNNING, GroupState.FINISHED}
+    assert engine.counters.swap_ins == 1
+
+
+def test_priority_goes_first_but_what_waited_goes_before_anything_new():
+    now = time.monotonic()
+    waited = group(0, [1], arrival=now - 25)
+    urgent = group(1, [1], arrival=now, priority=2)
+    mild = group(2, [1], arrival=now, priority=1)
+    assert sorted([mild, urgent, waited], key=lambda g: g.order) == [waited, urgent, mild]
+
+
+def test_a_lead_that_ends_in_its_prefill_leaves_the_others_running():
+    engine = scheduler(32, batched=8)
+    shared = group(0, range(20), 3, n=3)
+    engine.submit(shared)
+    step(engine)
+    engine.finish(shared, shared.sequences[0], FinishReason.ABORTED)
+    engine.cache.check()
+    while not engine.idle:
+        step(engine)
+    assert [s.num_output for s in shared.sequences] == [0, 3, 3]
+    engine.cache.check_idle()
+
+
+@pytest.mark.parametrize(("blocks", "tokens", "swaps"), [(10, 10, True), (1000, 10, False)])
+def test_auto_takes_the_cheaper_way(blocks, tokens, swaps):
+    policy = PreemptionPolicy("auto")
+    assert policy.prefers_swap(blocks=blocks, tokens=tokens)
+    policy.observe_transfer(10, 0.010)
+    policy.observe_prefill(100, 0.200)
+    assert policy.prefers_swap(blocks=blocks, tokens=tokens) is swaps
