@@ -10,6 +10,9 @@ from router.stop_strings import StopStrings
 
 Reason: TypeAlias = "FinishReason.ValueType"
 
+# Enum attributes are looked up by name each time; these are used for every token.
+NOT_ENDED = FinishReason.FINISH_REASON_UNSPECIFIED
+STOP_STRING = FinishReason.FINISH_REASON_STOP_STRING
 STOPPING_TOKEN = (FinishReason.FINISH_REASON_EOS, FinishReason.FINISH_REASON_STOP_TOKEN)
 
 
@@ -55,7 +58,7 @@ class Output:
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
-        self.reason: Reason = FinishReason.FINISH_REASON_UNSPECIFIED
+        self.reason: Reason = NOT_ENDED
         self.first_time = self.last_time = 0.0
         self._pieces = pieces
         self._detokenizer = Detokenizer(pieces)
@@ -71,7 +74,7 @@ class Output:
     @property
     def ended(self) -> bool:
         """Whether no token is wanted any more."""
-        return self.reason != FinishReason.FINISH_REASON_UNSPECIFIED
+        return self.reason != NOT_ENDED
 
     @property
     def finished(self) -> bool:
@@ -135,7 +138,7 @@ class Output:
         if text:
             self._text.append(text)
         if self._stop_strings.found is not None:
-            self.reason = FinishReason.FINISH_REASON_STOP_STRING
+            self.reason = STOP_STRING
 
     def _end(self, reason: Reason) -> None:
         """Shows what was held back, and the token that ended the output if it is wanted."""

@@ -8,11 +8,10 @@ from functools import cached_property
 
 from octavo.common import rpc
 from octavo.v1 import engine_pb2, generation_pb2
-from octavo.v1.sampling_pb2 import FinishReason
 from router.admission import Ticket
 from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
-from router.output import Output
+from router.output import STOP_STRING, Output
 from router.session import Session
 from router.validation import num_outputs
 
@@ -153,7 +152,7 @@ class Request:
             self._begin()
         self._note_time(mine, len(output.token_ids))
         mine.push(output.token_ids, output.logprobs, output.finish_reason)
-        if mine.reason == FinishReason.FINISH_REASON_STOP_STRING:
+        if mine.reason == STOP_STRING:
             self._stopped = True
             if not output.finish_reason and self._session is not None:
                 self._session.abort(self._session_id, output.index)

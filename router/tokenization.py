@@ -44,7 +44,11 @@ class Tokenizer:
         if self._backend is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, it lets other threads run, the event loop's among them.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = encoding.ids
         return ids
 
     def encode_chat(self, chat: generation_pb2.ChatPrompt) -> list[int]:
