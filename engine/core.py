@@ -155,6 +155,7 @@ class EngineCore:
                     sequence.finish_reason,
                 )
             )
+        for group in dict.fromkeys(draw.group for draw in result.draws):
             if not group.live:
                 self._forget(group, "finished")
         self._metrics.output_tokens.inc(len(result.draws))

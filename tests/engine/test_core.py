@@ -1,0 +1,212 @@
+"""The core loop in its thread: commands, deadlines, failures, and what is left afterwards."""
+
+import threading
+import time
+from collections import defaultdict
+
+import pytest
+
+from engine.config import EngineSettings
+from engine.core import EngineCore
+from engine.events import Failure, FailureCode, Output, Started
+from engine.metrics import EngineMetrics
+from engine.request import FinishReason, Request, SamplingParams
+from engine.startup import build
+
+PATIENCE = 30.0
+
+
+class Listener:
+    """Collects the core's events by request and lets a test wait for them."""
+
+    def __init__(self):
+        self.events = defaultdict(list)
+        self.load = None
+        self._changed = threading.Condition()
+
+    def __call__(self, events, load):
+        with self._changed:
+            self.load = load
+            for event in events:
+                self.events[event.request_id].append(event)
+            self._changed.notify_all()
+
+    def wait(self, condition):
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE), "nothing happened"
+
+    def outputs(self, request_id):
+        return [e for e in self.events[request_id] if isinstance(e, Output)]
+
+    def ended(self, request_id):
+        last = self.events[request_id][-1:]
+        return any(isinstance(e, Failure) or getattr(e, "finish_reason", None) for e in last)
+
+
+class Running:
+    """A core at work on a tiny model."""
+
+    def __init__(self, model, **settings):
+        self.parts = build(
+            EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
+        )
+        self.heard = Listener()
+        self.metrics = EngineMetrics()
+        self.core = EngineCore(
+            self.parts.scheduler, self.parts.executor, self.metrics, self.heard, max_waiting=50
+        )
+        self.thread = threading.Thread(target=self.core.run, daemon=True)
+        self.thread.start()
+
+    def submit(self, request_id, tokens=40, max_tokens=20, *, session=0, deadline=None, **sampling):
+        request = Request(
+            session,
+            request_id,
+            tuple(range(3, 3 + tokens)),
+            SamplingParams(**{"temperature": 0.0} | sampling),
+            max_tokens,
+            time.monotonic(),
+            deadline=deadline,
+        )
+        self.core.submit(request)
+
+    def wait_idle(self):
+        taken = threading.Event()
+        self.core._commands.put(taken.set)
+        assert taken.wait(PATIENCE)
+        self.heard.wait(lambda: self.core.idle)
+        cache = self.parts.scheduler.cache
+        cache.check()
+        cache.check_idle()
+
+    def outcome(self, name):
+        return self.metrics.registry.get_sample_value(
+            "octavo_engine_requests_total", {"outcome": name}
+        )
+
+
+@pytest.fixture
+def running(tiny_model):
+    started = []
+
+    def start(**settings):
+        started.append(Running(tiny_model, **settings))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.core.stop()
+        engine.thread.join(PATIENCE)
+        assert not engine.thread.is_alive()
+
+
+def test_a_request_starts_gives_its_tokens_and_ends(running):
+    engine = running()
+    engine.submit("a", max_tokens=5)
+    engine.heard.wait(lambda: engine.heard.ended("a"))
+    first, *outputs = engine.heard.events["a"]
+    assert isinstance(first, Started)
+    assert [o.finish_reason for o in outputs] == [None] * 4 + [FinishReason.LENGTH]
+    engine.wait_idle()
+    assert engine.outcome("finished") == 1
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_aborts_at_every_moment_leave_nothing(running, mode):
+    engine = running(
+        num_blocks=12, preemption=mode, max_model_len=190, max_num_seqs=8, max_num_batched_tokens=16
+    )
+    for i in range(30):
+        engine.submit(str(i), tokens=20 + i, max_tokens=60, n=1 + i % 3)
+    for i in range(30):
+        if i % 2:
+            count = i
+            engine.heard.wait(lambda: sum(map(len, engine.heard.events.values())) > 8 * count)
+        engine.core.abort(0, str(i), None)
+    engine.wait_idle()
+    assert engine.outcome("aborted") > 0
+
+
+def test_an_aborted_output_leaves_its_siblings(running):
+    engine = running()
+    engine.submit("a", max_tokens=30, n=3, temperature=1.0)
+    engine.heard.wait(lambda: engine.heard.outputs("a"))
+    engine.core.abort(0, "a", 1)
+    engine.wait_idle()
+    finished = {o.index for o in engine.heard.outputs("a") if o.finish_reason}
+    assert finished == {0, 2}
+
+
+def test_a_closed_session_takes_only_its_own_requests(running):
+    engine = running()
+    engine.submit("theirs", max_tokens=200, session=1)
+    engine.submit("ours", max_tokens=30, session=2)
+    engine.core.close_session(1)
+    engine.wait_idle()
+    assert not engine.heard.ended("theirs")
+    assert engine.heard.ended("ours")
+
+
+def test_a_deadline_fails_the_request(running):
+    engine = running()
+    engine.submit("late", max_tokens=400, deadline=time.monotonic() + 0.05)
+    engine.heard.wait(lambda: engine.heard.ended("late"))
+    assert engine.heard.events["late"][-1].code is FailureCode.DEADLINE_EXCEEDED
+    engine.wait_idle()
+
+
+def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
+    engine = running()
+    engine.submit("good", max_tokens=3)
+    engine.wait_idle()
+    good = [o.token_id for o in engine.heard.outputs("good")]
+
+    def fail(batch):
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.parts.executor, "execute", fail)
+    engine.submit("bad", max_tokens=3)
+    engine.heard.wait(lambda: engine.heard.ended("bad"))
+    assert engine.heard.events["bad"][-1].code is FailureCode.INTERNAL
+    engine.submit("again", max_tokens=3)
+    engine.wait_idle()
+    assert [o.token_id for o in engine.heard.outputs("again")] == good
+    assert engine.heard.events["again"][0].cached_tokens == 0  # nothing old is trusted
+
+
+def test_a_running_id_and_a_full_queue_are_refused(running):
+    engine = running(max_num_seqs=1, max_num_batched_tokens=16)
+    engine.submit("a", max_tokens=400)
+    engine.heard.wait(lambda: engine.heard.outputs("a"))
+    engine.submit("a")
+    engine.heard.wait(lambda: any(isinstance(e, Failure) for e in engine.heard.events["a"]))
+    for i in range(51):
+        engine.submit(f"queued-{i}", max_tokens=1)
+    engine.heard.wait(lambda: engine.heard.ended("queued-50"))
+    assert engine.heard.events["queued-50"][-1].code is FailureCode.RESOURCE_EXHAUSTED
+    codes = {e.code for e in engine.heard.events["a"] if isinstance(e, Failure)}
+    assert codes == {FailureCode.ALREADY_EXISTS}
+    engine.wait_idle()
+
+
+def test_draining_finishes_what_runs_and_refuses_the_rest(running):
+    engine = running()
+    engine.submit("a", max_tokens=50)
+    engine.heard.wait(lambda: engine.heard.outputs("a"))
+    engine.core.drain()
+    engine.submit("b")
+    engine.wait_idle()
+    assert engine.heard.ended("a")
+    assert engine.heard.events["b"][0].code is FailureCode.UNAVAILABLE
+    assert engine.heard.load.draining
+
+
+def test_stopping_fails_what_is_left(running):
+    engine = running()
+    engine.submit("a", max_tokens=400)
+    engine.heard.wait(lambda: engine.heard.outputs("a"))
+    engine.core.stop()
+    engine.thread.join(PATIENCE)
+    assert engine.heard.events["a"][-1].code is FailureCode.UNAVAILABLE
+    engine.parts.scheduler.cache.check_idle()

@@ -1,0 +1,49 @@
+"""What cannot work is refused at the start, with what to change."""
+
+import pytest
+from pydantic import ValidationError
+
+from engine.config import EngineSettings
+from engine.startup import StartupError, build
+
+
+def settings(model, **given):
+    return EngineSettings(**{"model": str(model), "num_blocks": 8, "swap_space": 0} | given)
+
+
+def test_the_context_follows_from_the_blocks(tiny_model):
+    parts = build(settings(tiny_model, num_blocks=8, block_size=16))
+    assert parts.limits.max_model_len == 128
+    parts = build(settings(tiny_model, num_blocks=64, block_size=16))
+    assert parts.limits.max_model_len == 512
+
+
+def test_the_blocks_follow_from_the_memory(tiny_model):
+    parts = build(settings(tiny_model, num_blocks=None, cache_memory=0.25, dtype="float32"))
+    block_bytes = 2 * 2 * 1 * 32 * 16 * 4  # layers, K and V, heads, head_dim, tokens, bytes
+    assert parts.block_bytes == block_bytes
+    assert parts.limits.num_blocks == (1 << 28) // block_bytes
+
+
+def test_swap_space_may_be_none(tiny_model):
+    assert build(settings(tiny_model)).scheduler.cache.swap.num_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"swap_space": 1e6}, r"--swap-space is 1e\+06 GiB, but the machine has [\d.]+ GiB"),
+        ({"num_blocks": None, "cache_memory": 1e6}, "--cache-memory is 1e.06 GiB, but the device"),
+        ({"num_blocks": None, "cache_memory": 1e-9}, "raise --cache-memory"),
+        ({"max_model_len": 513}, "the model's context is 512 tokens"),
+        ({"max_model_len": 200}, "the cache holds 128 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tiny_model, given, message):
+    with pytest.raises(StartupError, match=message):
+        build(settings(tiny_model, **given))
+
+
+def test_a_budget_below_the_batch_is_refused(tiny_model):
+    with pytest.raises(ValidationError, match="every running sequence decodes a token a step"):
+        settings(tiny_model, max_num_seqs=64, max_num_batched_tokens=32)
