@@ -312,6 +312,7 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ]
@@ -329,6 +330,8 @@ def channel_options(*, keepalive_time: float, keepalive_timeout: float) -> list[
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", int(keepalive_time * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive_timeout * 1000)),
+        # The keepalive's ping has this timeout too: a minute if it is not set.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_timeout * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),  # no other channel's backoff is waited out

@@ -479,3 +479,49 @@ async def test_many_streams_with_half_of_them_cancelled(scripted, stand, encode)
         await s.clean()
         await s.until(lambda: not any(engine.playing for engine in engines))
     assert texts[::2] == [text] * 100
+
+
+class Wire:
+    """A TCP hop to a port, which can be cut without anyone being told."""
+
+    def __init__(self, port: int):
+        self.port = port
+        self.cut = asyncio.Event()
+        self.tasks: list[asyncio.Task] = []
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _connected(self, reader, writer) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self.tasks.append(asyncio.create_task(self._carry(source, sink)))
+
+    async def _carry(self, source, sink) -> None:
+        while data := await source.read(1 << 16):
+            if not self.cut.is_set():
+                sink.write(data)
+
+
+async def test_silent_engine_is_noticed_by_keepalive(scripted, stand):
+    engine = await scripted(interval=None).start()
+    async with Wire(int(engine.address.rpartition(":")[2])) as wire:
+        settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5}
+        async with stand(addresses=[wire.address], **settings) as s:
+            await s.up()
+            task = asyncio.create_task(error_of(s.stub.Generate(ask())))
+            await s.until(lambda: engine.submits)
+            wire.cut.set()
+            error = await asyncio.wait_for(task, 10)
+            await s.clean()
+    await engine.kill()
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert wire.address in error.details()
