@@ -235,12 +235,11 @@ class _Link:
                 blocks=engine.load.total_blocks,
             )
             self._changed(engine)
-            reason = "the router stopped"
             try:
                 reason = await engine.session.run()
+                log.warning("engine_down", engine=self.address, reason=reason)
             finally:
                 engine.up = False
-                log.warning("engine_down", engine=self.address, reason=reason)
                 self._on_change(engine.info.model)
         if time.monotonic() - since < STABLE_SECONDS:
             raise _DisconnectedError(reason)

@@ -76,13 +76,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Returns the text of `token_ids`."""
+        skip = not keep_special_tokens
         if self._backend is not None:
-            text: str = self._backend.decode(token_ids, skip_special_tokens=not keep_special_tokens)
+            # Unlike `decode`, it lets other threads run.
+            text: str = self._backend.decode_batch([token_ids], skip_special_tokens=skip)[0]
         else:
             text = self._tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=not keep_special_tokens,
-                clean_up_tokenization_spaces=False,
+                list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
         return text
 
