@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench lint format protos clean
+.PHONY: help demo test serve bench lint format protos readme clean
 
 help: ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -39,6 +39,9 @@ format: $(STAMP) ## Lay the code out and fix what can be fixed
 
 protos: $(STAMP) ## Make the Python stubs anew
 	$(BIN)/python protos/generate.py
+
+readme: $(STAMP) ## Bring the README's tables of flags up to date
+	$(BIN)/python -m octavo.cli.flag_table
 
 clean: ## Remove everything that is made, .venv included
 	rm -rf $(VENV) build dist octavo/v1 .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,5 +1,7 @@
 """`octavo engine`: one model replica."""
 
+from collections.abc import Callable
+
 from engine.config import EngineSettings
 from octavo.cli import running
 from octavo.cli.options import Flags, load, settings_options
@@ -15,15 +17,24 @@ def engine(flags: Flags) -> None:
 
 
 async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
-    """Serves, and shows a start that fails as a message."""
     progress.stage(f"Loading {settings.model}")
-    from engine.server import serve  # noqa: PLC0415 - torch takes seconds
-    from engine.startup import StartupError  # noqa: PLC0415
 
     def ready(address: str) -> None:
         progress.ready("engine is ready", {"address": address, "model": settings.model})
 
+    await run_engine(settings, ready)
+
+
+async def run_engine(settings: EngineSettings, on_ready: Callable[[str], None]) -> None:
+    """Serves until SIGTERM.
+
+    Raises:
+        StartError: the settings do not fit each other, the model or the machine.
+    """
+    from engine.server import serve  # noqa: PLC0415 - torch takes seconds
+    from engine.startup import StartupError  # noqa: PLC0415
+
     try:
-        await serve(settings, on_ready=ready)
+        await serve(settings, on_ready=on_ready)
     except StartupError as error:
         raise running.StartError(str(error)) from error

@@ -14,6 +14,7 @@ from typing import Literal, Self
 import structlog
 
 from engine.config import EngineSettings
+from octavo.cli.engine import run_engine
 from octavo.cli.running import EXPECTED, StartError
 from octavo.common import logging
 
@@ -112,11 +113,8 @@ def _run(settings: EngineSettings, reports: Connection, parent: int) -> None:
         reports.send((kind, text))
 
     try:
-        from engine.server import serve  # noqa: PLC0415 - torch takes seconds
-        from engine.startup import StartupError  # noqa: PLC0415
-
-        asyncio.run(serve(settings, on_ready=lambda address: report("ready", address)))
-    except (StartupError, *EXPECTED) as error:
+        asyncio.run(run_engine(settings, lambda address: report("ready", address)))
+    except EXPECTED as error:
         report("failed", str(error))
         sys.exit(1)
     except Exception as error:

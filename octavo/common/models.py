@@ -30,6 +30,8 @@ def resolve(model: str) -> str:
         from octavo.common import demo_model  # noqa: PLC0415 - brings in much that is rarely needed
 
         return str(demo_model.prepare())
+    if not model:
+        raise ModelError("the model's name is empty")
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -1,0 +1,47 @@
+"""The README's table of flags, made from the settings: `python -m octavo.cli.flag_table`."""
+
+from pathlib import Path
+
+from engine.config import EngineSettings
+from octavo.cli.options import describe
+from octavo.common.settings import Settings, flag
+from router.config import RouterSettings
+
+BEGIN = "<!-- flags: made by `make readme` -->"
+END = "<!-- /flags -->"
+TITLES = (
+    ("All three", Settings),
+    ("`octavo router` and `octavo serve`", RouterSettings),
+    ("`octavo engine` and `octavo serve`", EngineSettings),
+)
+
+
+def markdown() -> str:
+    """The tables, one for each settings class, without what it inherits."""
+    parts = []
+    for title, cls in TITLES:
+        rows = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
+        for name, field in cls.model_fields.items():
+            if cls is not Settings and name in Settings.model_fields:
+                continue
+            kind, default = describe(field)
+            shown = flag(name)
+            if field.annotation is bool:
+                shown += f"`, `--no-{flag(name)[2:]}"
+            default = "required" if field.is_required() else f"`{default}`" if default else ""
+            kind = kind.replace("|", ", ")
+            rows.append(f"| `{shown}` | {kind} | {default} | {field.description} |")
+        parts.append(f"{title}:\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def insert(readme: str) -> str:
+    """Returns the README's text with the tables brought up to date."""
+    before, _, rest = readme.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path("README.md")
+    path.write_text(insert(path.read_text()))

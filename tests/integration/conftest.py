@@ -1,0 +1,46 @@
+"""Fixtures that start real processes."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Server
+
+SMALL = ("--num-blocks", "512", "--max-model-len", "2048", "--swap-space", "0.1")
+"""Enough for tests, and quick to allocate."""
+
+Launch = Callable[..., Server]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts servers by command and flags; all are stopped at the test's end."""
+    yield from _launcher(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def launch_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
+    """As `launch`, for servers that several tests share."""
+    yield from _launcher(tmp_path_factory.mktemp("servers"))
+
+
+@pytest.fixture(scope="session")
+def served(demo_model: Path, launch_shared: Launch) -> Server:
+    """`octavo serve --model demo`, ready. For tests that leave it as it was."""
+    return launch_shared("serve", "--model", "demo", *SMALL).wait_ready()
+
+
+def _launcher(directory: Path) -> Iterator[Launch]:
+    servers: list[Server] = []
+    numbers = itertools.count()
+
+    def start(command: str, *arguments: str) -> Server:
+        log = directory / f"{command}-{next(numbers)}.log"
+        servers.append(Server(command, *arguments, log=log))
+        return servers[-1]
+
+    yield start
+    for server in reversed(servers):
+        server.stop()

@@ -1,0 +1,149 @@
+"""Real octavo processes for tests: started, watched, read, stopped, killed."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_SECONDS = 120.0
+"""Generous: CI's machines may be busy. What is promised has a test of its own."""
+
+
+class Server:
+    """One `octavo serve`, `octavo router` or `octavo engine`.
+
+    Args:
+        command: "serve", "router" or "engine".
+        *arguments: its flags. --port and --metrics-port are chosen here.
+        log: where its output goes.
+    """
+
+    def __init__(self, command: str, *arguments: str, log: Path) -> None:
+        port, metrics = adjacent_ports(2)[0], adjacent_ports(2)[0]
+        self.name = command
+        self.address = f"127.0.0.1:{port}"
+        self.metrics_port = metrics
+        self.log_path = log
+        self.started = time.monotonic()
+        own = ("--port", str(port), "--metrics-port", str(metrics))
+        with log.open("wb") as sink:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "octavo", command, *arguments, *own],
+                stdout=sink,
+                stderr=sink,
+                stdin=subprocess.DEVNULL,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def children(self) -> list[psutil.Process]:
+        """The processes below this one, such as serve's engine."""
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def logs(self) -> str:
+        """All that it has written so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def wait_ready(self, timeout: float = READY_SECONDS) -> "Server":
+        """Waits until gRPC health says SERVING; fails with the log if it does not."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(
+                    f"{self.name} ended with code {self.process.returncode}:\n{self.logs()}"
+                )
+            if self.is_serving():
+                return self
+            time.sleep(0.05)
+        raise AssertionError(f"{self.name} was not ready in {timeout} s:\n{self.logs()}")
+
+    def is_serving(self) -> bool:
+        """What its health service says; False if nothing answers."""
+        with grpc.insecure_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                response = stub.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            except grpc.RpcError:
+                return False
+        return response.status == health_pb2.HealthCheckResponse.SERVING
+
+    def metric(self, name: str, *, port: int | None = None, **labels: str) -> float:
+        """A Prometheus sample's value, summed over the labels that are not given."""
+        return sum(
+            value
+            for (sample, tags), value in self.metrics(port=port).items()
+            if sample == name and labels.items() <= dict(tags).items()
+        )
+
+    def metrics(
+        self, *, port: int | None = None
+    ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+        """Every Prometheus sample by name and sorted labels.
+
+        Args:
+            port: where from; default: this process'. serve's engine is on the next one.
+        """
+        url = f"http://127.0.0.1:{port or self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as response:
+            text = response.read().decode()
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def terminate(self, timeout: float = 60) -> int:
+        """SIGTERM; waits for the end and returns the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def kill(self) -> None:
+        """SIGKILL, at once and without a word."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        """Ends it, however it is; for cleaning up."""
+        if self.process.poll() is None:
+            try:
+                self.terminate(40)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+def adjacent_ports(count: int) -> list[int]:
+    """`count` free loopback ports in a row."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            start = first.getsockname()[1]
+        if all(_free(port) for port in range(start, start + count)):
+            return list(range(start, start + count))
+
+
+def wait_until(condition, timeout: float = 10.0, what: str = "the condition") -> None:
+    """Polls until `condition()` is true."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what} did not come true in {timeout} s")
+        time.sleep(0.02)
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,91 @@
+"""`octavo serve` as a process: its life, its end, and its child's."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+
+import octavo
+from tests.integration.conftest import SMALL
+from tests.integration.harness import wait_until
+
+DEMO = ("--model", "demo", *SMALL)
+
+
+def engine_of(server) -> psutil.Process:
+    """The child that computes; the other one is multiprocessing's tracker."""
+    return max(server.children(), key=lambda child: child.memory_info().rss)
+
+
+def test_drains_then_ends(demo_model, launch):
+    server = launch("serve", *DEMO).wait_ready()
+    texts = []
+    with octavo.Client(server.address) as client:
+        stream = client.generate("Once upon a time", max_tokens=64, ignore_eos=True)
+        thread = threading.Thread(target=lambda: texts.append(stream.complete()))
+        thread.start()
+        wait_until(lambda: stream.accepted is not None)
+        engine = engine_of(server)
+        assert server.terminate() == 0, server.logs()
+        thread.join(10)
+    assert texts[0].usage.output_tokens == 64
+    assert not engine.is_running()
+
+
+def test_engine_dies_with_a_killed_parent(demo_model, launch):
+    server = launch("serve", *DEMO).wait_ready()
+    children = server.children()
+    assert children
+    server.kill()
+    wait_until(lambda: not any(child.is_running() for child in children), what="no child left")
+
+
+def test_ends_when_the_engine_dies(demo_model, launch):
+    server = launch("serve", *DEMO).wait_ready()
+    engine_of(server).send_signal(signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert "the engine ended by itself (killed by SIGKILL)" in server.logs()
+
+
+def test_says_why_it_cannot_start(launch):
+    server = launch("serve", "--model", "./no-such-model")
+    assert server.process.wait(60) == 1
+    assert "'./no-such-model' is no directory here" in server.logs()
+    assert "Traceback" not in server.logs()
+
+
+def test_says_why_the_engine_cannot_start(demo_model, launch):
+    server = launch("serve", "--model", "demo", "--max-model-len", "1000000")
+    assert server.process.wait(60) == 1
+    assert "the engine cannot start" in server.logs()
+    assert "max" in server.logs()
+    assert "Traceback" not in server.logs()
+
+
+def test_router_and_engine_apart(demo_model, launch):
+    engine = launch("engine", *DEMO).wait_ready()
+    router = launch("router", "--engine", engine.address).wait_ready()
+    with octavo.Client(router.address) as client:
+        completion = client.generate("Once upon a time", max_tokens=4).complete()
+    assert completion.usage.output_tokens == 4
+    assert engine.metrics()
+    assert router.metrics()
+    assert router.terminate() == 0, router.logs()
+    assert engine.terminate() == 0, engine.logs()
+
+
+def test_demo_command(demo_model):
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo", "demo", "--max-tokens", "12"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"COLUMNS": "200"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "tokens/s" in done.stdout

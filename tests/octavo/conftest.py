@@ -1,0 +1,107 @@
+"""A service on loopback that answers as tests tell it to, and keeps what it was asked."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as pb_grpc
+from octavo.v1 import sampling_pb2
+
+
+class FakeService(pb_grpc.GenerationServiceServicer):
+    """Echoes the last message, a word a delta; fails or hangs if told so."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.GenerateRequest] = []
+        self.failure: status_pb2.Status | None = None
+        self.endless = False
+        self.cancelled: list[bool] = []
+        self.models: list[pb.ModelCard] = []
+
+    def fail(self, code: grpc.StatusCode, message: str, *details) -> None:
+        """Makes every later call fail."""
+        self.failure = status_pb2.Status(code=code.value[0], message=message)
+        for detail in details:
+            self.failure.details.add().Pack(detail)
+
+    def Generate(self, request, context):  # noqa: N802
+        self.requests.append(request)
+        context.add_callback(lambda: self.cancelled.append(True))
+        yield pb.GenerateResponse(
+            accepted=pb.Accepted(
+                request_id=request.request_id or "made", model="m", prompt_tokens=3
+            )
+        )
+        prompt = request.text or (request.chat.messages or [pb.ChatMessage()])[-1].content
+        words = [f"{word} " for word in prompt.split()]
+        while self.endless and context.is_active():
+            yield pb.GenerateResponse(delta=pb.Delta(text="on and "))
+        for index in range(request.sampling.n or 1):
+            for number, word in enumerate(words):
+                logprob = sampling_pb2.TokenLogprob(token_id=number, logprob=-0.5)
+                logprob.top.add(token_id=number, logprob=-0.5)
+                delta = pb.Delta(index=index, text=word, token_ids=[number], logprobs=[logprob])
+                yield pb.GenerateResponse(delta=delta)
+        self._maybe_fail(context)
+        for index in range(request.sampling.n or 1):
+            yield pb.GenerateResponse(
+                finished=pb.Finished(
+                    index=index,
+                    reason=sampling_pb2.FINISH_REASON_STOP_STRING,
+                    stop_string="END",
+                    usage=pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=len(words)),
+                )
+            )
+
+    def Tokenize(self, request, context):  # noqa: N802
+        self._maybe_fail(context)
+        return pb.TokenizeResponse(token_ids=[len(word) for word in request.text.split()])
+
+    def Detokenize(self, request, context):  # noqa: N802
+        self._maybe_fail(context)
+        return pb.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
+
+    def ListModels(self, request, context):  # noqa: N802
+        self._maybe_fail(context)
+        return pb.ListModelsResponse(models=self.models)
+
+    def _maybe_fail(self, context) -> None:
+        if self.failure is not None:
+            context.abort_with_status(rpc_status.to_status(self.failure))
+
+
+@pytest.fixture
+def service() -> Iterator[FakeService]:
+    """The service; its `address` is where it listens."""
+    server = grpc.server(ThreadPoolExecutor(8))
+    fake = FakeService()
+    fake.models.append(
+        pb.ModelCard(name="m", engines=1, vocab_size=1000, total_blocks=10, free_blocks=4)
+    )
+    pb_grpc.add_GenerationServiceServicer_to_server(fake, server)
+    checks = health.HealthServicer()
+    checks.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield fake
+    server.stop(0).wait()
+
+
+@pytest.fixture
+def bad_request() -> error_details_pb2.BadRequest:
+    violation = error_details_pb2.BadRequest.FieldViolation(field="stop", description="too many")
+    return error_details_pb2.BadRequest(field_violations=[violation])
+
+
+@pytest.fixture
+def retry_info() -> error_details_pb2.RetryInfo:
+    info = error_details_pb2.RetryInfo()
+    info.retry_delay.FromMilliseconds(1500)
+    return info

@@ -1,0 +1,144 @@
+"""The commands, in this process, against a service that does as it is told."""
+
+import json
+import subprocess
+import sys
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli import app
+from octavo.cli.bench import Timing, summarize
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def octavo(service):
+    def run(*arguments: str, stdin: str | None = None):
+        return runner.invoke(app, [*arguments, "--address", service.address], input=stdin)
+
+    return run
+
+
+def test_generate(octavo, service):
+    result = octavo("generate", "a b", "--system", "s", "-t", "0", "--stop", "x", "--stop", "y")
+    assert result.exit_code == 0
+    assert result.stdout == "a b \n"
+    assert "3 + 2 tokens in" in result.stderr
+    (request,) = service.requests
+    assert [m.role for m in request.chat.messages] == ["system", "user"]
+    assert list(request.stop.strings) == ["x", "y"]
+    assert request.sampling.temperature == 0
+    assert not request.sampling.HasField("top_p")
+
+
+def test_generate_raw_json_from_stdin(octavo, service):
+    result = octavo("generate", "-", "--raw", "--json", "-n", "2", stdin="a b")
+    assert [o["text"] for o in json.loads(result.stdout)["outputs"]] == ["a b ", "a b "]
+    assert service.requests[0].text == "a b"
+
+
+def test_generate_several_outputs_do_not_mix(octavo):
+    assert octavo("generate", "a b", "-n", "2").stdout == "── 0 ──\na b \n── 1 ──\na b \n"
+
+
+def test_generate_prints_errors(octavo, service, bad_request, retry_info):
+    service.fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", bad_request, retry_info)
+    result = octavo("generate", "a")
+    assert result.exit_code == 1
+    assert "RESOURCE_EXHAUSTED: full" in result.stderr
+    assert "stop: too many" in result.stderr
+    assert "try again in 1.5 s" in result.stderr
+
+
+def test_nobody_there():
+    result = runner.invoke(app, ["status", "--address", "127.0.0.1:1"])
+    assert result.exit_code == 1
+    assert "octavo serve --model demo" in result.stderr
+
+
+def test_chat_sends_what_was_said(octavo, service):
+    lines = "hello\nmore\n/system S\nagain\n/reset\nnew\n/nonsense\n/quit\nunread\n"
+    result = octavo("chat", stdin=lines)
+    assert result.exit_code == 0
+    said = [[m.content for m in request.chat.messages] for request in service.requests]
+    assert said == [["hello"], ["hello", "hello ", "more"], ["S", "again"], ["S", "new"]]
+    assert "no command /nonsense" in result.stderr
+
+
+def test_chat_takes_a_failed_question_back(octavo, service):
+    service.fail(grpc.StatusCode.UNAVAILABLE, "away")
+    result = octavo("chat", stdin="hello\nagain\n")
+    assert result.exit_code == 0
+    assert "UNAVAILABLE: away" in result.stderr
+    assert [len(request.chat.messages) for request in service.requests] == [1, 1]
+
+
+def test_status(octavo):
+    shown = json.loads(octavo("status", "--json").stdout)
+    assert shown["serving"]
+    assert shown["models"][0]["total_blocks"] == 10
+    once = octavo("status", "--once").stdout
+    assert "6/10" in once
+    assert "60%" in once
+
+
+def test_bench(octavo, service):
+    result = octavo("bench", "-r", "5", "-c", "2", "--prompt-tokens", "7", "--json")
+    assert json.loads(result.stdout)["requests"] == 5
+    prompts = [tuple(request.tokens.token_ids) for request in service.requests]
+    assert len(set(prompts)) == 5
+    assert {len(prompt) for prompt in prompts} == {7}
+    assert all(request.stop.ignore_eos for request in service.requests)
+
+
+def test_bench_of_a_model_that_is_not_there(octavo):
+    result = octavo("bench", "--model", "other")
+    assert result.exit_code == 1
+    assert "NOT_FOUND: no model 'other'; served: m" in result.stderr
+
+
+def test_bench_figures():
+    result = summarize([Timing(0.1, 1.1, 11), Timing(0.3, 2.3, 11)], wall=2.0)
+    assert result["output_tokens_per_s"] == 11
+    assert result["ttft_ms_mean"] == pytest.approx(200)
+    assert result["tpot_ms_p50"] == pytest.approx(150)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["engine", "--model", "x", "--port", "99999"], "--port"),
+        (["engine", "--model", "x", "--device", "abacus"], "--device"),
+        (["engine"], "--model is required"),
+        (["router", "--engine", "nowhere"], "--engine"),
+        (["serve", "--model", "x", "--config", "/none.toml"], "/none.toml"),
+    ],
+)
+def test_wrong_settings_are_usage_errors(arguments, expected, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert expected in result.stderr
+
+
+def test_wrong_variable_is_named(monkeypatch):
+    monkeypatch.setenv("OCTAVO_NUM_BLOCKS", "many")
+    result = runner.invoke(app, ["engine", "--model", "x"])
+    assert result.exit_code == 2
+    assert "OCTAVO_NUM_BLOCKS" in result.stderr
+
+
+def test_commands_start_without_torch():
+    code = (
+        "import sys, octavo.cli; "
+        "print([m for m in ('torch', 'transformers', 'engine.server') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_version():
+    assert runner.invoke(app, ["--version"]).stdout.startswith("octavo 0.")
