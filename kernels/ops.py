@@ -192,6 +192,9 @@ def check_supported(
 ) -> None:
     """Says whether the kernels can serve a model, before memory is spent on it.
 
+    On CPU it also loads them, which the first time on a machine means to compile
+    them for some seconds: better while a model loads than in its first request.
+
     Raises:
         ValueError: they cannot; the message names the limit that is broken.
     """
@@ -215,3 +218,5 @@ def check_supported(
         )
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device {device.type!r} is not supported: use 'cuda' or 'cpu'")
+    if device.type == "cpu":
+        _backend("cpu")
