@@ -189,7 +189,7 @@ async def test_cancel_in_every_phase_leaves_nothing(scripted, stand, encode):
             call.cancel()
         codes = await asyncio.wait_for(asyncio.gather(*tasks), 5)
         await s.clean()
-        await s.until(lambda: len(engine.aborts) >= 2)
+        await s.until(lambda: len(engine.aborts) == len(engine.submits))
     assert set(codes) == {grpc.StatusCode.CANCELLED}
     assert {name for name, _ in engine.aborts} == {s.request_id for s in engine.submits}
 
@@ -201,7 +201,8 @@ async def test_deadline_while_queued_and_while_running(scripted, stand):
         calls = [code_of(s.stub.Generate(ask(), timeout=0.3)) for _ in range(4)]
         codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
         await s.clean()
-        await s.until(lambda: len(engine.aborts) == 2)
+        # Those that waited may have had the places of those that ran, for an instant.
+        await s.until(lambda: len(engine.aborts) == len(engine.submits))
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
