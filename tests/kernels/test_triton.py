@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-MAX_EXAMPLES = 25 if INTERPRETED else 200
+MAX_EXAMPLES = 15 if INTERPRETED else 200
 
 if not INTERPRETED:
     pytestmark = [
