@@ -4,6 +4,7 @@ What is here is the Python client; `router`, `engine` and `kernels` are the
 service itself.
 """
 
+from octavo import _environment as _environment
 from octavo.client import (
     Accepted,
     AsyncClient,

@@ -7,8 +7,6 @@ import pytest
 
 from octavo.common import models
 
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # connections are cut on purpose here
-
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:

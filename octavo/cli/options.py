@@ -74,6 +74,8 @@ def describe(field: FieldInfo) -> tuple[str, str]:
     kinds = [_kind(arm) for arm in arms(field.annotation) if arm is not type(None)]
     if field.default_factory is not None or field.default in (None, PydanticUndefined):
         default = ""
+    elif isinstance(field.default, list):
+        default = ", ".join(map(str, field.default))
     elif isinstance(field.default, bool):
         default = "on" if field.default else "off"
     else:
