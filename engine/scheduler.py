@@ -240,11 +240,11 @@ class Scheduler:
     def _fits(self, blocks: int, slack: int) -> bool:
         """Whether a group may take `blocks` blocks now.
 
-        Beside others it must leave `slack` for its own next tokens, a block
-        for each running group and the watermark; alone it may take all.
+        Beside others it must leave `slack` for its own next tokens and the
+        watermark; alone it may take all.
         """
         if self.running:
-            blocks += slack + len(self.running) + self._watermark
+            blocks += slack + self._watermark
         return blocks <= self.cache.device.num_available
 
     def _resume_swapped(self, batch: Batch) -> None:

@@ -54,7 +54,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         """Carries one router's requests and tokens."""
         number = next(self._ids)
-        translate = partial(to_request, session=number, limits=self._parts.limits)
+        translate = partial(
+            to_request,
+            session=number,
+            limits=self._parts.limits,
+            eos_token_ids=self._parts.eos_token_ids,
+        )
         session = Session(self.core, translate)
         self._sessions[number] = session
         log.info("session opened", session=number, peer=context.peer())
@@ -82,7 +87,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             max_outputs=limits.max_outputs,
             block_size=limits.block_size,
             block_bytes=parts.block_bytes,
-            eos_token_ids=limits.eos_token_ids,
+            eos_token_ids=parts.eos_token_ids,
             features=engine_pb2.Features(prefix_caching=settings.enable_prefix_caching),
             version=version("octavo"),
             device=parts.device,
@@ -99,9 +104,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for event in events:
             by_session[event.session].append(event)
         shown = to_load(load)
-        for number, own in by_session.items():
-            if session := self._sessions.get(number):
-                session.add(own, shown)
+        for number, session in self._sessions.items():
+            session.add(by_session[number], shown)
 
 
 async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | None = None) -> None:

@@ -16,7 +16,7 @@ from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup
-from engine.validation import Limits
+from octavo.common.limits import Limits
 from octavo.common.models import resolve
 
 log = structlog.get_logger(__name__)
@@ -37,6 +37,7 @@ class Parts:
         scheduler: with its empty cache.
         executor: warmed up.
         limits: what requests must fit in.
+        eos_token_ids: the model's end-of-sequence tokens.
         block_bytes: bytes per block, all layers.
         max_num_batched_tokens: as settled for the device.
         device: for a person.
@@ -46,6 +47,7 @@ class Parts:
     scheduler: Scheduler
     executor: Executor
     limits: Limits
+    eos_token_ids: tuple[int, ...]
     block_bytes: int
     max_num_batched_tokens: int
     device: str
@@ -107,14 +109,15 @@ def build(settings: EngineSettings) -> Parts:
         vocab_size=loaded.shape.vocab_size,
         max_model_len=max_model_len,
         max_outputs=min(settings.max_outputs, settings.max_num_seqs),
-        num_blocks=num_blocks,
         block_size=settings.block_size,
-        eos_token_ids=loaded.shape.eos_token_ids,
+        total_blocks=num_blocks,
+        beam_search=False,
     )
     return Parts(
         scheduler=scheduler,
         executor=executor,
         limits=limits,
+        eos_token_ids=loaded.shape.eos_token_ids,
         block_bytes=block_bytes,
         max_num_batched_tokens=batched,
         device=_device_name(loaded.device),

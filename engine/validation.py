@@ -1,57 +1,38 @@
-"""Turns a router's Submit into a request, or says what is wrong with it.
-
-Ranges of the sampling parameters are the contract's and are checked by
-`octavo.common.limits`, for the router as for the engine; here stands what only
-the engine knows: its model's size and its memory.
-"""
+"""Turns a router's Submit into a request, or says what is wrong with it."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
 
 from engine.request import Request, SamplingParams
-from octavo.common.rpc import invalid, unimplemented
+from octavo.common.limits import (
+    Limits,
+    check_output,
+    check_sampling,
+    check_stop,
+    check_token_ids,
+    output_length,
+)
+from octavo.common.rpc import unimplemented
 from octavo.v1 import engine_pb2, sampling_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What requests must fit in.
-
-    Attributes:
-        vocab_size: token ids are below this.
-        max_model_len: most tokens of prompt and output.
-        max_outputs: most outputs of one request.
-        num_blocks: all KV-cache blocks.
-        block_size: tokens in each.
-        eos_token_ids: the model's end-of-sequence tokens.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    max_outputs: int
-    num_blocks: int
-    block_size: int
-    eos_token_ids: tuple[int, ...]
-
-    def blocks_for_outputs(self, prompt_tokens: int, output_tokens: int, n: int) -> int:
-        """Most blocks a request can come to hold: its prompt's, shared, and each output's own."""
-        if n == 1:
-            return -(-(prompt_tokens + output_tokens) // self.block_size)
-        own = -(-output_tokens // self.block_size) + 1
-        return -(-prompt_tokens // self.block_size) + n * own
-
-
-def to_request(submit: engine_pb2.Submit, session: int, limits: Limits) -> Request:
+def to_request(
+    submit: engine_pb2.Submit, *, session: int, limits: Limits, eos_token_ids: Collection[int]
+) -> Request:
     """Checks a Submit and translates it.
 
     Raises:
-        RpcError: it cannot be served by this engine, ever.
+        RpcError: this engine can never serve it.
     """
     if submit.HasField("beam"):
-        raise unimplemented("beam", "this engine does not do beam search")
-    prompt = tuple(submit.prompt_token_ids)
+        raise unimplemented("beam", "this engine does not do beam search; use sampling")
+    check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
+    check_sampling(submit.sampling, limits)
+    check_stop(submit.stop, limits)
+    check_output(submit.output)
     sampling = _sampling(submit.sampling, submit.output)
-    max_tokens = _check_lengths(prompt, submit.stop, sampling.n, limits)
+    prompt = tuple(submit.prompt_token_ids)
+    max_tokens = output_length(len(prompt), sampling.n, submit.stop, limits)
     stop = submit.stop
     now = time.monotonic()
     timeout = submit.timeout.ToTimedelta().total_seconds() if submit.HasField("timeout") else None
@@ -62,46 +43,12 @@ def to_request(submit: engine_pb2.Submit, session: int, limits: Limits) -> Reque
         sampling=sampling,
         max_tokens=max_tokens,
         min_tokens=stop.min_tokens,
-        eos_token_ids=frozenset() if stop.ignore_eos else frozenset(limits.eos_token_ids),
+        eos_token_ids=frozenset() if stop.ignore_eos else frozenset(eos_token_ids),
         stop_token_ids=frozenset(stop.token_ids),
         priority=submit.priority,
         arrival=now,
         deadline=None if timeout is None else now + timeout,
     )
-
-
-def _check_lengths(
-    prompt: tuple[int, ...], stop: sampling_pb2.StopConditions, n: int, limits: Limits
-) -> int:
-    """Checks that prompt and outputs fit; gives the most tokens of an output."""
-    if not prompt:
-        raise invalid("prompt", "the prompt has no tokens; at least 1 is needed")
-    if max(prompt) >= limits.vocab_size:
-        raise invalid("prompt", f"token id {max(prompt)} is outside [0, {limits.vocab_size - 1}]")
-    if not 1 <= n <= limits.max_outputs:
-        raise invalid("sampling.n", f"n is {n}, outside [1, {limits.max_outputs}]")
-    room = limits.max_model_len - len(prompt)
-    if room < 1:
-        raise invalid(
-            "prompt",
-            f"the prompt has {len(prompt)} tokens; at most {limits.max_model_len - 1} fit"
-            f" beside one of output",
-        )
-    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else room
-    if not 1 <= max_tokens <= room:
-        raise invalid(
-            "stop.max_tokens",
-            f"max_tokens is {max_tokens}, outside [1, {room}]: {len(prompt)} tokens of prompt"
-            f" leave that much of {limits.max_model_len}",
-        )
-    needed = limits.blocks_for_outputs(len(prompt), max_tokens, n)
-    if needed > limits.num_blocks:
-        raise invalid(
-            "sampling.n" if n > 1 else "prompt",
-            f"{len(prompt)} tokens of prompt and {n} x {max_tokens} of output can come to need"
-            f" {needed} KV-cache blocks; the engine has {limits.num_blocks}",
-        )
-    return max_tokens
 
 
 def _sampling(

@@ -13,11 +13,11 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc
+from octavo.common.limits import Limits
 from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2
 from router.config import RouterSettings
 from router.session import Session
 from router.tokenization import Tokenizer, Tokenizers
-from router.validation import Limits
 
 log = structlog.get_logger(__name__)
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from structlog.contextvars import bound_contextvars
 
 from octavo.common import rpc
+from octavo.common.limits import check_token_ids
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
 from router.admission import Admission
@@ -114,7 +115,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._refuse_when_draining()
         model = self._pool.resolve(request.model)
         limits = self._pool.limits(model)
-        validation.check_token_ids("token_ids", request.token_ids, limits.vocab_size)
+        check_token_ids("token_ids", request.token_ids, limits.vocab_size)
         text = await self._tokenizers.decode(
             self._pool.tokenizer(model),
             list(request.token_ids),

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 
 import pytest
 
@@ -34,6 +35,9 @@ class Listener:
     def wait(self, condition):
         with self._changed:
             assert self._changed.wait_for(condition, PATIENCE), "nothing happened"
+
+    def has(self, count):
+        return sum(map(len, self.events.values())) > count
 
     def outputs(self, request_id):
         return [e for e in self.events[request_id] if isinstance(e, Output)]
@@ -120,8 +124,7 @@ def test_aborts_at_every_moment_leave_nothing(running, mode):
         engine.submit(str(i), tokens=20 + i, max_tokens=60, n=1 + i % 3)
     for i in range(30):
         if i % 2:
-            count = i
-            engine.heard.wait(lambda: sum(map(len, engine.heard.events.values())) > 8 * count)
+            engine.heard.wait(partial(engine.heard.has, 8 * i))
         engine.core.abort(0, str(i), None)
     engine.wait_idle()
     assert engine.outcome("aborted") > 0

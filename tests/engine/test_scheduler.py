@@ -12,7 +12,7 @@ from engine.preemption import PreemptionPolicy
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import GroupState, Sequence, SequenceGroup
-from engine.validation import Limits
+from octavo.common.limits import Limits, fitting_output
 
 BLOCK_SIZE = 4
 
@@ -77,10 +77,10 @@ def test_every_request_that_fits_is_finished(
     engine = scheduler(
         num_blocks, swap=swap, mode=mode, seqs=seqs, batched=batched, prefix_caching=prefix_caching
     )
-    limits = Limits(500, 10**6, seqs, num_blocks, BLOCK_SIZE, ())
+    limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
     groups = []
     for prompt, output, n, priority, token, pause in requests:
-        if limits.blocks_for_outputs(prompt, output, n) > num_blocks:
+        if output > fitting_output(prompt, n, limits):
             continue
         groups.append(group(len(groups), [token] * prompt, output, n=n, priority=priority))
         engine.submit(groups[-1])

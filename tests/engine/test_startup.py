@@ -22,7 +22,7 @@ def test_the_blocks_follow_from_the_memory(tiny_model):
     parts = build(settings(tiny_model, num_blocks=None, cache_memory=0.25, dtype="float32"))
     block_bytes = 2 * 2 * 1 * 32 * 16 * 4  # layers, K and V, heads, head_dim, tokens, bytes
     assert parts.block_bytes == block_bytes
-    assert parts.limits.num_blocks == (1 << 28) // block_bytes
+    assert parts.limits.total_blocks == (1 << 28) // block_bytes
 
 
 def test_swap_space_may_be_none(tiny_model):

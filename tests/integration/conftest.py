@@ -36,9 +36,9 @@ def _launcher(directory: Path) -> Iterator[Launch]:
     servers: list[Server] = []
     numbers = itertools.count()
 
-    def start(command: str, *arguments: str) -> Server:
+    def start(command: str, *arguments: str, port: int | None = None) -> Server:
         log = directory / f"{command}-{next(numbers)}.log"
-        servers.append(Server(command, *arguments, log=log))
+        servers.append(Server(command, *arguments, log=log, port=port))
         return servers[-1]
 
     yield start

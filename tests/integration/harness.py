@@ -22,13 +22,15 @@ class Server:
 
     Args:
         command: "serve", "router" or "engine".
-        *arguments: its flags. --port and --metrics-port are chosen here.
+        *arguments: its flags, but for --port and --metrics-port.
         log: where its output goes.
+        port: to listen on; default: a free one.
     """
 
-    def __init__(self, command: str, *arguments: str, log: Path) -> None:
-        port, metrics = adjacent_ports(2)[0], adjacent_ports(2)[0]
+    def __init__(self, command: str, *arguments: str, log: Path, port: int | None = None) -> None:
+        port, metrics = port or adjacent_ports(2)[0], adjacent_ports(2)[0]
         self.name = command
+        self.port = port
         self.address = f"127.0.0.1:{port}"
         self.metrics_port = metrics
         self.log_path = log

@@ -3,10 +3,10 @@ import math
 import grpc
 import pytest
 
+from octavo.common.limits import Limits
 from octavo.common.rpc import RpcError
 from octavo.v1 import generation_pb2
 from router import validation
-from router.validation import Limits
 
 LIMITS = Limits(
     max_model_len=128,

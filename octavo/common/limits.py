@@ -1,0 +1,191 @@
+"""What a request may ask for: every limit of the contract, with the message that states it.
+
+Router and engine check the same messages: the router so that a client hears at
+once, the engine because it trusts no router. Nothing here waits or looks at a
+state: what is refused would be refused at any time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from octavo.common import rpc
+from octavo.v1 import sampling_pb2
+
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS = 100.0
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_LENGTH = 256
+MAX_STOP_TOKENS = 256
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the engines of one model can take.
+
+    Attributes:
+        max_model_len: Most tokens of prompt and output together.
+        vocab_size: Token ids are below this.
+        max_outputs: Most outputs of one request.
+        block_size: Tokens per KV-cache block.
+        total_blocks: KV-cache blocks of an engine.
+        beam_search: Whether beam search is offered.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    max_outputs: int
+    block_size: int
+    total_blocks: int
+    beam_search: bool
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Checks that every id is in the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        i, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+        raise rpc.invalid(
+            f"{field}[{i}]", f"{field}[{i}] must be in [0, {vocab_size - 1}]; got {token_id}"
+        )
+
+
+def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> None:
+    """Checks how tokens are to be drawn."""
+    if sampling.HasField("temperature"):
+        check_number("sampling.temperature", sampling.temperature, 0, MAX_TEMPERATURE)
+    if sampling.HasField("top_p"):
+        check_number("sampling.top_p", sampling.top_p, 0, 1, above=True)
+    check_number("sampling.min_p", sampling.min_p, 0, 1)
+    if sampling.HasField("repetition_penalty"):
+        check_number(
+            "sampling.repetition_penalty",
+            sampling.repetition_penalty,
+            0,
+            MAX_REPETITION_PENALTY,
+            above=True,
+        )
+    for name in ("presence_penalty", "frequency_penalty"):
+        check_number(f"sampling.{name}", getattr(sampling, name), -MAX_PENALTY, MAX_PENALTY)
+    if sampling.HasField("n"):
+        check_number("sampling.n", sampling.n, 1, limits.max_outputs)
+    _count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    for token_id, bias in sampling.logit_bias.items():
+        field = f"sampling.logit_bias[{token_id}]"
+        if token_id >= limits.vocab_size:
+            raise rpc.invalid(
+                field,
+                f"token ids in sampling.logit_bias must be in [0, {limits.vocab_size - 1}]; "
+                f"got {token_id}",
+            )
+        check_number(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
+    """Checks when outputs are to end, but for what the prompt's length decides."""
+    if stop.HasField("max_tokens"):
+        if stop.max_tokens == 0:
+            raise rpc.invalid(
+                "stop.max_tokens",
+                f"stop.max_tokens must be in [1, {limits.max_model_len - 1}], less the prompt's "
+                "tokens; got 0",
+            )
+        if stop.min_tokens > stop.max_tokens:
+            raise rpc.invalid(
+                "stop.min_tokens",
+                f"stop.min_tokens must be in [0, {stop.max_tokens}], up to stop.max_tokens; "
+                f"got {stop.min_tokens}",
+            )
+    _count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
+    for i, string in enumerate(stop.strings):
+        if not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
+            field = f"stop.strings[{i}]"
+            raise rpc.invalid(
+                field,
+                f"{field} must have 1 to {MAX_STOP_STRING_LENGTH} characters; it has {len(string)}",
+            )
+    _count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
+    check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
+
+
+def check_output(output: sampling_pb2.OutputOptions) -> None:
+    """Checks what is to be reported."""
+    for name in ("logprobs", "prompt_logprobs"):
+        check_number(f"output.{name}", getattr(output, name), 0, MAX_LOGPROBS)
+
+
+def output_length(
+    prompt_tokens: int, outputs: int, stop: sampling_pb2.StopConditions, limits: Limits
+) -> int:
+    """Checks the prompt's and the outputs' lengths against the context and the memory.
+
+    Returns:
+        The most tokens that each output may have: as asked for, else all that
+        the context and the engine's blocks leave.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT for what could never be served.
+    """
+    room = limits.max_model_len - prompt_tokens
+    if prompt_tokens == 0:
+        raise rpc.invalid("prompt", "the prompt must have at least one token; it has none")
+    if room < 1:
+        raise rpc.invalid(
+            "prompt",
+            f"the prompt must have at most {limits.max_model_len - 1} tokens, which leaves one "
+            f"of the model's {limits.max_model_len} for the output; it has {prompt_tokens}",
+        )
+    fits = fitting_output(prompt_tokens, outputs, limits)
+    if fits < 1:
+        raise rpc.invalid(
+            "prompt",
+            f"a prompt of {prompt_tokens} tokens with {outputs} output(s) could never fit: the "
+            f"engine has {limits.total_blocks} KV-cache blocks of {limits.block_size} tokens",
+        )
+    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(room, fits)
+    if max_tokens > room:
+        raise rpc.invalid(
+            "stop.max_tokens",
+            f"stop.max_tokens must be in [1, {room}]: the model's {limits.max_model_len} tokens "
+            f"less the prompt's {prompt_tokens}; got {max_tokens}",
+        )
+    if max_tokens > fits:
+        raise rpc.invalid(
+            "stop.max_tokens",
+            f"stop.max_tokens must be in [1, {fits}] to fit, with this prompt and {outputs} "
+            f"output(s), in the engine's {limits.total_blocks} KV-cache blocks of "
+            f"{limits.block_size} tokens; got {max_tokens}",
+        )
+    if stop.min_tokens > max_tokens:
+        raise rpc.invalid(
+            "stop.min_tokens",
+            f"stop.min_tokens must be in [0, {max_tokens}], the most tokens of the output; "
+            f"got {stop.min_tokens}",
+        )
+    return max_tokens
+
+
+def fitting_output(prompt_tokens: int, outputs: int, limits: Limits) -> int:
+    """Returns the most tokens per output that an engine has blocks for.
+
+    Outputs share the prompt's full blocks. The last token drawn is never
+    computed on, so it needs no place.
+    """
+    shared, rest = divmod(prompt_tokens, limits.block_size)
+    own_blocks = (limits.total_blocks - shared) // outputs
+    return own_blocks * limits.block_size - rest + 1
+
+
+def check_number(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """Checks that `value` is in [low, high], or (low, high] if `above`. NaN never is."""
+    if (value > low if above else value >= low) and value <= high:
+        return
+    bracket = "(" if above else "["
+    raise rpc.invalid(field, f"{field} must be in {bracket}{low:g}, {high:g}]; got {value:g}")
+
+
+def _count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise rpc.invalid(field, f"{field} may have at most {most} entries; it has {count}")

@@ -1,0 +1,88 @@
+"""A router over two engines, one of which is killed."""
+
+import asyncio
+
+import grpc
+import pytest
+
+import octavo
+from tests.integration.harness import wait_until
+
+STREAMS = 16
+SMALL = ("--num-blocks", "512", "--max-model-len", "1024", "--swap-space", "0")
+
+
+async def outcome(stream):
+    """How a stream ended, and the tokens it gave."""
+    tokens = 0
+    try:
+        async for delta in stream:
+            tokens += len(delta.token_ids)
+    except octavo.Error as error:
+        return error.code, tokens
+    return grpc.StatusCode.OK, tokens
+
+
+@pytest.fixture
+def cluster(launch, demo_model):
+    engines = [launch("engine", "--model", "demo", *SMALL) for _ in range(2)]
+    flags = [flag for engine in engines for flag in ("--engine", engine.address)]
+    router = launch("router", *flags)
+    for server in (*engines, router):
+        server.wait_ready()
+    wait_until(lambda: router.metric("octavo_router_engines_up") == 2, 30, "both engines being up")
+    return router, engines
+
+
+async def test_a_killed_engine_takes_only_its_own_requests(cluster, launch):
+    router, (doomed, spared) = cluster
+    async with octavo.AsyncClient(router.address) as client:
+        options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "token_ids": True}
+        streams = [client.generate(f"{i} plus", **options) for i in range(STREAMS)]
+        tasks = [asyncio.create_task(outcome(stream)) for stream in streams]
+        while any(s.metric("octavo_engine_output_tokens_total") < 8 for s in (doomed, spared)):
+            await asyncio.sleep(0.02)
+        doomed.kill()
+        outcomes = await asyncio.gather(*tasks)
+        failed = [code for code, _ in outcomes if code is not grpc.StatusCode.OK]
+        assert 0 < len(failed) < STREAMS
+        assert set(failed) == {grpc.StatusCode.UNAVAILABLE}
+        assert all(tokens == 40 for code, tokens in outcomes if code is grpc.StatusCode.OK)
+        completion = await client.generate("And then", max_tokens=4).complete()
+        assert completion.usage.output_tokens > 0
+        wait_until(lambda: router.metric("octavo_router_requests_in_flight") == 0)
+        assert spared.metric("octavo_engine_blocks", state="used") == 0
+    back = launch("engine", "--model", "demo", *SMALL, port=doomed.port)
+    back.wait_ready()
+    wait_until(lambda: router.metric("octavo_router_engines_up") == 2, 30, "the engine coming back")
+
+
+async def test_without_engines_the_router_says_so_and_recovers(launch, demo_model):
+    engine = launch("engine", "--model", "demo", *SMALL).wait_ready()
+    engine.kill()
+    router = launch("router", "--engine", engine.address)
+    wait_until(lambda: "listening" in router.logs(), 60, "the router listening")
+    async with octavo.AsyncClient(router.address) as client:
+        with pytest.raises(octavo.Error) as refused:
+            await client.generate("Hello", max_tokens=1).complete()
+        assert refused.value.code is grpc.StatusCode.UNAVAILABLE
+        launch("engine", "--model", "demo", *SMALL, port=engine.port)
+        router.wait_ready()
+        assert (await client.generate("Hello", max_tokens=1).complete()).usage.output_tokens == 1
+
+
+async def test_a_draining_engine_finishes_its_requests(cluster):
+    router, (leaving, _) = cluster
+    async with octavo.AsyncClient(router.address) as client:
+        options = {"max_tokens": 30, "ignore_eos": True, "temperature": 0}
+        tasks = [
+            asyncio.create_task(client.generate(f"{i} times", **options).complete())
+            for i in range(8)
+        ]
+        while leaving.metric("octavo_engine_output_tokens_total") < 4:
+            await asyncio.sleep(0.02)
+        ended = asyncio.to_thread(leaving.terminate)
+        completions = await asyncio.gather(*tasks)
+        assert [c.usage.output_tokens for c in completions] == [30] * 8
+        assert await ended == 0
+        assert (await client.generate("Hello", max_tokens=1).complete()).usage.output_tokens == 1
