@@ -100,7 +100,8 @@ def _penalise(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
     anywhere = _counts(part, [d.sequence.token_ids for d in chosen]) > 0
     repetition = _column(part, [d.params.repetition_penalty for d in chosen])
     factor = torch.where(part > 0, 1 / repetition, repetition)
-    part = torch.where(anywhere, part * factor, part)
+    # The smallest penalties would make logits infinite, and those have no softmax.
+    part = torch.where(anywhere, part * factor, part).clamp_(max=torch.finfo(part.dtype).max)
     part -= _column(part, [d.params.frequency_penalty for d in chosen]) * in_output
     part -= _column(part, [d.params.presence_penalty for d in chosen]) * (in_output > 0)
     logits[rows] = part
@@ -149,13 +150,19 @@ def _most_likely(logits: torch.Tensor, _: Rows[Drawer]) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
     """From the whole distribution."""
-    scaled = logits / _column(logits, [d.params.temperature for d in drawers])
+    scaled = _temper(logits, drawers)
     return _invert(torch.softmax(scaled, dim=-1), _uniforms(logits, drawers))
+
+
+def _temper(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
+    """Logits by temperature, the most likely token's at 0: no temperature is too small."""
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    return below / _column(logits, [d.params.temperature for d in drawers])
 
 
 def _draw_truncated(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
     """From what top-k, top-p and min-p leave, without sorting more than that needs."""
-    scaled = logits / _column(logits, [d.params.temperature for d in drawers])
+    scaled = _temper(logits, drawers)
     uniform = _uniforms(logits, drawers)
     tokens = torch.empty(len(drawers), dtype=torch.int64, device=logits.device)
     rows = list(range(len(drawers)))

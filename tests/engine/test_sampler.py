@@ -191,3 +191,26 @@ def test_nothing_is_drawn_outside_the_vocabulary_even_from_nan():
     logits = torch.full((3, VOCAB), torch.nan)
     drawers = [drawer(), drawer(top_p=0.5), drawer(temperature=0.0)]
     assert all(0 <= draw.token_id < VOCAB for draw in sample(logits, drawers))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45])
+def test_the_smallest_temperature_is_greedy(params, temperature):
+    logits = logits_of(6).repeat(2, 1)
+    drawers = [drawer(temperature=temperature, seed=seed, **params) for seed in range(2)]
+    chosen = [draw.token_id for draw in sample(logits.clone(), drawers)]
+    assert chosen == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_the_smallest_repetition_penalty_takes_what_was_seen(params):
+    logits = torch.full((1, VOCAB), 1.0)
+    logits[0, [1, 2, 3]] = torch.tensor([-1.0, 5.0, -1.0])
+    drawn = sample(logits, [drawer(repetition_penalty=1e-40, **params)])
+    assert drawn[0].token_id == 2
+
+
+def test_the_smallest_top_p_is_greedy():
+    logits = logits_of(7)[None]
+    drawn = sample(logits.clone(), [drawer(top_p=1e-45)])
+    assert drawn[0].token_id == logits.argmax().item()

@@ -29,19 +29,26 @@ def scheduler(num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, prefix_cac
     )
 
 
-def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None):
+def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=()):
     arrival = float(id_) / 1e3 if arrival is None else arrival
     request = Request(
-        0, str(id_), tuple(prompt), SamplingParams(n=n), max_tokens, arrival, priority=priority
+        0,
+        str(id_),
+        tuple(prompt),
+        SamplingParams(n=n),
+        max_tokens,
+        arrival,
+        priority=priority,
+        eos_token_ids=frozenset(eos),
     )
     sequences = [Sequence(100 * id_ + i, i, list(prompt), len(prompt)) for i in range(n)]
     return SequenceGroup(request, sequences)
 
 
-def step(engine, token=7):
-    """A step whose every draw is `token`, as an executor would report it."""
+def step(engine, choose=lambda sequence: 7):
+    """A step whose draws are `choose`'s, as an executor would report it."""
     batch = engine.schedule()
-    draws = [Draw(part.group, s, token) for part in batch.slices for s in part.samplers]
+    draws = [Draw(part.group, s, choose(s)) for part in batch.slices for s in part.samplers]
     engine.update(batch, StepResult(draws))
     engine.cache.check()
     return batch
@@ -101,9 +108,66 @@ def test_every_request_that_fits_is_finished(
             assert sequence.num_output == done.request.max_tokens
 
 
-def checked_step(engine):
+@given(
+    requests=requests,
+    ends=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 11), st.none() | st.integers(0, 3)),
+        max_size=12,
+    ),  # step, request and output, or all of its outputs
+    eos_every=st.integers(2, 30),
+    num_blocks=st.integers(8, 30),
+    swap=st.integers(0, 30),
+    mode=st.sampled_from(["swap", "recompute"]),
+    batched=st.integers(8, 24),
+    prefix_caching=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_outputs_that_end_at_any_moment_leave_the_others_whole(
+    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching
+):
+    engine = scheduler(
+        num_blocks, swap=swap, mode=mode, batched=batched, prefix_caching=prefix_caching
+    )
+    limits = Limits(10**6, 500, 8, BLOCK_SIZE, num_blocks, beam_search=False)
+    coming, groups = [], []
+    for prompt, tokens, n, priority, token, _ in requests:
+        if tokens <= fitting_output(prompt, n, limits):
+            number = len(coming)
+            coming.append(group(number, [token] * prompt, tokens, n=n, priority=priority, eos={9}))
+
+    def choose(sequence):
+        return 9 if (sequence.id + 7 * sequence.num_output) % eos_every == 0 else 7
+
+    for now in range(3000):
+        if coming and now % 3 == 0:
+            groups.append(coming.pop(0))
+            engine.submit(groups[-1])
+        for when, number, index in ends:
+            if when == now and number < len(groups):
+                for sequence in groups[number].live:
+                    if index in {None, sequence.index}:
+                        engine.finish(groups[number], sequence, FinishReason.ABORTED)
+                        engine.cache.check()
+        if not coming and engine.idle:
+            break
+        checked_step(engine, choose)
+    assert engine.idle, "requests are stuck"
+    engine.cache.check_idle()
+    for done in groups:
+        assert done.state is GroupState.FINISHED
+        for sequence in done.sequences:
+            output = sequence.token_ids[sequence.num_prompt :]
+            full = len(output) == done.request.max_tokens
+            assert 9 not in output[:-1], "it went on past its end"
+            assert sequence.finish_reason in {
+                FinishReason.ABORTED,
+                FinishReason.EOS if output[-1:] == [9] else FinishReason.LENGTH if full else None,
+            }
+
+
+def checked_step(engine, choose=lambda sequence: 7):
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
-    batch = step(engine)
+    batch = step(engine, choose)
     assert batch or engine.idle, "a step did nothing though there was work"
     assert batch.num_tokens <= engine.max_num_batched_tokens
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
