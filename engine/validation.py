@@ -1,7 +1,10 @@
 """Turns a router's Submit into a request, or says what is wrong with it."""
 
+import secrets
 import time
 from collections.abc import Collection
+
+from google.protobuf.duration_pb2 import Duration
 
 from engine.request import Request, SamplingParams
 from octavo.common.limits import (
@@ -35,7 +38,7 @@ def to_request(
     max_tokens = output_length(len(prompt), sampling.n, submit.stop, limits)
     stop = submit.stop
     now = time.monotonic()
-    timeout = submit.timeout.ToTimedelta().total_seconds() if submit.HasField("timeout") else None
+    timeout = _seconds(submit.timeout) if submit.HasField("timeout") else None
     return Request(
         session=session,
         request_id=submit.request_id,
@@ -49,6 +52,11 @@ def to_request(
         arrival=now,
         deadline=None if timeout is None else now + timeout,
     )
+
+
+def _seconds(duration: Duration) -> float:
+    """As a float, which unlike a timedelta holds whatever a router may send."""
+    return duration.seconds + duration.nanos / 1e9
 
 
 def _sampling(
@@ -66,7 +74,7 @@ def _sampling(
         ),
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        seed=params.seed,
+        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
         n=params.n if params.HasField("n") else 1,
         logit_bias=dict(params.logit_bias),
         logprobs=output.logprobs if output.HasField("logprobs") else None,

@@ -1,0 +1,39 @@
+"""A Submit becomes a request, whatever is in it that a router would never send."""
+
+import time
+
+import pytest
+
+from engine.validation import to_request
+from octavo.common.limits import Limits
+from octavo.v1 import engine_pb2
+
+LIMITS = Limits(
+    max_model_len=128,
+    vocab_size=1000,
+    max_outputs=8,
+    block_size=16,
+    total_blocks=16,
+    beam_search=False,
+)
+
+
+def translate(**fields):
+    submit = engine_pb2.Submit(**{"request_id": "r", "prompt_token_ids": [1, 2, 3]} | fields)
+    return to_request(submit, session=0, limits=LIMITS, eos_token_ids=[2])
+
+
+@pytest.mark.parametrize("seconds", [2**63 - 1, -(2**63), 0])
+def test_any_timeout_gives_a_deadline(seconds):
+    request = translate(timeout={"seconds": seconds, "nanos": 500_000_000})
+    assert request.deadline == pytest.approx(time.monotonic() + seconds + 0.5, abs=5)
+
+
+def test_no_timeout_gives_none():
+    assert translate().deadline is None
+
+
+def test_without_a_seed_each_request_has_its_own():
+    assert len({translate(sampling={"temperature": 1.0}).sampling.seed for _ in range(8)}) == 8
+    assert translate(sampling={"seed": 0}).sampling.seed == 0
+    assert translate(sampling={"seed": 2**64 - 1}).sampling.seed == 2**64 - 1
