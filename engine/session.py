@@ -27,6 +27,7 @@ class Session:
         self._core = core
         self._translate = translate
         self._pending = engine_pb2.SessionResponse()
+        self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # the pending ones
         self._ready = asyncio.Event()
 
     async def run(
@@ -45,6 +46,7 @@ class Session:
                     self._pending.load.CopyFrom(to_load(self._core.load))
                 self._ready.clear()
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
+                self._entries.clear()
                 if response.HasField("load"):
                     yield response
             reader.result()
@@ -83,7 +85,12 @@ class Session:
         for event in events:
             match event:
                 case Output():
-                    pending.outputs.append(_to_output(event))
+                    key = event.request_id, event.index
+                    if key not in self._entries:
+                        self._entries[key] = pending.outputs.add(
+                            request_id=event.request_id, index=event.index
+                        )
+                    _add_token(self._entries[key], event)
                 case Started(_, request_id, cached_tokens):
                     pending.started.add(request_id=request_id, cached_tokens=cached_tokens)
                 case Failure(_, request_id, code, message, field):
@@ -94,17 +101,14 @@ class Session:
         self._ready.set()
 
 
-def _to_output(event: Output) -> engine_pb2.SequenceOutput:
-    output = engine_pb2.SequenceOutput(
-        request_id=event.request_id, index=event.index, token_ids=[event.token_id]
-    )
+def _add_token(output: engine_pb2.SequenceOutput, event: Output) -> None:
+    output.token_ids.append(event.token_id)
     if event.logprob is not None:
         output.logprobs.append(_to_logprob(event.logprob))
     if event.prompt_logprobs:
         output.prompt_logprobs.extend(map(_to_logprob, event.prompt_logprobs))
     if event.finish_reason is not None:
         output.finish_reason = sampling_pb2.FinishReason.ValueType(event.finish_reason)
-    return output
 
 
 def _to_logprob(logprob: TokenLogprob) -> sampling_pb2.TokenLogprob:

@@ -1,0 +1,75 @@
+"""A session's messages, from a real core, to a router that is slow to read them."""
+
+import asyncio
+import threading
+from functools import partial
+
+import pytest
+
+from engine.config import EngineSettings
+from engine.core import EngineCore
+from engine.metrics import EngineMetrics
+from engine.session import Session, to_load
+from engine.startup import build
+from engine.validation import to_request
+from octavo.v1 import engine_pb2
+from octavo.v1.sampling_pb2 import FinishReason
+
+
+@pytest.fixture
+async def open_session(tiny_model):
+    """Opens session 0 of a core at work on a tiny model, with orders put in a queue."""
+    parts = build(EngineSettings(model=str(tiny_model), num_blocks=64, swap_space=0))
+    loop = asyncio.get_running_loop()
+    orders: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
+
+    def deliver(events, load):
+        loop.call_soon_threadsafe(session.add, events, to_load(load))
+
+    async def read():
+        while True:
+            yield await orders.get()
+
+    core = EngineCore(parts.scheduler, parts.executor, EngineMetrics(), deliver, max_waiting=50)
+    translate = partial(to_request, session=0, limits=parts.limits, eos_token_ids=())
+    session = Session(core, translate)
+    thread = threading.Thread(target=core.run, daemon=True)
+    thread.start()
+    stream = session.run(0, read())
+    yield core, orders, stream
+    await stream.aclose()
+    core.stop()
+    await asyncio.to_thread(thread.join)
+    parts.scheduler.cache.check_idle()
+
+
+async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
+    core, orders, stream = open_session
+    await anext(stream)
+    submit = engine_pb2.Submit(
+        request_id="r",
+        prompt_token_ids=range(10, 20),
+        sampling={"n": 2},
+        stop={"max_tokens": 20},
+        output={"logprobs": 2, "prompt_logprobs": 1},
+    )
+    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    first = await anext(stream)
+    while not first.started:
+        first = await anext(stream)
+    async with asyncio.timeout(30):
+        while not core.idle:
+            await asyncio.sleep(0.01)
+    second = await anext(stream)
+    outputs = {0: engine_pb2.SequenceOutput(), 1: engine_pb2.SequenceOutput()}
+    for response in (first, second):
+        indices = [output.index for output in response.outputs]
+        assert sorted(indices) == sorted(set(indices))
+        for output in response.outputs:
+            outputs[output.index].MergeFrom(output)
+    for output in outputs.values():
+        assert len(output.token_ids) == 20
+        assert [logprob.token_id for logprob in output.logprobs] == output.token_ids
+        assert output.finish_reason == FinishReason.FINISH_REASON_LENGTH
+    assert [logprob.token_id for logprob in outputs[0].prompt_logprobs] == list(range(11, 20))
+    assert not outputs[1].prompt_logprobs
