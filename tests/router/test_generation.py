@@ -1,6 +1,8 @@
 import asyncio
+import itertools
 import random
 import time
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -10,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client import generate_latest
 
+from octavo.common.limits import fitting_output
 from octavo.v1 import engine_pb2, generation_pb2
 from octavo.v1.sampling_pb2 import FinishReason
 
@@ -297,6 +300,21 @@ async def test_models_by_name(scripted, stand):
         assert "alpha, beta" in error.details()
     assert [card.name for card in listed.models] == ["alpha", "beta"]
     assert listed.models[0].total_blocks == 256
+
+
+async def test_engines_of_unlike_blocks_can_all_take_what_is_let_through(scripted, stand):
+    few = scripted(interval=None, block_size=16)  # 5 blocks: 80 tokens
+    large = scripted(interval=None, block_size=64)  # 3 blocks: 192 tokens
+    few.info.load.total_blocks, large.info.load.total_blocks = 5, 3
+    async with stand(few, large) as s:
+        await s.up(2)
+        limits = s.router.pool.limits("tiny")
+        for prompt, n in itertools.product(range(1, 200), range(1, 9)):
+            most = fitting_output(prompt, n, limits)
+            for engine in (few, large):
+                blocks, size = engine.info.load.total_blocks, engine.info.block_size
+                own = replace(limits, total_blocks=blocks, block_size=size)
+                assert most < 1 or most <= fitting_output(prompt, n, own), (prompt, n)
 
 
 async def test_one_id_twice_at_once(scripted, stand):
