@@ -170,7 +170,8 @@ async def _drain(core: EngineCore, timeout: float) -> None:
     core.drain()
     try:
         async with asyncio.timeout(timeout):
-            while not core.idle:  # noqa: ASYNC110 - the core is in another thread
+            # Until the core says that it drains, requests may wait to be taken in.
+            while not (core.load.draining and core.idle):  # noqa: ASYNC110 - in another thread
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
     except TimeoutError:
         log.warning("drain timed out", running=core.load.running)

@@ -1,5 +1,6 @@
 """The core loop in its thread: commands, deadlines, failures, and what is left afterwards."""
 
+import asyncio
 import threading
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from engine.core import EngineCore
 from engine.events import Failure, FailureCode, Output, Started
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, Request, SamplingParams
+from engine.server import _drain
 from engine.startup import build
 
 PATIENCE = 30.0
@@ -50,7 +52,7 @@ class Listener:
 class Running:
     """A core at work on a tiny model."""
 
-    def __init__(self, model, **settings):
+    def __init__(self, model, *, begin=True, **settings):
         self.parts = build(
             EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
         )
@@ -60,7 +62,8 @@ class Running:
             self.parts.scheduler, self.parts.executor, self.metrics, self.heard, max_waiting=50
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
-        self.thread.start()
+        if begin:
+            self.thread.start()
 
     def submit(self, request_id, tokens=40, max_tokens=20, *, session=0, deadline=None, **sampling):
         request = Request(
@@ -203,6 +206,18 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(running):
     assert engine.heard.ended("a")
     assert engine.heard.events["b"][0].code is FailureCode.UNAVAILABLE
     assert engine.heard.load.draining
+
+
+async def test_draining_waits_for_what_came_before_it(tiny_model):
+    engine = Running(tiny_model, begin=False)
+    engine.submit("a", max_tokens=20)  # still in the queue of commands when the drain begins
+    drain = asyncio.create_task(_drain(engine.core, PATIENCE))
+    await asyncio.sleep(0.1)
+    engine.thread.start()
+    await drain
+    engine.core.stop()
+    await asyncio.to_thread(engine.thread.join)
+    assert engine.heard.outputs("a")[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_stopping_fails_what_is_left(running):
