@@ -10,6 +10,7 @@ from engine.request import Request, SamplingParams
 from octavo.common.limits import (
     Limits,
     check_output,
+    check_request_id,
     check_sampling,
     check_stop,
     check_token_ids,
@@ -27,6 +28,7 @@ def to_request(
     Raises:
         RpcError: this engine can never serve it.
     """
+    check_request_id(submit.request_id)
     if submit.HasField("beam"):
         raise unimplemented("beam", "this engine does not do beam search; use sampling")
     check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)

@@ -11,8 +11,8 @@ import grpc.aio
 import structlog
 
 from octavo.common import rpc
+from octavo.common.limits import MAX_REQUEST_ID
 from octavo.v1 import engine_pb2
-from router.validation import MAX_REQUEST_ID
 
 log = structlog.get_logger(__name__)
 

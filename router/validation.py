@@ -8,10 +8,9 @@ import math
 
 from octavo.common import limits as common
 from octavo.common import rpc
-from octavo.common.limits import Limits, check_number, check_token_ids
+from octavo.common.limits import MAX_REQUEST_ID, Limits, check_number, check_token_ids
 from octavo.v1 import generation_pb2
 
-MAX_REQUEST_ID = 128
 MAX_PRIORITY = 100
 ROLES = ("system", "user", "assistant", "tool")
 

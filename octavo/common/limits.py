@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from octavo.common import rpc
 from octavo.v1 import sampling_pb2
 
+MAX_REQUEST_ID = 128
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
@@ -41,6 +42,15 @@ class Limits:
     block_size: int
     total_blocks: int
     beam_search: bool
+
+
+def check_request_id(request_id: str) -> None:
+    """Checks that an id is no longer than is kept and repeated in every message."""
+    if len(request_id) > MAX_REQUEST_ID:
+        raise rpc.invalid(
+            "request_id",
+            f"request_id must be at most {MAX_REQUEST_ID} characters; it has {len(request_id)}",
+        )
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from engine.validation import to_request
 from octavo.common.limits import Limits
+from octavo.common.rpc import RpcError
 from octavo.v1 import engine_pb2
 
 LIMITS = Limits(
@@ -31,6 +32,13 @@ def test_any_timeout_gives_a_deadline(seconds):
 
 def test_no_timeout_gives_none():
     assert translate().deadline is None
+
+
+def test_a_long_request_id_is_refused():
+    assert translate(request_id="r" * 128).request_id == "r" * 128
+    with pytest.raises(RpcError, match="at most 128 characters; it has 129") as caught:
+        translate(request_id="r" * 129)
+    assert caught.value.field == "request_id"
 
 
 def test_without_a_seed_each_request_has_its_own():
