@@ -45,9 +45,43 @@ def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=()):
     return SequenceGroup(request, sequences)
 
 
-def step(engine, choose=lambda sequence: 7):
+class Memory:
+    """What blocks hold, token by token, as the executor would copy and write them."""
+
+    def __init__(self, engine):
+        self.pool = engine.cache.device
+        self.device = [[None] * BLOCK_SIZE for _ in range(self.pool.num_blocks)]
+        self.swap = [[None] * BLOCK_SIZE for _ in range(engine.cache.swap.num_blocks)]
+
+    def execute(self, batch):
+        moves = batch.transfers
+        for pairs, source, target in (
+            (moves.swap_out, self.device, self.swap),
+            (moves.swap_in, self.swap, self.device),
+            (moves.copies, self.device, self.device),
+        ):
+            for a, b in pairs:
+                target[b] = list(source[a])
+        for part in batch.slices:
+            self.assert_holds(part, part.start)
+        for part in batch.slices:
+            for position in range(part.start, part.end):
+                block = part.blocks[position // BLOCK_SIZE]
+                assert self.pool.references(block) == 1, "a shared block is written"
+                self.device[block][position % BLOCK_SIZE] = part.sequence.token_ids[position]
+        for part in batch.slices:
+            self.assert_holds(part, part.end)
+
+    def assert_holds(self, part, count):
+        held = [token for block in part.blocks for token in self.device[block]]
+        assert held[:count] == part.sequence.token_ids[:count], "it reads another's tokens"
+
+
+def step(engine, choose=lambda sequence: 7, memory=None):
     """A step whose draws are `choose`'s, as an executor would report it."""
     batch = engine.schedule()
+    if memory is not None:
+        memory.execute(batch)
     draws = [Draw(part.group, s, choose(s)) for part in batch.slices for s in part.samplers]
     engine.update(batch, StepResult(draws))
     engine.cache.check()
@@ -133,11 +167,15 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     for prompt, tokens, n, priority, token, _ in requests:
         if tokens <= fitting_output(prompt, n, limits):
             number = len(coming)
-            coming.append(group(number, [token] * prompt, tokens, n=n, priority=priority, eos={9}))
+            # Tokens that tell places and, behind a common front, requests apart.
+            tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
+            coming.append(group(number, tail, tokens, n=n, priority=priority, eos={9}))
 
     def choose(sequence):
-        return 9 if (sequence.id + 7 * sequence.num_output) % eos_every == 0 else 7
+        number = sequence.id + 7 * sequence.num_output
+        return 9 if number % eos_every == 0 else 100 + number % 5
 
+    memory = Memory(engine)
     for now in range(3000):
         if coming and now % 3 == 0:
             groups.append(coming.pop(0))
@@ -150,7 +188,7 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
                         engine.cache.check()
         if not coming and engine.idle:
             break
-        checked_step(engine, choose)
+        checked_step(engine, choose, memory)
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
     for done in groups:
@@ -165,9 +203,9 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             }
 
 
-def checked_step(engine, choose=lambda sequence: 7):
+def checked_step(engine, choose=lambda sequence: 7, memory=None):
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
-    batch = step(engine, choose)
+    batch = step(engine, choose, memory)
     assert batch or engine.idle, "a step did nothing though there was work"
     assert batch.num_tokens <= engine.max_num_batched_tokens
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
