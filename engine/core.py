@@ -59,6 +59,7 @@ class EngineCore:
         self._draining = False
         self._stopped = False
         self.load = self._measure_load()
+        metrics.observe_scheduler(scheduler, self.load.cache)
 
     # Commands, from any thread.
 

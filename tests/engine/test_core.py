@@ -118,6 +118,12 @@ def test_a_request_starts_gives_its_tokens_and_ends(running):
     assert engine.outcome("finished") == 1
 
 
+def test_an_engine_that_nobody_asked_yet_shows_its_blocks(running):
+    sample = running().metrics.registry.get_sample_value
+    assert sample("octavo_engine_blocks", {"state": "free"}) == 64
+    assert sample("octavo_engine_groups", {"state": "running"}) == 0
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_aborts_at_every_moment_leave_nothing(running, mode):
     engine = running(
