@@ -49,6 +49,12 @@ class EngineMetrics:
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
         self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
+        self.shared_blocks = gauge(
+            "shared_blocks", "Blocks on the device that several block-table entries hold."
+        )
+        self.wasted_slots = gauge(
+            "wasted_slots", "Places for a token, in used device blocks, that no token has."
+        )
         self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
@@ -65,6 +71,8 @@ class EngineMetrics:
         self.blocks.labels("used").set(stats.used_blocks)
         self.blocks.labels("cached").set(stats.cached_blocks)
         self.blocks.labels("free").set(stats.free_blocks)
+        self.shared_blocks.set(stats.shared_blocks)
+        self.wasted_slots.set(stats.wasted_slots)
         self.swap_blocks.labels("used").set(stats.used_swap_blocks)
         self.swap_blocks.labels("free").set(stats.total_swap_blocks - stats.used_swap_blocks)
         seen, now = self._seen, scheduler.counters

@@ -127,6 +127,8 @@ def to_load(load: Load) -> engine_pb2.Load:
         cached_blocks=load.cache.cached_blocks,
         total_swap_blocks=load.cache.total_swap_blocks,
         used_swap_blocks=load.cache.used_swap_blocks,
+        shared_blocks=load.cache.shared_blocks,
+        wasted_slots=load.cache.wasted_slots,
         step_seconds=load.step_seconds,
         draining=load.draining,
     )

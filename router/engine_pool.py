@@ -164,6 +164,11 @@ class EnginePool:
             running=sum(load.running for load in loads),
             waiting=queued + sum(load.waiting for load in loads),
             swapped=sum(load.swapped for load in loads),
+            cached_blocks=sum(load.cached_blocks for load in loads),
+            shared_blocks=sum(load.shared_blocks for load in loads),
+            wasted_slots=sum(load.wasted_slots for load in loads),
+            total_swap_blocks=sum(load.total_swap_blocks for load in loads),
+            used_swap_blocks=sum(load.used_swap_blocks for load in loads),
         )
 
     def _known(self, model: str) -> list[Engine]:

@@ -19,6 +19,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
+        self._num_shared = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
@@ -43,6 +44,11 @@ class BlockPool:
     def num_in_use(self) -> int:
         """Blocks that at least one block-table entry holds."""
         return self.num_blocks - self.num_available
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks that more than one block-table entry holds."""
+        return self._num_shared
 
     def references(self, block: int) -> int:
         """How many block-table entries hold `block`."""
@@ -73,11 +79,13 @@ class BlockPool:
         if self._references[block] == 0:
             del self._cached[block]  # a KeyError here is a free block: a broken caller
         self._references[block] += 1
+        self._num_shared += self._references[block] == 2
 
     def release(self, block: int) -> None:
         """Takes a holder away; the last one leaves the block cached or free."""
         assert self._references[block] > 0, f"block {block} was released twice"
         self._references[block] -= 1
+        self._num_shared -= self._references[block] == 1
         if self._references[block] == 0:
             if block in self._key_of:
                 self._cached[block] = None
@@ -117,4 +125,6 @@ class BlockPool:
         assert not free & cached, "a block is both free and cached"
         assert cached <= set(self._key_of), "a cached block has no key"
         assert not free & set(self._key_of), "a free block has a key"
+        shared = sum(count > 1 for count in self._references)
+        assert self._num_shared == shared, "shared blocks are miscounted"
         assert {block: key for key, block in self._block_of.items()} == self._key_of

@@ -30,10 +30,12 @@ class BlockTable:
     Attributes:
         blocks: physical block of each logical block; of the device's pool, or
             of the swap pool while `swapped`.
+        num_tokens: how many tokens, from the front, the blocks are for.
         keys: keys of the leading full blocks that were named so far.
         swapped: whether the blocks are in CPU swap space.
     """
 
     blocks: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     keys: list[bytes] = field(default_factory=list)
     swapped: bool = False

@@ -46,11 +46,24 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """How many blocks are in which state, at one moment."""
+    """How many blocks are in which state, at one moment.
+
+    Attributes:
+        total_blocks: on the device.
+        free_blocks: of these, those that hold nothing.
+        cached_blocks: of these, those that only the prefix cache keeps.
+        shared_blocks: of these, those that several block-table entries hold.
+        wasted_slots: places for a token, in device blocks that sequences
+            hold, that no token has been given.
+        total_swap_blocks: in CPU swap space.
+        used_swap_blocks: of these, those that preempted sequences hold.
+    """
 
     total_blocks: int
     free_blocks: int
     cached_blocks: int
+    shared_blocks: int
+    wasted_slots: int
     total_swap_blocks: int
     used_swap_blocks: int
 
@@ -96,9 +109,24 @@ class KVCacheManager:
             total_blocks=self.device.num_blocks,
             free_blocks=self.device.num_free,
             cached_blocks=self.device.num_cached,
+            shared_blocks=self.device.num_shared,
+            wasted_slots=self._wasted_slots(),
             total_swap_blocks=self.swap.num_blocks,
             used_swap_blocks=self.swap.num_in_use,
         )
+
+    def _wasted_slots(self) -> int:
+        """Unused places in device blocks, by a look at each table's last: the others are full.
+
+        Sequences that share their last block waste what the longest leaves.
+        """
+        filled: dict[int, int] = {}
+        for table in self._tables.values():
+            if table.blocks and not table.swapped:
+                last = table.blocks[-1]
+                tokens = table.num_tokens - (len(table.blocks) - 1) * self.block_size
+                filled[last] = max(tokens, filled.get(last, 0))
+        return len(filled) * self.block_size - sum(filled.values())
 
     def take_transfers(self) -> Transfers:
         """The copies gathered since the last call, which the caller must do."""
@@ -165,7 +193,7 @@ class KVCacheManager:
         for block in prefix:
             self.device.share(block)
         fresh = [self.device.allocate() for _ in range(needed)]
-        self._tables[sequence_id] = BlockTable(prefix + fresh)
+        self._tables[sequence_id] = BlockTable(prefix + fresh, len(token_ids))
         return len(prefix) * self.block_size
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True) -> int:
@@ -192,6 +220,8 @@ class KVCacheManager:
                 blocks[i] = copy
             while len(blocks) < self.blocks_for(end):
                 blocks.append(self.device.allocate())
+            table = self._tables[sequence_id]
+            table.num_tokens = max(table.num_tokens, end)
 
     def _blocks_to_extend(self, spans: Iterable[Span]) -> int:
         """Blocks that spans take; of those who write a shared block the last need not copy."""
@@ -218,13 +248,15 @@ class KVCacheManager:
         for block in blocks:
             self.device.share(block)
         keys = parent.keys[: num_tokens // self.block_size]
-        self._tables[child_id] = BlockTable(blocks, keys)
+        self._tables[child_id] = BlockTable(blocks, num_tokens, keys)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
         """Releases the blocks after a sequence's first `num_tokens` tokens."""
         blocks = self.table(sequence_id)
         while len(blocks) > self.blocks_for(num_tokens):
             self.device.release(blocks.pop())
+        table = self._tables[sequence_id]
+        table.num_tokens = min(table.num_tokens, num_tokens)
 
     def free(self, sequence_id: int) -> None:
         """Lets go of all that a sequence holds, wherever it is."""
@@ -292,6 +324,7 @@ class KVCacheManager:
             pool.check()
             held = [0] * pool.num_blocks
             for table in self._tables.values():
+                assert len(table.blocks) == self.blocks_for(table.num_tokens), "a table wastes"
                 if table.swapped is swapped:
                     for block in table.blocks:
                         held[block] += 1

@@ -52,33 +52,45 @@ def _follow(client: Client, interval: float) -> None:
 
 
 def _view(client: Client) -> RenderableType:
-    """The models as a table, under a line on the server's health."""
+    """The models in two tables, under a line on the server's health."""
     models = client.list_models(timeout=TIMEOUT)
     serving = client.is_serving(timeout=TIMEOUT)
     health = "[green]serving[/]" if serving else "[red]not serving[/]"
     head = f"[bold]{escape(client.address)}[/] {health}"
-    return Group(head, table(models) if models else "[dim]no engine is up[/]")
+    if not models:
+        return Group(head, "[dim]no engine is up[/]")
+    return Group(head, requests(models), "", memory(models))
 
 
-def table(models: tuple[Model, ...]) -> Table:
-    """One row a model."""
-    table = Table("model", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("engines", "running", "waiting", "swapped", "context"):
-        table.add_column(name, justify="right")
-    table.add_column("cache in use", no_wrap=True)
-    table.add_column("blocks", justify="right")
+def requests(models: tuple[Model, ...]) -> Table:
+    """Who serves and what is asked of them, one row a model."""
+    table = _table("model", "engines", "context", "running", "waiting", "swapped")
     for model in models:
-        used = model.total_blocks - model.free_blocks
+        numbers = model.engines, model.max_model_len, model.running, model.waiting, model.swapped
+        table.add_row(escape(model.name), *map(str, numbers))
+    return table
+
+
+def memory(models: tuple[Model, ...]) -> Table:
+    """Where the KV cache's blocks are, one row a model."""
+    table = _table("model", "cache in use", "blocks", "shared", "cached", "in swap", "waste")
+    for model in models:
         table.add_row(
             escape(model.name),
-            str(model.engines),
-            str(model.running),
-            str(model.waiting),
-            str(model.swapped),
-            str(model.max_model_len),
             bar(model.cache_use, width=12),
-            f"{used}/{model.total_blocks} × {model.block_size}",
+            f"{model.used_blocks}/{model.total_blocks} × {model.block_size}",
+            str(model.shared_blocks),
+            str(model.cached_blocks),
+            f"{model.used_swap_blocks}/{model.total_swap_blocks}",
+            f"{model.waste:.1%}",
         )
+    return table
+
+
+def _table(first: str, *names: str) -> Table:
+    table = Table(first, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

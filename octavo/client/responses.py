@@ -60,6 +60,11 @@ def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
             running=card.running,
             waiting=card.waiting,
             swapped=card.swapped,
+            cached_blocks=card.cached_blocks,
+            shared_blocks=card.shared_blocks,
+            wasted_slots=card.wasted_slots,
+            total_swap_blocks=card.total_swap_blocks,
+            used_swap_blocks=card.used_swap_blocks,
         )
         for card in response.models
     )

@@ -138,6 +138,22 @@ class Model:
     running: int
     waiting: int
     swapped: int
+    cached_blocks: int
+    shared_blocks: int
+    wasted_slots: int
+    total_swap_blocks: int
+    used_swap_blocks: int
+
+    @property
+    def used_blocks(self) -> int:
+        """KV-cache blocks that requests hold."""
+        return self.total_blocks - self.free_blocks
+
+    @property
+    def waste(self) -> float:
+        """The share of places for tokens, in blocks in use, that no token has, 0 to 1."""
+        slots = self.used_blocks * self.block_size
+        return self.wasted_slots / slots if slots else 0.0
 
     @property
     def cache_use(self) -> float:

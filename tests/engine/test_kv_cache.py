@@ -121,6 +121,22 @@ def test_swap_out_without_room_changes_nothing():
     cache.check()
 
 
+def test_what_is_shared_and_what_is_wasted_is_counted():
+    cache = manager()
+    cache.admit(0, [1] * 6)
+    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (0, 2)
+    for child in (1, 2):
+        cache.fork(0, child, 6)
+    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (2, 2)
+    cache.extend([Span(i, 6, 7) for i in range(3)])  # each its own last block of 3 tokens
+    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 3)
+    cache.swap_out([1])
+    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 2)
+    cache.free(2)
+    cache.trim(0, 4)
+    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (0, 0)
+
+
 class Contents(RuleBasedStateMachine):
     """Follows what each physical block holds, and reads it back through the tables.
 
@@ -250,6 +266,13 @@ class Contents(RuleBasedStateMachine):
                 for block in self.cache.table(id_)
             )
             assert self.cache.device.num_in_use == len(held)
+            shared = sum(count > 1 for count in held.values())
+            assert self.cache.stats.shared_blocks == shared
+
+    @invariant()
+    def less_than_a_block_is_wasted(self):
+        if hasattr(self, "cache"):
+            assert 0 <= self.cache.stats.wasted_slots <= (BLOCK_SIZE - 1) * len(self.tokens)
 
     def teardown(self):
         for id_ in self.tokens:

@@ -82,7 +82,19 @@ def service() -> Iterator[FakeService]:
     server = grpc.server(ThreadPoolExecutor(8))
     fake = FakeService()
     fake.models.append(
-        pb.ModelCard(name="m", engines=1, vocab_size=1000, total_blocks=10, free_blocks=4)
+        pb.ModelCard(
+            name="m",
+            engines=1,
+            vocab_size=1000,
+            block_size=16,
+            total_blocks=10,
+            free_blocks=4,
+            cached_blocks=3,
+            shared_blocks=2,
+            wasted_slots=12,
+            total_swap_blocks=8,
+            used_swap_blocks=5,
+        )
     )
     pb_grpc.add_GenerationServiceServicer_to_server(fake, server)
     checks = health.HealthServicer()

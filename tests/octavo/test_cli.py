@@ -83,6 +83,7 @@ def test_status(octavo):
     once = octavo("status", "--once").stdout
     assert "6/10" in once
     assert "60%" in once
+    assert once.split()[-4:] == ["2", "3", "5/8", "12.5%"]  # shared, cached, in swap, waste
 
 
 def test_bench(octavo, service):
