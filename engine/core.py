@@ -245,10 +245,9 @@ class EngineCore:
 
     def _fail_step(self) -> None:
         """Fails all that had K/V: none of it can be trusted after a broken step."""
-        self._scheduler.cache.take_transfers()
         for group in [*self._scheduler.running, *self._scheduler.swapped]:
             self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
-        self._scheduler.cache.device.forget_contents()
+        self._scheduler.cache.forget_contents()
 
     def _fail(self, group: SequenceGroup, code: FailureCode, message: str) -> None:
         self._scheduler.remove(group)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.batch import Batch
-from engine.kv_cache import CacheStats
+from engine.kv_cache import CacheCounters, CacheStats
 from engine.scheduler import Counters, Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -19,6 +19,7 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._seen = Counters()
+        self._seen_cache = CacheCounters()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"octavo_engine_{name}", text, labels, registry=self.registry)
@@ -38,6 +39,12 @@ class EngineMetrics:
         self.preemptions = counter("preemptions", "Sequence groups preempted, by mode.", "mode")
         self.swap_space_full = counter(
             "swap_space_full", "Preemptions that recompute because swap space was full."
+        )
+        self.fallen_blocks = counter(
+            "fallen_blocks", "Prefix blocks copied to CPU swap space when evicted."
+        )
+        self.returned_blocks = counter(
+            "returned_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
         )
         self.queue_seconds = histogram(
             "queue_seconds", "Time from arrival to first admission.", _QUEUE_SECONDS
@@ -74,7 +81,14 @@ class EngineMetrics:
         self.shared_blocks.set(stats.shared_blocks)
         self.wasted_slots.set(stats.wasted_slots)
         self.swap_blocks.labels("used").set(stats.used_swap_blocks)
-        self.swap_blocks.labels("free").set(stats.total_swap_blocks - stats.used_swap_blocks)
+        self.swap_blocks.labels("cached").set(stats.cached_swap_blocks)
+        self.swap_blocks.labels("free").set(
+            stats.total_swap_blocks - stats.used_swap_blocks - stats.cached_swap_blocks
+        )
+        self._observe_counters(scheduler)
+
+    def _observe_counters(self, scheduler: Scheduler) -> None:
+        """Counts what happened since the last call."""
         seen, now = self._seen, scheduler.counters
         self.preemptions.labels("swap").inc(now.preemptions_swap - seen.preemptions_swap)
         self.preemptions.labels("recompute").inc(
@@ -82,3 +96,7 @@ class EngineMetrics:
         )
         self.swap_space_full.inc(now.swap_space_full - seen.swap_space_full)
         self._seen = replace(now)
+        before, cache = self._seen_cache, scheduler.cache.counters
+        self.fallen_blocks.inc(cache.fallen_blocks - before.fallen_blocks)
+        self.returned_blocks.inc(cache.returned_blocks - before.returned_blocks)
+        self._seen_cache = replace(cache)

@@ -129,6 +129,7 @@ def to_load(load: Load) -> engine_pb2.Load:
         used_swap_blocks=load.cache.used_swap_blocks,
         shared_blocks=load.cache.shared_blocks,
         wasted_slots=load.cache.wasted_slots,
+        cached_swap_blocks=load.cache.cached_swap_blocks,
         step_seconds=load.step_seconds,
         draining=load.draining,
     )

@@ -64,14 +64,17 @@ class BlockPool:
         Raises:
             OutOfBlocksError: every block is in use.
         """
-        if self._free:
-            block = self._free.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-        else:
-            raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
+        block = self._take()
         self._references[block] = 1
+        return block
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if not self._cached:
+            raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
         return block
 
     def share(self, block: int) -> None:
@@ -91,6 +94,41 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._free.append(block)
+
+    def restore(self, block: int) -> None:
+        """Takes a `release` back; `block` must not have been given away since."""
+        if self._references[block] == 0 and block not in self._cached:
+            self._free.remove(block)
+            self._cached[block] = None
+        self.share(block)
+
+    @property
+    def next_evicted(self) -> tuple[int, bytes] | None:
+        """The cached block, with its key, that `allocate` would evict now."""
+        if self._free or not self._cached:
+            return None
+        block = next(iter(self._cached))
+        return block, self._key_of[block]
+
+    def keep(self, key: bytes) -> int | None:
+        """Finds a place, in use by nobody, for contents that nobody holds.
+
+        Returns:
+            A cached block under `key`, for the caller to fill; None where there
+            was one already, which is now the last to be evicted, or where every
+            block is in use.
+        """
+        kept = self._block_of.get(key)
+        if kept is not None:
+            if self.is_idle(kept):
+                self._cached.move_to_end(kept)
+            return None
+        if not self.num_available:
+            return None
+        block = self._take()
+        self._block_of[key], self._key_of[block] = block, key
+        self._cached[block] = None
+        return block
 
     def publish(self, block: int, key: bytes) -> None:
         """Makes a full block that is in use findable by its contents' key.
@@ -112,9 +150,6 @@ class BlockPool:
         self._cached.clear()
         self._key_of.clear()
         self._block_of.clear()
-
-    def _forget(self, block: int) -> None:
-        del self._block_of[self._key_of.pop(block)]
 
     def check(self) -> None:
         """Asserts that free, cached and in-use blocks partition the pool."""

@@ -4,18 +4,28 @@ Blocks of `block_size` tokens are mapped to sequences by block tables, as in
 "Efficient Memory Management for Large Language Model Serving with
 PagedAttention" (Kwon et al., SOSP 2023, section 4). All methods either do the
 whole of what they say or raise and change nothing.
+
+Swap space has two uses. It holds preempted sequences; what they leave of it
+caches prefix blocks that the device evicted, which a later match brings back by
+copy. A preempted sequence evicts those, never the reverse.
+
+Copies are ordered at once and done before the step computes, all `swap_out`
+before all `swap_in` before all `copies`. So a device block may leave and be
+given away in the same step, but a swap block that is read in a step stays in
+use until its copy has been taken (`_reading`), lest it be overwritten first.
+Sequences that got blocks in a step keep them until its copies are taken.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from engine.kv_cache.block_table import ROOT_KEY, BlockTable, block_key
-
-BlockPairs = list[tuple[int, int]]
+from engine.kv_cache.transfers import Transfers
 
 
 class Span(NamedTuple):
@@ -26,22 +36,25 @@ class Span(NamedTuple):
     end: int
 
 
+class Hit(NamedTuple):
+    """A full block of a prompt that was found, in swap space if `swapped`."""
+
+    key: bytes
+    block: int
+    swapped: bool
+
+
 @dataclass(slots=True)
-class Transfers:
-    """Copies to do before the next step computes, in this order.
+class CacheCounters:
+    """Events since the start, for metrics and tests.
 
     Attributes:
-        swap_out: (device block, swap block).
-        swap_in: (swap block, device block).
-        copies: (device block, device block), for copy-on-write.
+        fallen_blocks: prefix blocks copied to swap space when evicted.
+        returned_blocks: prefix blocks copied back instead of recomputed.
     """
 
-    swap_out: BlockPairs = field(default_factory=list)
-    swap_in: BlockPairs = field(default_factory=list)
-    copies: BlockPairs = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.swap_out or self.swap_in or self.copies)
+    fallen_blocks: int = 0
+    returned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,7 @@ class CacheStats:
             hold, that no token has been given.
         total_swap_blocks: in CPU swap space.
         used_swap_blocks: of these, those that preempted sequences hold.
+        cached_swap_blocks: of these, those that only the prefix cache keeps.
     """
 
     total_blocks: int
@@ -66,6 +80,7 @@ class CacheStats:
     wasted_slots: int
     total_swap_blocks: int
     used_swap_blocks: int
+    cached_swap_blocks: int
 
     @property
     def used_blocks(self) -> int:
@@ -84,7 +99,10 @@ class KVCacheManager:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
         self._tables: dict[int, BlockTable] = {}
+        self.counters = CacheCounters()
         self._transfers = Transfers()
+        self._falling: dict[int, int] = {}  # swap block: the evicted device block that goes there
+        self._reading: list[int] = []  # swap blocks held until the copies from them are taken
 
     # What there is.
 
@@ -113,6 +131,7 @@ class KVCacheManager:
             wasted_slots=self._wasted_slots(),
             total_swap_blocks=self.swap.num_blocks,
             used_swap_blocks=self.swap.num_in_use,
+            cached_swap_blocks=self.swap.num_cached,
         )
 
     def _wasted_slots(self) -> int:
@@ -130,27 +149,53 @@ class KVCacheManager:
 
     def take_transfers(self) -> Transfers:
         """The copies gathered since the last call, which the caller must do."""
+        while self._reading:
+            self.swap.release(self._reading[-1])
+            self._reading.pop()
         transfers, self._transfers = self._transfers, Transfers()
+        transfers.swap_out += [(block, kept) for kept, block in self._falling.items()]
+        self.counters.fallen_blocks += len(self._falling)
+        self._falling.clear()
         return transfers
+
+    def forget_contents(self) -> None:
+        """Drops copies not yet taken and unpublishes everything: nothing can be trusted."""
+        self.take_transfers()
+        self.device.forget_contents()
+        self.swap.forget_contents()
+
+    def _allocate(self, pool: BlockPool) -> int:
+        """A block of `pool`; prefix blocks that the device evicts fall to swap space."""
+        if pool is self.device:
+            if (evicted := pool.next_evicted) is not None:
+                block, key = evicted
+                if (kept := self.swap.keep(key)) is not None:
+                    self._falling[kept] = block
+            return pool.allocate()
+        block = pool.allocate()
+        self._falling.pop(block, None)  # what was to fall there was just evicted
+        return block
 
     # Prefixes.
 
-    def find_prefix(self, token_ids: Tokens[int]) -> list[int]:
-        """Device blocks that already hold the front of `token_ids`.
+    def find_prefix(self, token_ids: Tokens[int]) -> list[Hit]:
+        """Blocks that already hold the front of `token_ids`.
 
         The last token is never among them: its logits must be computed.
         """
         if not self.prefix_caching:
             return []
-        blocks: list[int] = []
+        hits: list[Hit] = []
         key = ROOT_KEY
         for end in range(self.block_size, len(token_ids), self.block_size):
             key = block_key(key, token_ids[end - self.block_size : end])
-            block = self.device.find(key)
-            if block is None:
+            if (block := self.device.find(key)) is not None:
+                hits.append(Hit(key, block, swapped=False))
+            elif (block := self.swap.find(key)) is not None:
+                hits.append(Hit(key, block, swapped=True))
+            else:
                 break
-            blocks.append(block)
-        return blocks
+        return hits
 
     def publish(self, sequence_id: int, token_ids: Tokens[int], num_computed: int) -> None:
         """Makes a sequence's full, computed blocks findable by other requests.
@@ -186,21 +231,38 @@ class KVCacheManager:
             OutOfBlocksError: not enough blocks are available.
         """
         assert sequence_id not in self._tables
-        prefix = self.find_prefix(token_ids) if reuse else []
-        needed = self.blocks_for(len(token_ids)) - len(prefix)
-        idle = sum(self.device.is_idle(block) for block in prefix)
-        self._require(self.device, needed + idle)
-        for block in prefix:
-            self.device.share(block)
-        fresh = [self.device.allocate() for _ in range(needed)]
-        self._tables[sequence_id] = BlockTable(prefix + fresh, len(token_ids))
-        return len(prefix) * self.block_size
+        hits = self.find_prefix(token_ids) if reuse else []
+        self._require(self.device, self._blocks_beside(hits, len(token_ids)))
+        table = BlockTable(num_tokens=len(token_ids), keys=[hit.key for hit in hits])
+        with ExitStack() as undo:
+            for hit in hits:  # all of them before anything is evicted
+                pool = self.swap if hit.swapped else self.device
+                pool.share(hit.block)
+                undo.callback(pool.release, hit.block)
+            for i in range(self.blocks_for(len(token_ids))):
+                if i < len(hits) and not hits[i].swapped:
+                    table.blocks.append(hits[i].block)
+                else:
+                    table.blocks.append(self._allocate(self.device))
+                    undo.callback(self.device.release, table.blocks[i])
+            undo.pop_all()
+        self._tables[sequence_id] = table
+        for block, hit in zip(table.blocks, hits, strict=False):
+            if hit.swapped:
+                self._reading.append(hit.block)
+                self._transfers.swap_in.append((hit.block, block))
+                self.device.publish(block, hit.key)
+                self.counters.returned_blocks += 1
+        return len(hits) * self.block_size
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True) -> int:
         """Available blocks that `admit` would take."""
-        prefix = self.find_prefix(token_ids) if reuse else []
-        idle = sum(self.device.is_idle(block) for block in prefix)
-        return self.blocks_for(len(token_ids)) - len(prefix) + idle
+        return self._blocks_beside(self.find_prefix(token_ids) if reuse else [], len(token_ids))
+
+    def _blocks_beside(self, hits: list[Hit], num_tokens: int) -> int:
+        """Available blocks for `num_tokens` tokens, beside those that others hold already."""
+        held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in hits)
+        return self.blocks_for(num_tokens) - held
 
     def extend(self, spans: Iterable[Span]) -> None:
         """Makes spans of tokens writable: grows tables, copies shared blocks.
@@ -213,13 +275,13 @@ class KVCacheManager:
         for sequence_id, start, end in spans:
             blocks = self.table(sequence_id)
             for i in self._shared(blocks, start, end):
-                copy = self.device.allocate()
+                copy = self._allocate(self.device)
                 if i * self.block_size < start:
                     self._transfers.copies.append((blocks[i], copy))
                 self.device.release(blocks[i])
                 blocks[i] = copy
             while len(blocks) < self.blocks_for(end):
-                blocks.append(self.device.allocate())
+                blocks.append(self._allocate(self.device))
             table = self._tables[sequence_id]
             table.num_tokens = max(table.num_tokens, end)
 
@@ -245,8 +307,11 @@ class KVCacheManager:
         parent = self._tables[parent_id]
         assert not parent.swapped
         blocks = parent.blocks[: self.blocks_for(num_tokens)]
-        for block in blocks:
-            self.device.share(block)
+        with ExitStack() as undo:
+            for block in blocks:
+                self.device.share(block)
+                undo.callback(self.device.release, block)
+            undo.pop_all()
         keys = parent.keys[: num_tokens // self.block_size]
         self._tables[child_id] = BlockTable(blocks, num_tokens, keys)
 
@@ -273,8 +338,7 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: swap space has not enough blocks.
         """
-        moved = self._move(sequence_ids, self.device, self.swap, swapped=True)
-        self._transfers.swap_out.extend(moved)
+        self._transfers.swap_out += self._move(sequence_ids, self.device, self.swap)
 
     def swap_in(self, sequence_ids: Iterable[int]) -> None:
         """Moves sequences back to the device.
@@ -282,35 +346,59 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: the device has not enough blocks.
         """
-        moved = self._move(sequence_ids, self.swap, self.device, swapped=False)
-        self._transfers.swap_in.extend(moved)
+        moved = self._move(sequence_ids, self.swap, self.device)
+        self._reading += [block for block, _ in moved]
+        self._transfers.swap_in += moved
 
     def blocks_to_swap(self, sequence_ids: Iterable[int]) -> int:
-        """Distinct blocks that sequences hold, which a swap would move."""
+        """Distinct blocks that sequences hold, the most that a swap moves."""
         return len({block for id_ in sequence_ids for block in self._tables[id_].blocks})
 
     def _move(
-        self, sequence_ids: Iterable[int], source: BlockPool, target: BlockPool, *, swapped: bool
-    ) -> BlockPairs:
+        self, sequence_ids: Iterable[int], source: BlockPool, target: BlockPool
+    ) -> list[tuple[int, int]]:
+        """Changes the pool that sequences' blocks are in.
+
+        Returns:
+            The copies to do: not those of blocks whose contents `target` has.
+        """
         tables = [self._tables[id_] for id_ in sequence_ids]
-        assert all(table.swapped is not swapped for table in tables)
-        distinct = list(dict.fromkeys(block for table in tables for block in table.blocks))
-        self._require(target, len(distinct))
-        moved = {block: target.allocate() for block in distinct}
-        holders = dict.fromkeys(distinct, 0)
-        for table in tables:
-            for block in table.blocks:
-                holders[block] += 1
-                if holders[block] > 1:
+        assert all(table.swapped is (source is self.swap) for table in tables)
+        holders = Counter(block for table in tables for block in table.blocks)
+        moved = {
+            block: there
+            for table in tables
+            for block, key in zip(table.blocks, table.keys, strict=False)
+            if (there := target.find(key)) is not None
+        }
+        copied = [block for block in holders if block not in moved]
+        idle = sum(target.is_idle(block) for block in set(moved.values()))
+        self._require(target, len(copied) + idle)
+        with ExitStack() as undo:
+            for there in moved.values():  # all of them before anything is evicted
+                target.share(there)
+                undo.callback(target.release, there)
+            for block in copied:
+                moved[block] = self._allocate(target)
+                undo.callback(target.release, moved[block])
+                if source is self.swap:
+                    source.share(block)  # for `_reading`
+                    undo.callback(source.release, block)
+            for block, count in holders.items():
+                for _ in range(count - 1):
                     target.share(moved[block])
-            for block in reversed(table.blocks):
-                source.release(block)
+                    undo.callback(target.release, moved[block])
+            for table in tables:
+                for block in reversed(table.blocks):  # so that a prefix is evicted from its end
+                    source.release(block)
+                    undo.callback(source.restore, block)
+            undo.pop_all()
+        for table in tables:
             table.blocks = [moved[block] for block in table.blocks]
-            table.swapped = swapped
-            if not swapped:
-                for block, key in zip(table.blocks, table.keys, strict=False):
-                    target.publish(block, key)
-        return list(moved.items())
+            table.swapped = target is self.swap
+            for block, key in zip(table.blocks, table.keys, strict=False):
+                target.publish(block, key)
+        return [(block, moved[block]) for block in copied]
 
     # Invariants.
 
@@ -328,6 +416,8 @@ class KVCacheManager:
                 if table.swapped is swapped:
                     for block in table.blocks:
                         held[block] += 1
+            for block in self._reading if swapped else ():
+                held[block] += 1
             assert held == list(map(pool.references, range(pool.num_blocks))), (
                 "a reference count is not the number of block-table entries"
             )
