@@ -68,6 +68,7 @@ class Request:
             client asked to go on past them.
         stop_token_ids: tokens that end an output with STOP_TOKEN.
         priority: higher is sooner.
+        cache_salt: prefixes are shared only with requests of the same salt.
         arrival: `time.monotonic()` seconds.
         deadline: `time.monotonic()` seconds, or None.
     """
@@ -82,4 +83,5 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    cache_salt: str = ""
     deadline: float | None = None

@@ -272,13 +272,14 @@ class Scheduler:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
             reuse = group.request.sampling.prompt_logprobs is None
+            salt = group.request.cache_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
-            blocks = self.cache.blocks_to_admit(front, reuse=reuse)
+            blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
             if len(group.live) > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
                 return
             del self.waiting[0]
-            lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse)
+            lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
             if not group.started:
                 group.started = True
                 group.cached_tokens = lead.num_computed

@@ -9,6 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.request import Request, SamplingParams
 from octavo.common.limits import (
     Limits,
+    check_cache_salt,
     check_output,
     check_request_id,
     check_sampling,
@@ -29,6 +30,7 @@ def to_request(
         RpcError: this engine can never serve it.
     """
     check_request_id(submit.request_id)
+    check_cache_salt(submit.cache_salt)
     if submit.HasField("beam"):
         raise unimplemented("beam", "this engine does not do beam search; use sampling")
     check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
@@ -51,6 +53,7 @@ def to_request(
         eos_token_ids=frozenset() if stop.ignore_eos else frozenset(eos_token_ids),
         stop_token_ids=frozenset(stop.token_ids),
         priority=submit.priority,
+        cache_salt=submit.cache_salt,
         arrival=now,
         deadline=None if timeout is None else now + timeout,
     )

@@ -110,6 +110,7 @@ class Request:
             stop=message.stop,
             output=message.output,
             priority=message.priority,
+            cache_salt=message.cache_salt,
         )
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")

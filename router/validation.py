@@ -36,6 +36,7 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
             there is none; the field is named.
     """
     check_request_id(request.request_id)
+    common.check_cache_salt(request.cache_salt)
     check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _check_prompt(request, limits)
     _check_beam(request, limits)

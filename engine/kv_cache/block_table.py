@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 ROOT_KEY = b""
 
 
+def root_key(salt: str) -> bytes:
+    """What the first block's key is chained to: blocks under unlike salts never match."""
+    if not salt:
+        return ROOT_KEY
+    return hashlib.blake2b(salt.encode(), digest_size=32, person=b"octavo.salt").digest()
+
+
 def block_key(parent: bytes, tokens: Tokens[int]) -> bytes:
     """Names a full block by its tokens and all that come before it.
 
@@ -15,7 +22,7 @@ def block_key(parent: bytes, tokens: Tokens[int]) -> bytes:
     hash is broken, so a hit is never another prompt's data.
 
     Args:
-        parent: the key of the block before it, ROOT_KEY for the first.
+        parent: the key of the block before it, `root_key` for the first.
         tokens: the `block_size` token ids in the block, each below 2**32.
     """
     digest = hashlib.blake2b(parent, digest_size=32)
@@ -31,11 +38,13 @@ class BlockTable:
         blocks: physical block of each logical block; of the device's pool, or
             of the swap pool while `swapped`.
         num_tokens: how many tokens, from the front, the blocks are for.
+        root: what its keys begin from.
         keys: keys of the leading full blocks that were named so far.
         swapped: whether the blocks are in CPU swap space.
     """
 
     blocks: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    root: bytes = ROOT_KEY
     keys: list[bytes] = field(default_factory=list)
     swapped: bool = False

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
-from engine.kv_cache.block_table import ROOT_KEY, BlockTable, block_key
+from engine.kv_cache.block_table import BlockTable, block_key, root_key
 from engine.kv_cache.transfers import Transfers
 
 
@@ -178,7 +178,7 @@ class KVCacheManager:
 
     # Prefixes.
 
-    def find_prefix(self, token_ids: Tokens[int]) -> list[Hit]:
+    def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> list[Hit]:
         """Blocks that already hold the front of `token_ids`.
 
         The last token is never among them: its logits must be computed.
@@ -186,7 +186,7 @@ class KVCacheManager:
         if not self.prefix_caching:
             return []
         hits: list[Hit] = []
-        key = ROOT_KEY
+        key = root_key(salt)
         for end in range(self.block_size, len(token_ids), self.block_size):
             key = block_key(key, token_ids[end - self.block_size : end])
             if (block := self.device.find(key)) is not None:
@@ -209,20 +209,23 @@ class KVCacheManager:
             return
         table = self._tables[sequence_id]
         for i in range(len(table.keys), num_computed // self.block_size):
-            parent = table.keys[-1] if table.keys else ROOT_KEY
+            parent = table.keys[-1] if table.keys else table.root
             tokens = token_ids[i * self.block_size : (i + 1) * self.block_size]
             table.keys.append(block_key(parent, tokens))
             self.device.publish(table.blocks[i], table.keys[i])
 
     # A sequence's blocks.
 
-    def admit(self, sequence_id: int, token_ids: Tokens[int], *, reuse: bool = True) -> int:
+    def admit(
+        self, sequence_id: int, token_ids: Tokens[int], *, reuse: bool = True, salt: str = ""
+    ) -> int:
         """Gives a new sequence blocks for all its tokens, cached ones first.
 
         Args:
             sequence_id: not yet known here.
             token_ids: its tokens.
             reuse: look the prefix up in the cache.
+            salt: what its blocks are found by, beside their tokens.
 
         Returns:
             How many tokens, from the front, already have K/V.
@@ -231,9 +234,9 @@ class KVCacheManager:
             OutOfBlocksError: not enough blocks are available.
         """
         assert sequence_id not in self._tables
-        hits = self.find_prefix(token_ids) if reuse else []
+        hits = self.find_prefix(token_ids, salt) if reuse else []
         self._require(self.device, self._blocks_beside(hits, len(token_ids)))
-        table = BlockTable(num_tokens=len(token_ids), keys=[hit.key for hit in hits])
+        table = BlockTable([], len(token_ids), root_key(salt), [hit.key for hit in hits])
         with ExitStack() as undo:
             for hit in hits:  # all of them before anything is evicted
                 pool = self.swap if hit.swapped else self.device
@@ -255,9 +258,10 @@ class KVCacheManager:
                 self.counters.returned_blocks += 1
         return len(hits) * self.block_size
 
-    def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True) -> int:
+    def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Available blocks that `admit` would take."""
-        return self._blocks_beside(self.find_prefix(token_ids) if reuse else [], len(token_ids))
+        hits = self.find_prefix(token_ids, salt) if reuse else []
+        return self._blocks_beside(hits, len(token_ids))
 
     def _blocks_beside(self, hits: list[Hit], num_tokens: int) -> int:
         """Available blocks for `num_tokens` tokens, beside those that others hold already."""
@@ -313,7 +317,7 @@ class KVCacheManager:
                 undo.callback(self.device.release, block)
             undo.pop_all()
         keys = parent.keys[: num_tokens // self.block_size]
-        self._tables[child_id] = BlockTable(blocks, num_tokens, keys)
+        self._tables[child_id] = BlockTable(blocks, num_tokens, parent.root, keys)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
         """Releases the blocks after a sequence's first `num_tokens` tokens."""

@@ -23,6 +23,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str | None
     request_id: str | None
     priority: int | None
+    cache_salt: str | None
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -52,6 +53,7 @@ _PATHS: dict[str, str] = {
     "model": "model",
     "request_id": "request_id",
     "priority": "priority",
+    "cache_salt": "cache_salt",
     "max_tokens": "stop.max_tokens",
     "min_tokens": "stop.min_tokens",
     "stop": "stop.strings",

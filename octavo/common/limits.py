@@ -12,6 +12,7 @@ from octavo.common import rpc
 from octavo.v1 import sampling_pb2
 
 MAX_REQUEST_ID = 128
+MAX_CACHE_SALT = 128
 MAX_TEMPERATURE = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_PENALTY = 2.0
@@ -50,6 +51,15 @@ def check_request_id(request_id: str) -> None:
         raise rpc.invalid(
             "request_id",
             f"request_id must be at most {MAX_REQUEST_ID} characters; it has {len(request_id)}",
+        )
+
+
+def check_cache_salt(salt: str) -> None:
+    """Checks that a salt is no longer than a secret needs to be."""
+    if len(salt) > MAX_CACHE_SALT:
+        raise rpc.invalid(
+            "cache_salt",
+            f"cache_salt must be at most {MAX_CACHE_SALT} characters; it has {len(salt)}",
         )
 
 

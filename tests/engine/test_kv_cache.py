@@ -59,6 +59,25 @@ def test_equal_tokens_after_different_prefixes_are_not_shared():
     assert cache.admit(1, [2, 2, 2, 2, 9, 9, 9, 9, 0]) == 0
 
 
+def test_unlike_salts_share_nothing():
+    cache = manager(num_blocks=16)
+    tokens = list(range(9))
+    cache.admit(0, tokens, salt="a")
+    cache.publish(0, tokens, 9)
+    cache.fork(0, 1, 9)
+    cache.publish(1, tokens, 9)
+    for other in ("b", ""):
+        assert cache.find_prefix(tokens, other) == []
+    assert cache.blocks_to_admit(tokens, salt="b") == 3
+    assert cache.admit(2, tokens, salt="b") == 0
+    assert cache.admit(3, tokens, salt="a") == 8
+    assert cache.table(3)[:2] == cache.table(0)[:2]
+    assert not set(cache.table(2)) & set(cache.table(0))
+    cache.free(2)
+    cache.swap_out([3])  # and so in swap space
+    assert [len(cache.find_prefix(tokens, salt)) for salt in ("a", "b", "")] == [2, 0, 0]
+
+
 def test_cached_blocks_are_evicted_from_the_end_of_the_oldest_prefix():
     cache = manager(num_blocks=4, num_swap_blocks=0)
     tokens = list(range(12))

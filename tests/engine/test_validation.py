@@ -41,6 +41,13 @@ def test_a_long_request_id_is_refused():
     assert caught.value.field == "request_id"
 
 
+def test_a_salt_is_kept_and_a_long_one_refused():
+    assert translate(cache_salt="s" * 128).cache_salt == "s" * 128
+    with pytest.raises(RpcError, match="at most 128 characters; it has 129") as caught:
+        translate(cache_salt="s" * 129)
+    assert caught.value.field == "cache_salt"
+
+
 def test_without_a_seed_each_request_has_its_own():
     assert len({translate(sampling={"temperature": 1.0}).sampling.seed for _ in range(8)}) == 8
     assert translate(sampling={"seed": 0}).sampling.seed == 0

@@ -45,6 +45,22 @@ def test_several_outputs(client):
     assert len(set(completion.texts)) > 1
 
 
+def test_prompts_are_shared_only_within_a_salt(client):
+    def cached(salt):
+        prompt = "Two of a kind, " * 20
+        answer = client.generate(prompt, max_tokens=1, cache_salt=salt).complete()
+        return answer.usage.cached_tokens
+
+    assert [cached(salt) > 0 for salt in ("a", "a", "b", None, "b", None)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
 def test_leaving_the_loop_frees_the_blocks(client):
     for _ in client.generate("Once upon a time", **ENDLESS):
         break

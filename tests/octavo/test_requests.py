@@ -11,6 +11,7 @@ def test_every_option_has_its_place():
             model="m",
             request_id="r",
             priority=-3,
+            cache_salt="s",
             max_tokens=9,
             min_tokens=2,
             stop=["a", "b"],
@@ -33,6 +34,7 @@ def test_every_option_has_its_place():
         ),
     )
     assert (request.model, request.request_id, request.priority) == ("m", "r", -3)
+    assert request.cache_salt == "s"
     stop, sampling, output = request.stop, request.sampling, request.output
     assert (stop.max_tokens, stop.min_tokens, list(stop.strings)) == (9, 2, ["a", "b"])
     assert (list(stop.token_ids), stop.ignore_eos, stop.include_in_output) == ([5], True, True)

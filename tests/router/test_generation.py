@@ -73,12 +73,15 @@ async def test_submit_carries_what_the_engine_needs(scripted, stand, encode):
     engine = scripted()
     async with stand(engine) as s:
         await s.up()
-        request = ask("hi", priority=3, stop={"strings": ["zz"], "include_in_output": True})
+        request = ask(
+            "hi", priority=3, cache_salt="s", stop={"strings": ["zz"], "include_in_output": True}
+        )
         await collect(s.stub.Generate(request, timeout=20))
         await collect(s.stub.Generate(ask(sampling={"seed": 7})))
     submit, seeded = engine.submits
     assert list(submit.prompt_token_ids) == encode("hi")
     assert submit.priority == 3
+    assert submit.cache_salt == "s"
     assert submit.stop.max_tokens == 510
     assert not submit.stop.strings
     assert not submit.stop.include_in_output
