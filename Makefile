@@ -11,10 +11,10 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench lint format protos readme clean
+.PHONY: help demo test serve bench memory-study lint format protos readme clean
 
 help: ## This list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: $(STAMP) ## Serve the demo model, ask it several things at once, show it at work
 	$(BIN)/octavo demo $(ARGS)
@@ -27,6 +27,11 @@ serve: $(STAMP) ## Serve MODEL (default: demo)
 
 bench: $(STAMP) ## Serve MODEL and measure it
 	$(BIN)/octavo bench --serve $(MODEL) $(ARGS)
+
+memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python -m benchmarks.memory_study $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check

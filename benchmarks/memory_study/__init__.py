@@ -1,0 +1,15 @@
+"""The PagedAttention paper's claims about memory, on Octavo's own scheduler.
+
+One synthetic trace goes through Octavo's scheduler and KV-cache manager, and
+through contiguous allocators as the paper describes them, with as much memory.
+
+    python -m benchmarks.memory_study [--quick] [--seed N] [--output FOLDER]
+
+The paper: "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", Kwon et al., SOSP 2023; sections and figures below are its.
+
+Files: `traces` (who asks for what, when), `cost` (what a step takes), `buddy`
+and `contiguous` (the baselines), `paged` (Octavo), `measure` (what is counted),
+`study` (which runs answer which claim), `paper` (its figures), `report` and
+`plots` (how they are shown).
+"""
