@@ -75,14 +75,21 @@ class Draw:
     logprob: TokenLogprob | None = None
 
 
+Continuations = list[tuple[int, float]]
+"""A beam's most likely next tokens with their log-probabilities."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step computed.
 
     Attributes:
         draws: the tokens drawn.
+        continuations: of each beam that has come to its last token, by
+            sequence id.
         prompt_logprobs: for slices that wanted them, by index in the batch.
     """
 
     draws: list[Draw]
+    continuations: dict[int, Continuations] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

@@ -14,12 +14,13 @@ from queue import Empty, SimpleQueue
 import structlog
 
 from engine.batch import Batch, StepResult
+from engine.beam import BeamState
 from engine.events import Event, Failure, FailureCode, Load, Output, Started
 from engine.executor.executor import Executor
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup
+from engine.sequence import GroupState, Sequence, SequenceGroup
 
 log = structlog.get_logger(__name__)
 
@@ -125,6 +126,7 @@ class EngineCore:
         self._scheduler.update(batch, result)
         self._step_seconds = time.perf_counter() - began
         self._report(result)
+        self._report_searches(batch)
         self._learn(batch)
         self._metrics.observe_step(batch, self._step_seconds)
 
@@ -150,7 +152,7 @@ class EngineCore:
                     group.request.session,
                     group.request.request_id,
                     sequence.index,
-                    draw.token_id,
+                    [draw.token_id],
                     draw.logprob,
                     group.prompt_logprobs if first else [],
                     sequence.finish_reason,
@@ -159,7 +161,28 @@ class EngineCore:
         for group in dict.fromkeys(draw.group for draw in result.draws):
             if not group.live:
                 self._forget(group, "finished")
-        self._metrics.output_tokens.inc(len(result.draws))
+        self._metrics.output_tokens.inc(len(result.draws) + len(result.continuations))
+
+    def _report_searches(self, batch: Batch) -> None:
+        """Tells of beam searches that ended with this step: every output, best first."""
+        for group in dict.fromkeys(part.group for part in batch.slices):
+            if group.beam is None or group.state is not GroupState.FINISHED:
+                continue
+            request = group.request
+            for rank, found in enumerate(group.beam.hypotheses):
+                self._events.append(
+                    Output(
+                        request.session,
+                        request.request_id,
+                        rank,
+                        found.token_ids,
+                        None,
+                        [],
+                        request.finish_reason(found.token_ids[-1], len(found.token_ids)),
+                        found.score,
+                    )
+                )
+            self._forget(group, "finished")
 
     def _learn(self, batch: Batch) -> None:
         """Keeps the rates that the preemption policy compares."""
@@ -204,16 +227,17 @@ class EngineCore:
             return
         sequences = [
             Sequence(next(self._ids), i, list(request.prompt), len(request.prompt))
-            for i in range(request.sampling.n)
+            for i in range(1 if request.beam else request.sampling.n)
         ]
-        group = SequenceGroup(request, sequences)
+        beam = BeamState(request.beam) if request.beam else None
+        group = SequenceGroup(request, sequences, beam=beam)
         self._groups[key] = group
         self._scheduler.submit(group)
 
     def _abort(self, session: int, request_id: str, index: int | None) -> None:
         group = self._groups.get((session, request_id))
-        if group is None:
-            return
+        if group is None or (group.beam and index is not None):
+            return  # a search has no outputs to stop before it ends
         for sequence in group.live:
             if index is None or sequence.index == index:
                 self._scheduler.finish(group, sequence, FinishReason.ABORTED)

@@ -30,15 +30,19 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A token of one output; its last where `finish_reason` is set."""
+    """New tokens of one output; its last where `finish_reason` is set.
+
+    A beam search's outputs come whole when it ends, best first, with a score.
+    """
 
     session: int
     request_id: str
     index: int
-    token_id: int
+    token_ids: list[int]
     logprob: TokenLogprob | None
     prompt_logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """Beam search in place of sampling; meanings as in octavo.v1.BeamSearchParams."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and what to do with it.
 
@@ -71,6 +80,7 @@ class Request:
         cache_salt: prefixes are shared only with requests of the same salt.
         arrival: `time.monotonic()` seconds.
         deadline: `time.monotonic()` seconds, or None.
+        beam: search in place of sampling, or None.
     """
 
     session: int
@@ -85,3 +95,24 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     deadline: float | None = None
+    beam: BeamSearch | None = None
+
+    @property
+    def stopping(self) -> frozenset[int]:
+        """Tokens that end an output."""
+        return self.eos_token_ids | self.stop_token_ids
+
+    def finish_reason(self, last: int, length: int) -> FinishReason | None:
+        """Why an output of `length` tokens is complete by its last one, if it is."""
+        if last in self.stop_token_ids:
+            return FinishReason.STOP_TOKEN
+        if last in self.eos_token_ids:
+            return FinishReason.EOS
+        if length >= self.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs that come of it; as many sequences run at once."""
+        return self.beam.width if self.beam else self.sampling.n

@@ -5,12 +5,14 @@ chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
 preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 """
 
+import itertools
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from engine.batch import Batch, Slice, StepResult
+from engine.batch import Batch, Continuations, Slice, StepResult
+from engine.beam import Candidate
 from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from engine.preemption import PreemptionPolicy
 from engine.request import FinishReason
@@ -55,6 +57,7 @@ class Scheduler:
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
+        self._fork_ids = itertools.count(-1, -1)  # never the ids of sequences that were submitted
         self._watermark = int(WATERMARK * cache.device.num_blocks)
 
     def submit(self, group: SequenceGroup) -> None:
@@ -96,9 +99,13 @@ class Scheduler:
             part.group.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
             self.cache.publish(part.sequence.id, part.sequence.token_ids, part.end)
             self._fork_siblings(part)
+        for group in _searching(batch):
+            if all(sequence.id in result.continuations for sequence in group.live):
+                self._advance(group, result.continuations)
         for draw in result.draws:
             draw.sequence.token_ids.append(draw.token_id)
-            reason = _finish_reason(draw.group, draw.sequence)
+            request = draw.group.request
+            reason = request.finish_reason(draw.token_id, draw.sequence.num_output)
             if reason is not None:
                 self.finish(draw.group, draw.sequence, reason)
 
@@ -133,6 +140,40 @@ class Scheduler:
         if group.state in queues:
             queues[group.state].remove(group)
 
+    # Beam search.
+
+    def _advance(self, group: SequenceGroup, continuations: dict[int, Continuations]) -> None:
+        """Takes a search one token on: forks, keeps and frees beams by what they lead to."""
+        assert group.beam is not None
+        beams, request = group.sequences, group.request
+        chosen = group.beam.advance(
+            [beam.token_ids[beam.num_prompt :] for beam in beams],
+            [continuations[beam.id] for beam in beams],
+            stopping=request.stopping,
+            max_tokens=request.max_tokens,
+        )
+        if not chosen:
+            self.remove(group)
+            return
+        tails = [beams[candidate.beam].token_ids for candidate in chosen]
+        tails = [[*tail, c.token_id] for tail, c in zip(tails, chosen, strict=True)]
+        group.sequences = [
+            self._continue(beams[c.beam], chosen[:i], c) for i, c in enumerate(chosen)
+        ]
+        for sequence, tokens in zip(group.sequences, tails, strict=True):
+            sequence.token_ids = tokens
+        for beam in beams:
+            if beam not in group.sequences:
+                self.cache.free(beam.id)
+
+    def _continue(self, beam: Sequence, before: list[Candidate], candidate: Candidate) -> Sequence:
+        """The beam itself for the first candidate that goes on from it, a fork for others."""
+        if all(earlier.beam != candidate.beam for earlier in before):
+            return beam
+        child = replace(beam, id=next(self._fork_ids))
+        self.cache.fork(beam.id, child.id, beam.num_computed)
+        return child
+
     # Running groups.
 
     def _serve_running(self, batch: Batch) -> bool:
@@ -142,7 +183,7 @@ class Scheduler:
         they leave. Blocks are given in order, and taken from the end: a group
         is never preempted after it was put into this step's batch.
         """
-        decodes = sum(s.num_uncomputed == 1 for g in self.running for s in self._ready(g))
+        decodes = sum(count == 1 for group in self.running for _, count in self._wanted(group))
         budget = self.max_num_batched_tokens - decodes
         preempted = False
         position = 0
@@ -163,16 +204,27 @@ class Scheduler:
     def _next_spans(self, group: SequenceGroup, budget: int) -> tuple[list[Span], int]:
         """What to compute of a group, and how much of the prefill budget that takes."""
         spans, used = [], 0
-        for sequence in self._ready(group):
-            count = sequence.num_uncomputed
-            if count > 1:
-                end = self._prefill_end(group, sequence)
-                count = min(end - sequence.num_computed, budget - used)
-                used += count
-            if count > 0:
+        for sequence, count in self._wanted(group):
+            taken = count if count == 1 else min(count, budget - used)
+            used += taken if count > 1 else 0
+            if taken > 0:
                 start = sequence.num_computed
-                spans.append(Span(sequence.id, start, start + count))
+                spans.append(Span(sequence.id, start, start + taken))
         return spans, used
+
+    def _wanted(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
+        """How many tokens each of a group's sequences could compute now; 1 is a decode.
+
+        Beams that catch up after preemption stop before their last tokens,
+        which are computed together: a search goes on only as a whole.
+        """
+        ready = self._ready(group)
+        catching_up = (
+            group.beam is not None
+            and 1 < len(ready) == len(group.live)
+            and any(sequence.num_uncomputed > 1 for sequence in ready)
+        )
+        return [(s, self._prefill_end(group, s) - s.num_computed - int(catching_up)) for s in ready]
 
     def _ready(self, group: SequenceGroup) -> list[Sequence]:
         """Live sequences that have blocks; siblings wait for the lead's prefill."""
@@ -234,7 +286,7 @@ class Scheduler:
 
     def _room(self, batch: Batch) -> tuple[int, int]:
         """Sequences and tokens that the batch can still take."""
-        seqs = self.max_num_seqs - sum(len(g.live) for g in self.running)
+        seqs = self.max_num_seqs - sum(g.num_slots for g in self.running)
         return seqs, self.max_num_batched_tokens - batch.num_tokens
 
     def _fits(self, blocks: int, slack: int) -> bool:
@@ -259,7 +311,7 @@ class Scheduler:
                 for s in ready
             )
             blocks = self.cache.blocks_to_swap(ids) + growth
-            if len(group.live) > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
+            if group.num_slots > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
                 return
             del self.swapped[0]
             self.cache.swap_in(ids)
@@ -276,7 +328,7 @@ class Scheduler:
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
-            if len(group.live) > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
+            if group.num_slots > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
                 return
             del self.waiting[0]
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
@@ -290,7 +342,7 @@ class Scheduler:
         group.state = GroupState.RUNNING
         ready = self._ready(group)
         self.cache.extend(Span(s.id, s.num_computed, self._prefill_end(group, s)) for s in ready)
-        decodes = sum(s.num_uncomputed == 1 for s in ready)
+        decodes = sum(count == 1 for _, count in self._wanted(group))
         spans, _ = self._next_spans(group, budget - decodes)
         _insert(self.running, group)
         self._add(batch, group, spans)
@@ -300,14 +352,6 @@ def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:
     insort(queue, group, key=attrgetter("order"))
 
 
-def _finish_reason(group: SequenceGroup, sequence: Sequence) -> FinishReason | None:
-    """Why a sequence is complete by its last token, if it is."""
-    request = group.request
-    token = sequence.token_ids[-1]
-    if token in request.stop_token_ids:
-        return FinishReason.STOP_TOKEN
-    if token in request.eos_token_ids:
-        return FinishReason.EOS
-    if sequence.num_output >= request.max_tokens:
-        return FinishReason.LENGTH
-    return None
+def _searching(batch: Batch) -> list[SequenceGroup]:
+    """The batch's groups that do beam search, once each."""
+    return list(dict.fromkeys(part.group for part in batch.slices if part.group.beam))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.beam import BeamState
 from engine.request import FinishReason, Request
 
 PRIORITY_SECONDS = 10.0
@@ -69,13 +70,15 @@ class SequenceGroup:
 
     Attributes:
         request: what was asked.
-        sequences: one for each output, by index; finished ones included.
+        sequences: one for each output, by index, finished ones included; in a
+            beam search the running beams, best first.
         state: where the group is.
         started: whether it was ever admitted.
         announced: whether the router was told so.
         cached_tokens: prompt tokens found in the prefix cache when first
             admitted.
         prompt_logprobs: of the prompt's second token on, as far as computed.
+        beam: the search whose running beams the sequences are, or None.
     """
 
     request: Request
@@ -85,6 +88,11 @@ class SequenceGroup:
     announced: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    beam: BeamState | None = None
+    _tie: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tie = self.sequences[0].id  # beams come and go; the order must not change
 
     @property
     def order(self) -> tuple[float, int]:
@@ -95,12 +103,17 @@ class SequenceGroup:
         first, and whatever has waited long enough goes before anything new.
         """
         request = self.request
-        return request.arrival - PRIORITY_SECONDS * request.priority, self.sequences[0].id
+        return request.arrival - PRIORITY_SECONDS * request.priority, self._tie
 
     @property
     def live(self) -> list[Sequence]:
         """Its unfinished sequences."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def num_slots(self) -> int:
+        """Places it takes in the running batch: for a search, those it can come to need."""
+        return self.beam.params.width if self.beam else len(self.live)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -88,7 +88,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             block_size=limits.block_size,
             block_bytes=parts.block_bytes,
             eos_token_ids=parts.eos_token_ids,
-            features=engine_pb2.Features(prefix_caching=settings.enable_prefix_caching),
+            features=engine_pb2.Features(
+                prefix_caching=settings.enable_prefix_caching, beam_search=True
+            ),
             version=version("octavo"),
             device=parts.device,
             dtype=parts.dtype,

@@ -90,7 +90,7 @@ class Session:
                         self._entries[key] = pending.outputs.add(
                             request_id=event.request_id, index=event.index
                         )
-                    _add_token(self._entries[key], event)
+                    _add_tokens(self._entries[key], event)
                 case Started(_, request_id, cached_tokens):
                     pending.started.add(request_id=request_id, cached_tokens=cached_tokens)
                 case Failure(_, request_id, code, message, field):
@@ -101,12 +101,14 @@ class Session:
         self._ready.set()
 
 
-def _add_token(output: engine_pb2.SequenceOutput, event: Output) -> None:
-    output.token_ids.append(event.token_id)
+def _add_tokens(output: engine_pb2.SequenceOutput, event: Output) -> None:
+    output.token_ids.extend(event.token_ids)
     if event.logprob is not None:
         output.logprobs.append(_to_logprob(event.logprob))
     if event.prompt_logprobs:
         output.prompt_logprobs.extend(map(_to_logprob, event.prompt_logprobs))
+    if event.score is not None:
+        output.score = event.score
     if event.finish_reason is not None:
         output.finish_reason = sampling_pb2.FinishReason.ValueType(event.finish_reason)
 

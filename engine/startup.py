@@ -111,7 +111,7 @@ def build(settings: EngineSettings) -> Parts:
         max_outputs=min(settings.max_outputs, settings.max_num_seqs),
         block_size=settings.block_size,
         total_blocks=num_blocks,
-        beam_search=False,
+        beam_search=True,
     )
     return Parts(
         scheduler=scheduler,

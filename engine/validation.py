@@ -6,9 +6,10 @@ from collections.abc import Collection
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.request import Request, SamplingParams
+from engine.request import BeamSearch, Request, SamplingParams
 from octavo.common.limits import (
     Limits,
+    check_beam,
     check_cache_salt,
     check_output,
     check_request_id,
@@ -17,7 +18,6 @@ from octavo.common.limits import (
     check_token_ids,
     output_length,
 )
-from octavo.common.rpc import unimplemented
 from octavo.v1 import engine_pb2, sampling_pb2
 
 
@@ -31,15 +31,18 @@ def to_request(
     """
     check_request_id(submit.request_id)
     check_cache_salt(submit.cache_salt)
-    if submit.HasField("beam"):
-        raise unimplemented("beam", "this engine does not do beam search; use sampling")
     check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
     check_sampling(submit.sampling, limits)
     check_stop(submit.stop, limits)
     check_output(submit.output)
+    beam = None
+    if submit.HasField("beam"):
+        check_beam(submit.beam, submit.stop, submit.output, limits)
+        beam = _beam(submit.beam)
     sampling = _sampling(submit.sampling, submit.output)
     prompt = tuple(submit.prompt_token_ids)
-    max_tokens = output_length(len(prompt), sampling.n, submit.stop, limits)
+    outputs = beam.width if beam else sampling.n
+    max_tokens = output_length(len(prompt), outputs, submit.stop, limits)
     stop = submit.stop
     now = time.monotonic()
     timeout = _seconds(submit.timeout) if submit.HasField("timeout") else None
@@ -56,12 +59,21 @@ def to_request(
         cache_salt=submit.cache_salt,
         arrival=now,
         deadline=None if timeout is None else now + timeout,
+        beam=beam,
     )
 
 
 def _seconds(duration: Duration) -> float:
     """As a float, which unlike a timedelta holds whatever a router may send."""
     return duration.seconds + duration.nanos / 1e9
+
+
+def _beam(params: sampling_pb2.BeamSearchParams) -> BeamSearch:
+    return BeamSearch(
+        params.width,
+        params.length_penalty if params.HasField("length_penalty") else 1.0,
+        params.early_stopping,
+    )
 
 
 def _sampling(

@@ -27,6 +27,7 @@ class Output:
         index: Which of the request's outputs.
         token_ids: All tokens drawn, the one that ended it included.
         reason: Why it ended; UNSPECIFIED until then.
+        score: A beam search's score; None otherwise.
         first_time: When its first token came, by the monotonic clock.
         last_time: When its last one came.
     """
@@ -46,6 +47,7 @@ class Output:
         "index",
         "last_time",
         "reason",
+        "score",
         "token_ids",
     )
 
@@ -59,6 +61,7 @@ class Output:
         self.index = index
         self.token_ids: list[int] = []
         self.reason: Reason = NOT_ENDED
+        self.score: float | None = None
         self.first_time = self.last_time = 0.0
         self._pieces = pieces
         self._detokenizer = Detokenizer(pieces)
@@ -128,6 +131,7 @@ class Output:
             ),
             stop_string=self._stop_strings.found or "",
             stop_token_id=self.token_ids[-1] if self.reason in STOPPING_TOKEN else None,
+            score=self.score,
         )
 
     def _show(self, text: str) -> None:

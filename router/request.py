@@ -151,6 +151,8 @@ class Request:
         if output.index == 0 and not self._begun:
             self._accepted.prompt_logprobs.extend(output.prompt_logprobs)
             self._begin()
+        if output.HasField("score"):
+            mine.score = output.score
         self._note_time(mine, len(output.token_ids))
         mine.push(output.token_ids, output.logprobs, output.finish_reason)
         if mine.reason == STOP_STRING:

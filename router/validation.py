@@ -4,8 +4,6 @@ Nothing here waits or looks at an engine's state: a request that is refused
 would be refused at any time.
 """
 
-import math
-
 from octavo.common import limits as common
 from octavo.common import rpc
 from octavo.common.limits import MAX_REQUEST_ID, Limits, check_number, check_token_ids
@@ -100,8 +98,4 @@ def _check_beam(request: generation_pb2.GenerateRequest, limits: Limits) -> None
         return
     if request.HasField("sampling"):
         raise rpc.invalid("beam", "beam excludes sampling; set only one of them")
-    if not limits.beam_search:
-        raise rpc.unimplemented("beam", "the model's engine does not do beam search; use sampling")
-    check_number("beam.width", request.beam.width, 1, limits.max_outputs)
-    if not math.isfinite(request.beam.length_penalty):
-        raise rpc.invalid("beam.length_penalty", "beam.length_penalty must be finite")
+    common.check_beam(request.beam, request.stop, request.output, limits)

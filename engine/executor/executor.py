@@ -9,7 +9,7 @@ from engine.executor.attention import PagedStep
 from engine.executor.cache import CacheTensors
 from engine.executor.inputs import StepInputs, prepare
 from engine.executor.model import LoadedModel
-from engine.executor.sampler import Drawer, sample, score
+from engine.executor.sampler import Drawer, continue_beams, sample, score
 from engine.sequence import TokenLogprob
 
 SCORED_ROWS = 256
@@ -46,15 +46,21 @@ class Executor:
         inputs = prepare(batch, block_size=self._block_size, device=self._device)
         logits = self._forward(inputs)
         rows, drawers = [], []
+        beam_rows, beams = [], []
         for i, row in inputs.sampled.items():
             part = batch.slices[i]
+            if part.group.beam:
+                beam_rows.append(row)
+                beams.append(Drawer(part.group, part.sequence))
+                continue
             rows += [row] * len(part.samplers)
             drawers += [Drawer(part.group, sequence) for sequence in part.samplers]
         prompt_logprobs = {
             i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
         }
         draws = sample(logits[rows], drawers) if drawers else []
-        return StepResult(draws, prompt_logprobs)
+        continuations = continue_beams(logits[beam_rows], beams) if beams else {}
+        return StepResult(draws, continuations, prompt_logprobs)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.batch import Draw
+from engine.batch import Continuations, Draw
 from engine.executor.random import uniforms
 from engine.request import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, TokenLogprob
@@ -75,6 +75,29 @@ def score(logprobs: torch.Tensor, tokens: Rows[int], counts: Rows[int]) -> list[
     ]
 
 
+def continue_beams(logits: torch.Tensor, beams: Rows[Drawer]) -> dict[int, Continuations]:
+    """Finds each running beam's most likely next tokens, as many as its search looks at.
+
+    Args:
+        logits: `[len(beams), vocab_size]`, as the model gave them.
+        beams: whose row each is; groups must have a search.
+
+    Returns:
+        Tokens and log-probabilities, most likely first, by sequence id.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    _hold_back(logprobs, beams)
+    counts = [
+        group.beam.candidates_for(len(group.request.stopping)) for group, _ in beams if group.beam
+    ]
+    top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
+    rows = zip(beams, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    return {
+        beam.sequence.id: list(zip(ids[:count], values[:count], strict=True))
+        for beam, count, ids, values in rows
+    }
+
+
 # Changes to the logits, in place.
 
 
@@ -122,8 +145,7 @@ def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
     for i, (group, sequence) in enumerate(drawers):
         request = group.request
         if sequence.num_output < request.min_tokens:
-            stopping = request.eos_token_ids | request.stop_token_ids
-            logits[i, list(stopping)] = -torch.inf
+            logits[i, list(request.stopping)] = -torch.inf
 
 
 # Choosing.

@@ -105,6 +105,7 @@ class Gathering:
             usage=end.usage,
             stop_string=end.stop_string,
             stop_token_id=end.stop_token_id,
+            score=end.score,
         )
 
 
@@ -116,6 +117,7 @@ def _finished(finished: pb.Finished) -> Finished:
         usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
         stop_string=finished.stop_string or None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+        score=finished.score if finished.HasField("score") else None,
     )
 
 

@@ -78,6 +78,7 @@ class Finished:
     usage: Usage
     stop_string: str | None = None
     stop_token_id: int | None = None
+    score: float | None = None
 
 
 Event = Accepted | Delta | Finished
@@ -95,6 +96,7 @@ class Output:
     usage: Usage
     stop_string: str | None = None
     stop_token_id: int | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_LENGTH_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,26 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
             )
     _count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
     check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
+
+
+def check_beam(
+    beam: sampling_pb2.BeamSearchParams,
+    stop: sampling_pb2.StopConditions,
+    output: sampling_pb2.OutputOptions,
+    limits: Limits,
+) -> None:
+    """Checks a beam search, and that nothing is asked for that it does not give."""
+    if not limits.beam_search:
+        raise rpc.unimplemented("beam", "the model's engine does not do beam search; use sampling")
+    check_number("beam.width", beam.width, 1, limits.max_outputs)
+    penalty = beam.length_penalty
+    check_number("beam.length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if stop.strings:
+        raise rpc.invalid("stop.strings", "stop.strings must be empty with beam search")
+    for name in ("logprobs", "prompt_logprobs"):
+        if output.HasField(name):
+            field = f"output.{name}"
+            raise rpc.invalid(field, f"{field} must not be set with beam search")
 
 
 def check_output(output: sampling_pb2.OutputOptions) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import time
 
+from engine.beam import BeamState
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from engine.startup import Parts
@@ -19,7 +20,9 @@ class Stepper:
         self.draws = []
         self._ids = itertools.count()
 
-    def submit(self, prompt, max_tokens=16, *, eos=(), stop=(), min_tokens=0, **sampling):
+    def submit(
+        self, prompt, max_tokens=16, *, eos=(), stop=(), min_tokens=0, beam=None, **sampling
+    ):
         request = Request(
             session=0,
             request_id=str(next(self._ids)),
@@ -30,12 +33,14 @@ class Stepper:
             eos_token_ids=frozenset(eos),
             stop_token_ids=frozenset(stop),
             arrival=time.monotonic(),
+            beam=beam,
         )
         sequences = [
             Sequence(next(self._ids), i, list(prompt), len(prompt))
             for i in range(request.sampling.n)
         ]
-        group = SequenceGroup(request, sequences)
+        beam = BeamState(request.beam) if request.beam else None
+        group = SequenceGroup(request, sequences, beam=beam)
         self.scheduler.submit(group)
         return group
 

@@ -171,7 +171,7 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     engine = running()
     engine.submit("good", max_tokens=3)
     engine.wait_idle()
-    good = [o.token_id for o in engine.heard.outputs("good")]
+    good = [o.token_ids for o in engine.heard.outputs("good")]
 
     def fail(batch):
         monkeypatch.undo()
@@ -183,7 +183,7 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     assert engine.heard.events["bad"][-1].code is FailureCode.INTERNAL
     engine.submit("again", max_tokens=3)
     engine.wait_idle()
-    assert [o.token_id for o in engine.heard.outputs("again")] == good
+    assert [o.token_ids for o in engine.heard.outputs("again")] == good
     assert engine.heard.events["again"][0].cached_tokens == 0  # nothing old is trusted
 
 

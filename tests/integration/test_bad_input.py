@@ -63,8 +63,8 @@ def tokens(*token_ids):
     return good(tokens=generation_pb2.TokenPrompt(token_ids=token_ids))
 
 
-def beam(**fields):
-    return good(beam=sampling_pb2.BeamSearchParams(width=2), **fields)
+def beam(width=2, **fields):
+    return good(beam=sampling_pb2.BeamSearchParams(width=width), **fields)
 
 
 def not_utf8(request):
@@ -159,7 +159,10 @@ CASES = [
     invalid("id not ASCII", good(request_id="é"), "request_id", "128 characters of visible"),
     invalid("long id", good(request_id="a" * 129), "request_id", "at most 128"),
     invalid("beam and sampling", beam(sampling={}), "beam", "excludes sampling"),
-    Case("beam", beam(), StatusCode.UNIMPLEMENTED, "beam", "use sampling"),
+    invalid("no beams", beam(0), "beam.width", "[1, 64]"),
+    invalid("many beams", beam(65), "beam.width", "[1, 64]"),
+    invalid("beam, stops", beam(stop={"strings": ["a"]}), "stop.strings", "with beam search"),
+    invalid("beam, logprobs", beam(output={"logprobs": 1}), "output.logprobs", "with beam search"),
     Case("model", good(model="gpt"), StatusCode.NOT_FOUND, "model", "there is: demo"),
     *(
         invalid(f"{field} not UTF-8", not_utf8(request), field, "must be valid UTF-8")
@@ -456,7 +459,8 @@ BAD_SUBMITS = [
     (submit("max", max_tokens=0), 3, "stop.max_tokens", "[1, 127]"),
     (submit("logprobs", output={"logprobs": 21}), 3, "output.logprobs", "[0, 20]"),
     (submit("late", timeout={"seconds": -1}), 4, "", "deadline"),
-    (submit("beam", beam={"width": 2}), 12, "beam", "use sampling"),
+    (submit("beam", beam={"width": OUTPUTS + 1}), 3, "beam.width", f"[1, {OUTPUTS}]"),
+    (submit("beams", beam={"width": 9}), 3, "prompt", "8 KV-cache blocks of 16 tokens"),
     (submit("good"), 6, "", "'good' is running"),
 ]
 
