@@ -111,16 +111,19 @@ def test_a_real_model_agrees(stepper, reference, demo_model):
     assert_same(groups, search_with(reference, prompts, search, eos, 12))
 
 
-@pytest.mark.parametrize("width", [2, 8])
-def test_beams_share_blocks(engine, width):
-    """500 tokens of prompt are held once; each beam has at most its own blocks beside them."""
-    one = engine(enable_prefix_caching=False, max_model_len=512)
+@pytest.mark.parametrize(
+    "outputs",
+    [{"n": 8, "temperature": 1.0}, {"beam": BeamSearch(8)}, {"beam": BeamSearch(2)}],
+    ids=["8 samples", "8 beams", "2 beams"],
+)
+def test_outputs_share_the_prompt(engine, outputs):
+    """500 tokens of prompt are held once; each output has but its own blocks beside them."""
+    one = engine(enable_prefix_caching=False)
     prompt = torch.randint(3, 500, (490,)).tolist()
-    group = one.submit(prompt, 20, beam=BeamSearch(width))
+    group = one.submit(prompt, 20, **outputs)
     used = 0
     while not one.scheduler.idle:
         one.step()
         used = max(used, one.cache.stats.used_blocks)
-    assert len(group.beam.hypotheses) == width
-    assert used <= -(-490 // 16) + width * 2
+    assert 490 // 16 < used <= 490 // 16 + group.request.num_outputs * 2
     one.cache.check_idle()
