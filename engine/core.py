@@ -283,7 +283,7 @@ class EngineCore:
         request = group.request
         del self._groups[request.session, request.request_id]
         self._metrics.requests.labels(outcome).inc()
-        log.debug(
+        log.info(
             "request ended",
             request_id=request.request_id,
             outcome=outcome,

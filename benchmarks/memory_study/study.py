@@ -261,5 +261,6 @@ def _lengths(dataset: Dataset, scale: Scale) -> dict[str, float]:
     return {
         "mean_prompt": float(trace.prompts.mean()),
         "mean_output": float(trace.outputs.mean()),
+        "prompts_that_fill_a_block": float((trace.prompts >= 16).mean()),
         "requests": len(trace),
     }

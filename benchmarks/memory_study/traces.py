@@ -23,6 +23,9 @@ import numpy.typing as npt
 MAX_LENGTH = 1024
 """Most tokens of a prompt, and of an output."""
 
+DECK = 100
+"""Requests among which the lengths are spread evenly over their distribution."""
+
 VOCABULARY = 50272  # OPT's
 
 Ints = npt.NDArray[np.int64]
@@ -61,12 +64,22 @@ class Lengths:
         return math.exp(location + self.sigma**2 / 2) * below
 
     def draw(self, rng: np.random.Generator, count: int) -> Ints:
-        """Lengths of at least 1; one random number each, so a longer draw begins the same."""
+        """Lengths of at least 1; a longer draw from the same state begins the same."""
         location = self.location
         share = _NORMAL.cdf((math.log(MAX_LENGTH) - location) / self.sigma)
-        normals = [_NORMAL.inv_cdf(share * u) for u in rng.uniform(1e-12, 1, count)]
+        normals = [_NORMAL.inv_cdf(share * u) for u in _uniform(rng, count)]
         lengths = np.exp(location + self.sigma * np.array(normals))
         return np.clip(np.rint(lengths), 1, MAX_LENGTH).astype(np.int64)
+
+
+def _uniform(rng: np.random.Generator, count: int) -> Floats:
+    """Numbers in (0, 1), of which each DECK in turn has one in each DECK-th part, shuffled.
+
+    So a trace of a few hundred requests has the distribution's mean too.
+    """
+    decks = [rng.permutation(DECK) + rng.uniform(1e-9, 1, DECK) for _ in range(-(-count // DECK))]
+    numbers: Floats = np.concatenate(decks)[:count] / DECK
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
