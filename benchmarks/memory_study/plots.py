@@ -14,7 +14,7 @@ _COLOURS = dict(zip(SYSTEMS, ("#d1495b", "#e08e45", "#5b7db1", "#2a9d5c"), stric
 
 def save(study: Study, path: Path) -> None:
     """Writes them all into one PNG."""
-    figure = Figure(figsize=(12, 12), layout="constrained")
+    figure = Figure(figsize=(12, 13), layout="constrained")
     axes = figure.subplots(3, 2)
     for column, dataset in enumerate(DATASETS):
         _memory(axes[0, column], study, dataset.name)
@@ -35,7 +35,7 @@ def _memory(axes: Axes, study: Study, dataset: str) -> None:
         published = [100 * paper.USEFUL_MEMORY[system] for system in SYSTEMS]
         axes.plot(SYSTEMS, published, "kD", markersize=5, label="useful in the paper")
     axes.set(title=f"KV memory, {dataset}", ylabel="% of all slots")
-    axes.legend(fontsize=8, loc="lower left", framealpha=0.9)
+    _legend(axes, 5)
 
 
 def _latency(axes: Axes, study: Study, dataset: str) -> None:
@@ -47,7 +47,7 @@ def _latency(axes: Axes, study: Study, dataset: str) -> None:
         title=f"Normalised latency, {dataset}", xlabel="requests/s", ylabel="s per output token"
     )
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, loc="center right")
+    _legend(axes, 4)
 
 
 def _block_sizes(axes: Axes, study: Study) -> None:
@@ -62,7 +62,7 @@ def _block_sizes(axes: Axes, study: Study) -> None:
     axes.axhline(96, color="black", linestyle=":")
     axes.set(title="Block sizes", xlabel="tokens per block", ylabel="% useful", ylim=(0, 102))
     batch.set(ylabel="dotted: requests at once, % of the most", ylim=(0, 102))
-    axes.legend(fontsize=8, loc="lower left")
+    _legend(axes, 2)
 
 
 def _sharing(axes: Axes, study: Study) -> None:
@@ -75,4 +75,11 @@ def _sharing(axes: Axes, study: Study) -> None:
     labels = [f"n = {n}" for n in study.sharing[DATASETS[0].name]]
     axes.set_xticks(range(len(labels)), labels)
     axes.set(title=f"Blocks saved by parallel sampling, {OCTAVO}", ylabel="%")
-    axes.legend(fontsize=8)
+    _legend(axes, 2)
+
+
+def _legend(axes: Axes, columns: int) -> None:
+    """Puts the legend below the plot, where it covers nothing."""
+    axes.legend(
+        fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=columns, frameon=False
+    )

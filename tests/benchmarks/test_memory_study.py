@@ -155,10 +155,7 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
     study = Study(
         scale=Scale.full(),
         slots=cost.NUM_SLOTS,
-        traces={
-            name: {"mean_prompt": 1.0, "mean_output": 2.0, "prompts_that_fill_a_block": 0.5}
-            for name in names
-        },
+        traces={name: dict.fromkeys(lengths, 0.5) for name in names},
         memory={name: dict.fromkeys(SYSTEMS, use) for name in names},
         block_sizes={name: {str(size): use for size in BLOCK_SIZES} for name in names},
         throughput={
