@@ -40,7 +40,9 @@ class EngineSettings(Settings):
         0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use."
     )
     swap_space: float = Field(
-        2.0, ge=0, description="GiB of CPU memory for preempted requests; 0 recomputes them."
+        2.0,
+        ge=0,
+        description="GiB of CPU memory for preempted requests and evicted prefixes; 0 is none.",
     )
     preemption: PreemptionMode = Field(
         "auto", description="How a preempted request gives up its blocks. auto: the cheaper way."

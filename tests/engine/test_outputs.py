@@ -1,5 +1,7 @@
 """What an engine reports: log-probabilities, seeds, several outputs, stops, prefixes."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -123,6 +125,42 @@ def test_a_cached_prefix_changes_the_work_but_not_the_output(stepper, prompt):
     second = engine.submit(prompt[:100], 10)
     batch = engine.step()
     assert second.cached_tokens == 96
+    assert batch.num_tokens == 4
+    engine.run()
+    assert own_tokens(second) == own_tokens(first)
+
+
+def test_the_second_request_with_a_long_prefix_computes_only_the_rest(stepper, prompt):
+    prefix = [*itertools.islice(itertools.cycle([*prompt, 7]), 1000)]
+    tails = prompt[3:40], prompt[50:75]
+    plain = stepper(num_blocks=160, enable_prefix_caching=False)
+    caching = stepper(num_blocks=160)
+    outputs = []
+    for engine in (plain, caching):
+        groups = []
+        for tail in tails:
+            groups.append(engine.submit([*prefix, *tail], 8))
+            first = engine.step()
+            engine.run()
+        outputs.append([own_tokens(group) for group in groups])
+    assert outputs[0] == outputs[1]
+    shared = 1000 // 16 * 16  # a part of a block is not shared
+    assert groups[1].cached_tokens == shared
+    assert first.num_tokens == 1000 - shared + len(tails[1])
+    assert sum(batch.num_tokens for batch in caching.batches[-8:]) == first.num_tokens + 7
+
+
+def test_a_prefix_that_was_evicted_comes_back_from_swap_space(stepper, prompt):
+    engine = stepper(num_blocks=16)
+    first = engine.submit(prompt[:100], 10)
+    engine.run()
+    engine.submit(prompt[::-1][:120], 10)
+    engine.run()
+    engine.submit(prompt[1:130], 10)
+    engine.run()
+    second = engine.submit(prompt[:100], 10)
+    batch = engine.step()
+    assert batch.transfers.swap_in
     assert batch.num_tokens == 4
     engine.run()
     assert own_tokens(second) == own_tokens(first)

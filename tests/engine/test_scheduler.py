@@ -294,3 +294,49 @@ def test_auto_takes_the_cheaper_way(blocks, tokens, swaps):
     policy.observe_transfer(10, 0.010)
     policy.observe_prefill(100, 0.200)
     assert policy.prefers_swap(blocks=blocks, tokens=tokens) is swaps
+
+
+def crowd(count=40):
+    """Groups of several outputs whose prompts take more than a step, all there at once."""
+    return [
+        group(i, [100 + i, *range(200, 211 + 7 * (i % 4))], 12 + 5 * (i % 3), n=2 + i % 3)
+        for i in range(count)
+    ]
+
+
+def serve(engine, groups):
+    """Serves all to the end; returns steps, tokens computed and tokens drawn."""
+    steps = computed = drawn = 0
+    memory = Memory(engine)
+    for each in groups:
+        engine.submit(each)
+    while not engine.idle:
+        before = sum(s.num_output for each in groups for s in each.sequences)
+        batch = step(engine, lambda s: 300 + s.id % 7, memory)
+        after = sum(s.num_output for each in groups for s in each.sequences)
+        assert batch, "a step did nothing though there was work"
+        steps, computed, drawn = steps + 1, computed + batch.num_tokens, drawn + after - before
+        assert steps < 5000, "requests are stuck"
+    engine.cache.check_idle()
+    assert all(len(each.live) == 0 for each in groups)
+    return steps, computed, drawn
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("swap", [1, 6, 12, 24])
+def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):
+    """Others stalled or gave up where groups of n >= 2 filled it: vLLM #546, #787, #5578."""
+
+    def busy(mode, swap):
+        return scheduler(
+            48, swap=swap, mode=mode, seqs=24, batched=24, prefix_caching=prefix_caching
+        )
+
+    recomputing, swapping = busy("recompute", 0), busy("swap", swap)
+    steps, computed, drawn = serve(recomputing, crowd())
+    steps_full, computed_full, drawn_full = serve(swapping, crowd())
+    assert recomputing.counters.preemptions_recompute > 10
+    assert swapping.counters.swap_space_full > 0
+    assert drawn_full == drawn == sum(g.request.max_tokens * len(g.sequences) for g in crowd())
+    assert drawn_full / steps_full >= 0.8 * drawn / steps
+    assert computed_full <= 1.2 * computed
