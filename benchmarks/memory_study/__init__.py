@@ -9,7 +9,8 @@ The paper: "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", Kwon et al., SOSP 2023; sections and figures below are its.
 
 Files: `traces` (who asks for what, when), `cost` (what a step takes), `buddy`
-and `contiguous` (the baselines), `paged` (Octavo), `measure` (what is counted),
+and `contiguous` (the baselines), `paged` (Octavo), `beams` (how its beams fork),
+`measure` (what is counted),
 `study` (which runs answer which claim), `paper` (its figures), `report` and
 `plots` (how they are shown).
 """

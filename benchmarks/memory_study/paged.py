@@ -1,23 +1,24 @@
 """Octavo: the engine's own scheduler and KV-cache manager, with a simulated executor.
 
-The executor draws a token that means nothing, so outputs end by `max_tokens`;
-time is the cost model's. Every count of blocks is the pool's own.
+The executor draws a token that means nothing but is not the siblings', whose
+outputs the prefix cache would else take for one; outputs end by `max_tokens`, and
+beams fork as `beams` says; time is the cost model's. Every count of blocks is the pool's own.
 """
 
 from benchmarks.memory_study import cost
+from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.measure import MemoryUse, Recorder, RunResult
 from benchmarks.memory_study.traces import Trace
 from engine.batch import Batch, Draw, StepResult
+from engine.beam import BeamState
 from engine.kv_cache import KVCacheManager
 from engine.preemption import PreemptionPolicy
-from engine.request import Request, SamplingParams
+from engine.request import BeamSearch, Request, SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceGroup
+from engine.sequence import GroupState, Sequence, SequenceGroup
 
 SAMPLE_EVERY = 8
 """Steps from one look at the memory to the next; a look walks every block table."""
-
-DRAWN = 7
 
 
 class PagedSystem:
@@ -42,6 +43,7 @@ class PagedSystem:
             max_num_seqs=cost.MAX_NUM_SEQS,
             max_num_batched_tokens=cost.MAX_NUM_BATCHED_TOKENS,
         )
+        self._continuer = Continuer(trace.seed)
         self._groups: list[SequenceGroup] = []
         self._computed_tokens = 0
 
@@ -81,8 +83,9 @@ class PagedSystem:
             self._scheduler.submit(self._groups[-1])
 
     def _group(self, index: int) -> SequenceGroup:
-        """A request as the engine sees it; the place to make one that searches with beams."""
-        n = self._trace.dataset.n
+        """A request as the engine sees it."""
+        n, width = self._trace.dataset.n, self._trace.dataset.beams
+        search = BeamSearch(width) if width else None
         prompt = self._trace.prompt_tokens(index)
         request = Request(
             session=0,
@@ -91,9 +94,10 @@ class PagedSystem:
             sampling=SamplingParams(n=n),
             max_tokens=int(self._trace.outputs[index]),
             arrival=float(self._trace.arrivals[index]),
+            beam=search,
         )
         sequences = [Sequence(n * index + i, i, list(prompt), len(prompt)) for i in range(n)]
-        return SequenceGroup(request, sequences)
+        return SequenceGroup(request, sequences, beam=BeamState(search) if search else None)
 
     def _seconds(self, batch: Batch) -> float:
         assert batch, "nothing can run and requests wait: the scheduler is stuck"
@@ -106,12 +110,16 @@ class PagedSystem:
 
     def _update(self, batch: Batch) -> list[SequenceGroup]:
         """Draws and books the step's tokens; returns the groups that are now complete."""
-        draws = [
-            Draw(part.group, sequence, DRAWN) for part in batch.slices for sequence in part.samplers
-        ]
-        self._scheduler.update(batch, StepResult(draws))
-        groups = dict.fromkeys(draw.group for draw in draws)
-        return [group for group in groups if not group.live]
+        result = StepResult([])
+        for part in batch.slices:
+            if part.group.beam and part.samplers:
+                tokens = self._continuer.draw(part.group.beam.candidates_for(0))
+                result.continuations[part.sequence.id] = tokens
+            else:
+                result.draws.extend(Draw(part.group, s, s.index) for s in part.samplers)
+        self._scheduler.update(batch, result)
+        groups = dict.fromkeys(part.group for part in batch.slices)
+        return [group for group in groups if group.state is GroupState.FINISHED]
 
     def _memory(self, batch: Batch) -> MemoryUse:
         """Looks at the memory as the step ends, before anything is freed.
@@ -148,7 +156,7 @@ class PagedSystem:
 
     def _extra(self) -> dict[str, float]:
         counters = self._scheduler.counters
-        outputs = self._trace.dataset.n * int(self._trace.outputs.sum())
+        outputs = self._trace.dataset.num_outputs * int(self._trace.outputs.sum())
         return {
             "prompt_tokens": int(self._trace.prompts.sum()),
             "cached_tokens": sum(group.cached_tokens for group in self._groups),

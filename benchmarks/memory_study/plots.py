@@ -67,14 +67,17 @@ def _block_sizes(axes: Axes, study: Study) -> None:
 
 def _sharing(axes: Axes, study: Study) -> None:
     for offset, dataset in zip((-0.2, 0.2), DATASETS, strict=True):
-        counts = study.sharing[dataset.name]
-        saved = [100 * use["saved_by_sharing"] for use in counts.values()]
-        places = [i + offset for i in range(len(counts))]
-        label = f"{dataset.name} (paper: {paper.SHARING[dataset.name]})"
+        name = dataset.name
+        runs = [*study.sharing[name].values(), *study.beams[name].values()]
+        saved = [100 * use["saved_by_sharing"] for use in runs]
+        places = [i + offset for i in range(len(runs))]
+        label = f"{name} (paper: {paper.SHARING[name]}, beams {paper.BEAM_SHARING[name]})"
         axes.bar_label(axes.bar(places, saved, width=0.4, label=label), fmt="%.1f")
-    labels = [f"n = {n}" for n in study.sharing[DATASETS[0].name]]
+    first = DATASETS[0].name
+    labels = [f"n = {n}" for n in study.sharing[first]]
+    labels += [f"{width} beams" for width in study.beams[first]]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set(title=f"Blocks saved by parallel sampling, {OCTAVO}", ylabel="%")
+    axes.set(title=f"Blocks saved by samples and by beams, {OCTAVO}", ylabel="%")
     _legend(axes, 2)
 
 

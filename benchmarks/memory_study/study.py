@@ -32,6 +32,7 @@ DATASETS = (traces.SHAREGPT, traces.ALPACA)
 PREFIXED = (traces.ONE_SHOT, traces.FIVE_SHOT)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SAMPLES = (2, 4, 6)
+WIDTHS = (2, 4, 6)
 
 TOLERANCE = 0.03
 """How far the rate found may be below the highest one, relative to it."""
@@ -56,7 +57,7 @@ class Scale:
 
     @classmethod
     def full(cls, seed: int = 0) -> "Scale":
-        """What the committed results were made with: under three minutes on 2 cores."""
+        """What the committed results were made with: under four minutes on 2 cores."""
         names = [dataset.name for dataset in (*DATASETS, *PREFIXED)]
         backlog = dict(zip(names, (240, 1400, 1000, 800), strict=True))
         seconds = dict(zip(names, (400.0, 40.0, 15.0, 15.0), strict=True))
@@ -104,6 +105,13 @@ def sharing(dataset: Dataset, n: int, scale: Scale) -> dict[str, Any]:
     """What `n` outputs of each prompt save by holding the prompt's blocks together."""
     count = max(1, 2 * scale.backlog[dataset.name] // (2 + n))
     trace = traces.backlog(replace(dataset, n=n), count, scale.seed)
+    return _summary(_complete(PagedSystem(trace, cost.NUM_SLOTS)))
+
+
+def beam_sharing(dataset: Dataset, width: int, scale: Scale) -> dict[str, Any]:
+    """What the beams of one search save by holding together what they have in common."""
+    count = max(1, 2 * scale.backlog[dataset.name] // (2 + width))
+    trace = traces.backlog(replace(dataset, beams=width), count, scale.seed)
     return _summary(_complete(PagedSystem(trace, cost.NUM_SLOTS)))
 
 
@@ -178,6 +186,7 @@ class Study:
         block_sizes: by data set, then block size.
         throughput: by data set, then system.
         sharing: by data set, then outputs per request.
+        beams: by data set, then width of the search.
         prefixes: by data set, then "cached" and "uncached".
     """
 
@@ -188,6 +197,7 @@ class Study:
     block_sizes: dict[str, dict[str, Any]]
     throughput: dict[str, dict[str, Any]]
     sharing: dict[str, dict[str, Any]]
+    beams: dict[str, dict[str, Any]]
     prefixes: dict[str, dict[str, Any]]
 
     def as_dict(self) -> dict[str, Any]:
@@ -224,6 +234,12 @@ def run_study(scale: Scale) -> Study:
             dataset.name: {str(n): pool.submit(sharing, dataset, n, scale) for n in SAMPLES}
             for dataset in DATASETS
         }
+        beams: _Table = {
+            dataset.name: {
+                str(width): pool.submit(beam_sharing, dataset, width, scale) for width in WIDTHS
+            }
+            for dataset in DATASETS
+        }
         prefixes: _Table = {
             dataset.name: {
                 "cached": pool.submit(prefix, dataset, scale, caching=True),
@@ -246,6 +262,7 @@ def run_study(scale: Scale) -> Study:
             _gather(sizes),
             _gather(rates),
             _gather(shared),
+            _gather(beams),
             _gather(prefixes),
         )
 

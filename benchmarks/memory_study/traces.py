@@ -92,6 +92,7 @@ class Dataset:
         output: tokens of an output.
         prefix: tokens at the front of every prompt that are the same in all.
         n: outputs of each request, all of the same length.
+        beams: the width of each request's beam search, or 0 for none; `n` is then 1.
     """
 
     name: str
@@ -99,6 +100,12 @@ class Dataset:
     output: Lengths
     prefix: int = 0
     n: int = 1
+    beams: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of each request."""
+        return self.beams or self.n
 
 
 SHAREGPT = Dataset("ShareGPT", Lengths(161, 1.4), Lengths(338, 1.0))

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks.memory_study import cost, report, traces
+from benchmarks.memory_study import cost, paper, report, traces
+from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.buddy import BuddyAllocator
 from benchmarks.memory_study.contiguous import RESERVATIONS, ContiguousSystem
 from benchmarks.memory_study.paged import PagedSystem
@@ -122,6 +124,29 @@ def test_samples_share_their_prompt():
     assert saved[-1] > 0.1
 
 
+def test_beams_share_more_than_samples_do_and_more_of_them_share_more():
+    def saved(**outputs):
+        trace = traces.backlog(replace(traces.SHAREGPT, **outputs), 40, seed=0)
+        result = PagedSystem(trace, 4000).run()
+        assert len(result.latencies) == len(trace)
+        return result.memory.shares()["saved_by_sharing"]
+
+    two, four = saved(beams=2), saved(beams=4)
+    assert 0.3 < two < four < 1 - 1 / 4
+    assert four > saved(n=4)
+
+
+def test_beams_get_likely_tokens_first_and_no_more_than_all_probability():
+    continuer = Continuer(seed=0)
+    drawn = [continuer.draw(12) for _ in range(5000)]
+    probabilities = np.exp([[logprob for _, logprob in tokens] for tokens in drawn])
+    assert np.isfinite(probabilities).all()
+    assert (probabilities.sum(axis=1) <= 1).all()
+    assert np.quantile(probabilities[:, 0], 0.5) == pytest.approx(0.7, abs=0.05)
+    assert probabilities.mean(axis=0) == pytest.approx(np.sort(probabilities.mean(axis=0))[::-1])
+    assert [token for token, _ in drawn[0]] == list(range(12))
+
+
 def test_a_common_prefix_is_computed_once():
     trace = traces.backlog(traces.FIVE_SHOT, 200, seed=0)
     cached, uncached = (
@@ -163,12 +188,14 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
             for name in names
         },
         sharing={name: {"2": use} for name in names},
+        beams={name: {"6": use} for name in names},
         prefixes={"Translation, 1 shot": {"cached": use, "uncached": use}},
     )
     study.memory["Alpaca"] = dict.fromkeys(SYSTEMS, use | {"useful": 0.9})
     text = report.markdown(study, "today")
     assert "- MET: at block size 16 on ShareGPT, 97.0%" in text
     assert "NOT MET: at block size 16 on Alpaca, 90.0%" in text
+    assert f"| ShareGPT, width 6 | 1.0% | {paper.BEAM_SHARING['ShareGPT']} |" in text
     console = Console(width=140)
     with console.capture() as capture:
         report.show(study, console)
