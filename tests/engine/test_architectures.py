@@ -60,6 +60,7 @@ def save(config, path):
     for parameter in model.parameters():  # far from uniform, so that argmax is decided
         torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(path)
+    model.set_attn_implementation("eager")  # before 5.23 the default one leaves the soft cap out
     return model.eval()
 
 
