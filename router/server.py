@@ -3,13 +3,15 @@
 import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import grpc.aio
 import structlog
 from grpc_health.v1 import health
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
+from octavo.common.metrics import serve_metrics
 from octavo.v1 import generation_pb2_grpc
 from router.admission import Admission
 from router.config import RouterSettings
@@ -47,7 +49,7 @@ class Router:
         self._stopping = False
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._metrics_server: Callable[[], None] | None = None
+        self._open = ExitStack()  # what is left to close: the metrics' server
 
     async def start(self) -> None:
         """Listens, and begins to connect to the engines.
@@ -65,8 +67,7 @@ class Router:
             max_message_bytes=settings.max_message_bytes,
         )
         self.address = _bind(self._server, settings.host, settings.port)
-        if settings.metrics_port:
-            self._start_metrics()
+        self._open.enter_context(serve_metrics(self.registry, settings.host, settings.metrics_port))
         await self._server.start()
         self._watcher = asyncio.create_task(self._watch(), name="health")
         self.pool.start()
@@ -89,8 +90,7 @@ class Router:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self.pool.close()
         self._tokenizers.close()
-        if self._metrics_server is not None:
-            await asyncio.to_thread(self._metrics_server)
+        await asyncio.to_thread(self._open.close)
         log.info("router_stopped", address=self.address)
 
     def _engines_changed(self, model: str) -> None:
@@ -107,23 +107,6 @@ class Router:
             serving = bool(self.pool.up()) and not self._stopping
             await rpc.set_serving(self._health, ["", SERVICE], serving=serving)
             await self._changed.wait()
-
-    def _start_metrics(self) -> None:
-        host, port = self._settings.host, self._settings.metrics_port
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except OSError as error:
-            raise OSError(
-                f"cannot serve metrics on {host}:{port} ({error}); choose another --metrics-port, "
-                "or 0 for none"
-            ) from error
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        self._metrics_server = close
 
 
 async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | None = None) -> None:

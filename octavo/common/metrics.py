@@ -23,7 +23,8 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> Iterator
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
         raise OSError(
-            f"cannot serve metrics on {host}:{port} (--metrics-port): {error.strerror}"
+            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another "
+            "--metrics-port, or 0 for none"
         ) from None
     log.info("metrics served", address=f"http://{host}:{port}/metrics")
     try:
