@@ -340,3 +340,21 @@ def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):
     assert drawn_full == drawn == sum(g.request.max_tokens * len(g.sequences) for g in crowd())
     assert drawn_full / steps_full >= 0.8 * drawn / steps
     assert computed_full <= 1.2 * computed
+
+
+def test_a_group_cancelled_while_swapped_out_leaves_nothing():
+    engine = scheduler(6, swap=16, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 12))
+    while not engine.swapped:
+        step(engine)
+    (cancelled,) = engine.swapped
+    assert engine.cache.stats.used_swap_blocks > 0
+    for sequence in cancelled.live:
+        engine.finish(cancelled, sequence, FinishReason.ABORTED)
+    assert cancelled.state is GroupState.FINISHED
+    assert not engine.swapped
+    assert engine.cache.stats.used_swap_blocks == 0
+    while not engine.idle:
+        step(engine)
+    engine.cache.check_idle()
