@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 Command = Callable[[], None]
 Deliver = Callable[[list[Event], Load], None]
 
+HEARTBEAT_SECONDS = 1.0
+"""An idle core tells its load this often: silence for longer means that it hangs."""
 PREFILL_SHARE = 0.5
 """A step tells the speed of prefill if more than this share of its tokens is prefill."""
 
@@ -72,6 +74,10 @@ class EngineCore:
         """Stops a request or one of its outputs; nothing more is told of it."""
         self._commands.put(partial(self._abort, session, request_id, index))
 
+    def open_session(self) -> None:
+        """Has the load told at once, to a session that just opened among others."""
+        self._commands.put(_nothing)
+
     def close_session(self, session: int) -> None:
         """Stops all requests of a session."""
         self._commands.put(partial(self._close_session, session))
@@ -104,9 +110,9 @@ class EngineCore:
         self._tell()
 
     def _take_commands(self) -> None:
-        """Does all commands that wait; waits for one where there is nothing else to do."""
+        """Does all commands that wait; waits a while for one if there is nothing else to do."""
         try:
-            command = self._commands.get(block=self._scheduler.idle)
+            command = self._commands.get(self._scheduler.idle, HEARTBEAT_SECONDS)
             while True:
                 command()
                 command = self._commands.get_nowait()
@@ -226,13 +232,20 @@ class EngineCore:
             self._events.append(Failure(*key, *failure))
             return
         sequences = [
-            Sequence(next(self._ids), i, list(request.prompt), len(request.prompt))
-            for i in range(1 if request.beam else request.sampling.n)
+            self._begin(request, i) for i in range(1 if request.beam else request.sampling.n)
         ]
         beam = BeamState(request.beam) if request.beam else None
         group = SequenceGroup(request, sequences, beam=beam)
         self._groups[key] = group
         self._scheduler.submit(group)
+
+    def _begin(self, request: Request, index: int) -> Sequence:
+        """An output's sequence: as if preempted, where another engine has begun it."""
+        tokens, reason = list(request.prompt), None
+        if (resumed := request.resume.get(index)) is not None:
+            tokens += resumed.token_ids
+            reason = FinishReason.ABORTED if resumed.finished else None
+        return Sequence(next(self._ids), index, tokens, len(request.prompt), finish_reason=reason)
 
     def _abort(self, session: int, request_id: str, index: int | None) -> None:
         group = self._groups.get((session, request_id))
@@ -289,3 +302,7 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+def _nothing() -> None:
+    """The command to do nothing but tell."""

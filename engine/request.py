@@ -1,5 +1,6 @@
 """What an engine is asked for: immutable, checked, free of protobuf."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -63,6 +64,19 @@ class BeamSearch:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumption:
+    """Where an output goes on that another engine began.
+
+    Attributes:
+        token_ids: drawn for it so far, in order.
+        finished: nothing more is drawn for it.
+    """
+
+    token_ids: tuple[int, ...]
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and what to do with it.
 
@@ -81,6 +95,7 @@ class Request:
         arrival: `time.monotonic()` seconds.
         deadline: `time.monotonic()` seconds, or None.
         beam: search in place of sampling, or None.
+        resume: outputs that another engine began, by index.
     """
 
     session: int
@@ -96,6 +111,7 @@ class Request:
     cache_salt: str = ""
     deadline: float | None = None
     beam: BeamSearch | None = None
+    resume: Mapping[int, Resumption] = field(default_factory=dict)
 
     @property
     def stopping(self) -> frozenset[int]:

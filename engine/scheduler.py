@@ -334,7 +334,7 @@ class Scheduler:
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
             if not group.started:
                 group.started = True
-                group.cached_tokens = lead.num_computed
+                group.cached_tokens = min(lead.num_computed, lead.num_prompt)
             self._run(batch, group, tokens)
 
     def _run(self, batch: Batch, group: SequenceGroup, budget: int) -> None:

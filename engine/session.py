@@ -10,9 +10,6 @@ from engine.sequence import TokenLogprob
 from octavo.common.rpc import RpcError
 from octavo.v1 import engine_pb2, sampling_pb2
 
-HEARTBEAT_SECONDS = 1.0
-"""A session that had nothing to say for this long says how loaded the engine is."""
-
 Translate = Callable[[engine_pb2.Submit], Request]
 
 
@@ -36,14 +33,10 @@ class Session:
         """Serves until the router ends the stream; then its requests are stopped."""
         reader = asyncio.create_task(self._read(session, orders), name=f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
+        self._core.open_session()
         try:
-            yield engine_pb2.SessionResponse(load=to_load(self._core.load))
             while not reader.done():
-                try:
-                    async with asyncio.timeout(HEARTBEAT_SECONDS):
-                        await self._ready.wait()
-                except TimeoutError:
-                    self._pending.load.CopyFrom(to_load(self._core.load))
+                await self._ready.wait()
                 self._ready.clear()
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
                 self._entries.clear()

@@ -2,11 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.request import BeamSearch, Request, SamplingParams
+from engine.request import BeamSearch, Request, Resumption, SamplingParams
+from octavo.common import rpc
 from octavo.common.limits import (
     Limits,
     check_beam,
@@ -43,6 +44,9 @@ def to_request(
     prompt = tuple(submit.prompt_token_ids)
     outputs = beam.width if beam else sampling.n
     max_tokens = output_length(len(prompt), outputs, submit.stop, limits)
+    if beam and submit.resume:
+        raise rpc.invalid("resume", "resume must be empty with beam search")
+    resume = _resume(submit.resume, outputs, max_tokens, limits)
     stop = submit.stop
     now = time.monotonic()
     timeout = _seconds(submit.timeout) if submit.HasField("timeout") else None
@@ -60,7 +64,33 @@ def to_request(
         arrival=now,
         deadline=None if timeout is None else now + timeout,
         beam=beam,
+        resume=resume,
     )
+
+
+def _resume(
+    entries: Iterable[engine_pb2.Resume], outputs: int, max_tokens: int, limits: Limits
+) -> dict[int, Resumption]:
+    """Checks and translates what other engines drew, by output."""
+    resume: dict[int, Resumption] = {}
+    for i, entry in enumerate(entries):
+        if entry.index >= outputs or entry.index in resume:
+            raise rpc.invalid(
+                f"resume[{i}].index",
+                f"resume[{i}].index must be in [0, {outputs - 1}] and named once; "
+                f"got {entry.index}",
+            )
+        if len(entry.token_ids) >= max_tokens and not entry.finished:
+            raise rpc.invalid(
+                f"resume[{i}].token_ids",
+                f"resume[{i}].token_ids must be fewer than the {max_tokens} that the output may "
+                f"have; there are {len(entry.token_ids)}",
+            )
+        check_token_ids(f"resume[{i}].token_ids", entry.token_ids, limits.vocab_size)
+        resume[entry.index] = Resumption(tuple(entry.token_ids), entry.finished)
+    if sum(resumption.finished for resumption in resume.values()) == outputs:
+        raise rpc.invalid("resume", "resume must leave an output to draw for")
+    return resume
 
 
 def _seconds(duration: Duration) -> float:
