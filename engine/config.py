@@ -13,7 +13,9 @@ class EngineSettings(Settings):
 
     table: ClassVar[str] = "engine"
 
-    model: str = Field(description="Hub name, local directory, or `demo` (SmolLM2-135M-Instruct).")
+    model: str = Field(
+        description="Hub name, local directory, GGUF file, or `demo` (SmolLM2-135M-Instruct)."
+    )
     served_model_name: str | None = Field(
         None, description="Name that clients use. Default: the value of --model."
     )

@@ -93,7 +93,7 @@ def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
     place: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         tokenizer = AutoTokenizer.from_pretrained(**place)
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             **place,
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
@@ -101,8 +101,8 @@ def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
         )
     except Exception as error:
         raise ModelError(f"transformers cannot read {source}: {_first_line(error)}") from error
-    if loading["missing_keys"]:
-        missing = sorted(loading["missing_keys"])
+    model, loading = loaded
+    if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"{source} lacks {len(missing)} of the model's weights, as {missing[0]}")
     return model, tokenizer
 
