@@ -24,6 +24,7 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._hit: set[bytes] = set()
 
     @property
     def num_free(self) -> int:
@@ -74,7 +75,9 @@ class BlockPool:
         if not self._cached:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._key_of.pop(block)]
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        self._hit.discard(key)
         return block
 
     def share(self, block: int) -> None:
@@ -144,12 +147,22 @@ class BlockPool:
         """The block published under `key`, in use or cached."""
         return self._block_of.get(key)
 
+    def mark_hit(self, key: bytes) -> None:
+        """Notes that what is published under `key`, if anything, was found by a reader."""
+        if key in self._block_of:
+            self._hit.add(key)
+
+    def was_hit(self, key: bytes) -> bool:
+        """Whether what is published under `key` was found by a reader."""
+        return key in self._hit
+
     def forget_contents(self) -> None:
         """Unpublishes everything: no block's contents can be trusted any more."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._key_of.clear()
         self._block_of.clear()
+        self._hit.clear()
 
     def check(self) -> None:
         """Asserts that free, cached and in-use blocks partition the pool."""
@@ -163,3 +176,4 @@ class BlockPool:
         shared = sum(count > 1 for count in self._references)
         assert self._num_shared == shared, "shared blocks are miscounted"
         assert {block: key for key, block in self._block_of.items()} == self._key_of
+        assert self._hit <= set(self._block_of), "contents that are gone count as hit"

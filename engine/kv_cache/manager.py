@@ -7,7 +7,10 @@ whole of what they say or raise and change nothing.
 
 Swap space has two uses. It holds preempted sequences; what they leave of it
 caches prefix blocks that the device evicted, which a later match brings back by
-copy. A preempted sequence evicts those, never the reverse.
+copy. A preempted sequence evicts those, never the reverse. Only a prefix that was
+hit falls there: one that a sequence was admitted with since it was computed. To
+copy what nobody reads twice would only slow the steps. A prefix counts as hit
+until neither memory has it.
 
 Copies are ordered at once and done before the step computes, all `swap_out`
 before all `swap_in` before all `copies`. So a device block may leave and be
@@ -49,7 +52,7 @@ class CacheCounters:
     """Events since the start, for metrics and tests.
 
     Attributes:
-        fallen_blocks: prefix blocks copied to swap space when evicted.
+        fallen_blocks: prefix blocks, once hit, copied to swap space when evicted.
         returned_blocks: prefix blocks copied back instead of recomputed.
     """
 
@@ -165,11 +168,12 @@ class KVCacheManager:
         self.swap.forget_contents()
 
     def _allocate(self, pool: BlockPool) -> int:
-        """A block of `pool`; prefix blocks that the device evicts fall to swap space."""
+        """A block of `pool`; prefix blocks that the device evicts fall if they were hit."""
         if pool is self.device:
-            if (evicted := pool.next_evicted) is not None:
+            if (evicted := pool.next_evicted) is not None and pool.was_hit(evicted[1]):
                 block, key = evicted
                 if (kept := self.swap.keep(key)) is not None:
+                    self.swap.mark_hit(key)
                     self._falling[kept] = block
             return pool.allocate()
         block = pool.allocate()
@@ -212,7 +216,13 @@ class KVCacheManager:
             parent = table.keys[-1] if table.keys else table.root
             tokens = token_ids[i * self.block_size : (i + 1) * self.block_size]
             table.keys.append(block_key(parent, tokens))
-            self.device.publish(table.blocks[i], table.keys[i])
+            self._publish(self.device, table.blocks[i], table.keys[i])
+
+    def _publish(self, pool: BlockPool, block: int, key: bytes) -> None:
+        """Makes a block findable; what one pool knows to be hit is hit in the other too."""
+        pool.publish(block, key)
+        if self.device.was_hit(key) or self.swap.was_hit(key):
+            pool.mark_hit(key)
 
     # A sequence's blocks.
 
@@ -254,8 +264,10 @@ class KVCacheManager:
             if hit.swapped:
                 self._reading.append(hit.block)
                 self._transfers.swap_in.append((hit.block, block))
-                self.device.publish(block, hit.key)
+                self._publish(self.device, block, hit.key)
                 self.counters.returned_blocks += 1
+            self.device.mark_hit(hit.key)
+            self.swap.mark_hit(hit.key)
         return len(hits) * self.block_size
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
@@ -401,7 +413,7 @@ class KVCacheManager:
             table.blocks = [moved[block] for block in table.blocks]
             table.swapped = target is self.swap
             for block, key in zip(table.blocks, table.keys, strict=False):
-                target.publish(block, key)
+                self._publish(target, block, key)
         return [(block, moved[block]) for block in copied]
 
     # Invariants.

@@ -161,11 +161,69 @@ def test_what_is_shared_and_what_is_wasted_is_counted():
     assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (0, 0)
 
 
-def cached_prefix(cache, tokens):
-    """Leaves a prompt's full blocks in the prefix cache of the device."""
+def cached_prefix(cache, tokens, *, hit=True):
+    """Leaves a prompt's full blocks in the prefix cache of the device.
+
+    With `hit`, each has been found by another prompt: that takes a block more.
+    """
     cache.admit(99, tokens)
     cache.publish(99, tokens, len(tokens))
     cache.free(99)
+    if hit:
+        cache.admit(99, [*tokens, 0])
+        cache.free(99)
+
+
+def test_an_evicted_prefix_that_nobody_hit_is_gone():
+    cache = manager(num_blocks=4)
+    cached_prefix(cache, list(range(12)), hit=False)
+    cache.admit(1, list(range(5)))  # the first block is found, and the last two are not
+    cache.free(1)
+    cache.admit(2, [99] * 13)
+    assert len(cache.take_transfers().swap_out) == 1
+    assert [hit.swapped for hit in cache.find_prefix(list(range(13)))] == [True]
+    cache.check()
+
+
+def test_a_lookup_is_no_hit_and_neither_is_an_admission_that_fails():
+    cache = manager(num_blocks=4)
+    cached_prefix(cache, list(range(8)), hit=False)
+    assert cache.blocks_to_admit([*range(8), 0]) == 3
+    with pytest.raises(OutOfBlocksError):
+        cache.admit(1, [*range(8), *[0] * 12])
+    cache.admit(2, [99] * 16)
+    assert not cache.take_transfers()
+
+
+def test_a_prefix_that_was_hit_stays_so_until_it_is_nowhere():
+    cache = manager(num_blocks=5, num_swap_blocks=3)
+
+    def fill_device():
+        cache.admit(90, [99] * 20, reuse=False)
+        cache.free(90)
+        return cache.take_transfers().swap_out
+
+    def fill_swap_space():
+        cache.admit(91, [98] * 12, reuse=False)
+        cache.swap_out([91])
+        cache.free(91)
+        cache.take_transfers()
+
+    tokens = list(range(8))
+    cached_prefix(cache, tokens)
+    cache.admit(1, [*tokens, 0])
+    cache.swap_out([1])
+    assert len(fill_device()) == 3  # the sequence's, and nothing else: swap space has it now
+    cache.swap_in([1])
+    cache.take_transfers()
+    cache.free(1)
+    fill_swap_space()
+    assert len(fill_device()) == 2
+    fill_swap_space()
+    assert cache.find_prefix([*tokens, 0]) == []
+    cached_prefix(cache, tokens, hit=False)  # computed anew, it is like any other
+    assert not fill_device()
+    cache.check()
 
 
 def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
@@ -202,7 +260,7 @@ def test_preempted_sequences_evict_prefixes_from_swap_space_and_never_the_revers
     assert len(moves.swap_out) == len({kept for _, kept in moves.swap_out}) == 3
     assert (cache.stats.used_swap_blocks, cache.stats.cached_swap_blocks) == (2, 1)
     cache.free(1)
-    cached_prefix(cache, list(range(40, 64)))
+    cached_prefix(cache, list(range(40, 60)))
     cache.admit(2, [98] * 24)
     assert cache.stats.used_swap_blocks == 2
     cache.check()
@@ -213,9 +271,9 @@ def test_a_swap_block_is_not_written_in_the_step_that_reads_it():
     cache.admit(0, [5] * 8)
     cache.swap_out([0])
     cache.take_transfers()
-    cached_prefix(cache, list(range(16)))
-    cache.swap_in([0])  # evicts two blocks, which have no place to fall to
-    cache.admit(1, [6] * 8)  # nor have these
+    cached_prefix(cache, list(range(12)))
+    cache.swap_in([0])  # evicts a block, which has no place to fall to
+    cache.admit(1, [6] * 8)  # nor have these two
     moves = cache.take_transfers()
     assert (len(moves.swap_in), moves.swap_out) == (2, [])
 
@@ -295,6 +353,7 @@ class Contents(RuleBasedStateMachine):
         self.swapped: set[int] = set()
         self.fresh: set[int] = set()  # those that got blocks since copies were last done
         self.named: dict[bytes, list[int]] = {}  # what must be found under a key
+        self.hit: set[bytes] = set()  # of these, those that a sequence was admitted with
         self.next_id = 0
 
     @initialize(
@@ -314,6 +373,7 @@ class Contents(RuleBasedStateMachine):
     # What the executor does.
 
     def transfer(self):
+        self.forget_what_is_gone()
         moves = self.cache.take_transfers()
         event(f"prefixes fall: {self.cache.counters.fallen_blocks > 0}")
         event(f"prefixes return: {self.cache.counters.returned_blocks > 0}")
@@ -334,6 +394,20 @@ class Contents(RuleBasedStateMachine):
                 if (block := pool.find(key)) is not None:
                     assert contents[block] == tokens, "a published block holds something else"
 
+    def forget_what_is_gone(self):
+        """What neither memory holds must be hit again to count."""
+        pools = self.cache.device, self.cache.swap
+        self.hit = {key for key in self.hit if any(pool.find(key) is not None for pool in pools)}
+
+    def idle_hits(self):
+        """Prefixes that were hit, on the device, and that `evict` takes."""
+        device = self.cache.device
+        return [
+            key
+            for key in self.hit
+            if (block := device.find(key)) is not None and device.is_idle(block)
+        ]
+
     def write(self, id_, end):
         for position in range(self.computed[id_], end):
             block = self.cache.table(id_)[position // BLOCK_SIZE]
@@ -341,11 +415,17 @@ class Contents(RuleBasedStateMachine):
             self.device[block][position % BLOCK_SIZE] = self.tokens[id_][position]
         self.computed[id_] = end
         self.cache.publish(id_, self.tokens[id_], end)
-        key = ROOT_KEY
-        for start in range(0, end - BLOCK_SIZE + 1, BLOCK_SIZE):
-            tokens = self.tokens[id_][start : start + BLOCK_SIZE]
-            key = block_key(key, tokens)
-            self.named[key] = tokens
+        self.named.update(self.keys(self.tokens[id_][:end]))
+
+    @staticmethod
+    def keys(tokens):
+        """The key of each full block, with its tokens."""
+        key, named = ROOT_KEY, {}
+        for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
+            block = tokens[start : start + BLOCK_SIZE]
+            key = block_key(key, block)
+            named[key] = block
+        return named
 
     # What is picked.
 
@@ -381,6 +461,7 @@ class Contents(RuleBasedStateMachine):
             cached = self.cache.admit(self.next_id, tokens)
         except OutOfBlocksError:
             return
+        self.hit.update(self.keys(tokens[:cached]))
         self.tokens[self.next_id] = tokens
         self.computed[self.next_id] = cached
         self.family[self.next_id] = self.next_id
@@ -446,10 +527,20 @@ class Contents(RuleBasedStateMachine):
 
     @rule()
     def evict(self):
-        """Takes every idle block of the device, and lets go of them."""
+        """Takes every idle block of the device, and lets go of them: what was hit falls."""
         number, self.next_id = self.next_id, self.next_id + 1
+        falling, room = self.idle_hits(), self.cache.swap.num_available
+        before = set(self.found(self.cache.swap))
         self.cache.admit(number, [0] * (BLOCK_SIZE * self.cache.device.num_available), reuse=False)
         self.cache.free(number)
+        kept = set(self.found(self.cache.swap))
+        event(f"prefixes that were hit are evicted: {bool(falling)}")
+        assert kept <= before | set(falling), "a prefix fell that nobody hit"
+        if len(falling) <= room:
+            assert kept >= set(falling), "a prefix that was hit is gone and there was room"
+
+    def found(self, pool):
+        return [key for key in self.named if pool.find(key) is not None]
 
     @rule(data=st.data())
     @on("device")
@@ -525,6 +616,14 @@ class Contents(RuleBasedStateMachine):
     def books_balance(self):
         if hasattr(self, "cache"):
             self.cache.check()
+
+    @invariant()
+    def what_was_hit_counts_as_hit_wherever_it_is(self):
+        if hasattr(self, "cache"):
+            self.forget_what_is_gone()
+            for pool in (self.cache.device, self.cache.swap):
+                for key in self.found(pool):
+                    assert pool.was_hit(key) is (key in self.hit)
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self):
