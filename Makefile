@@ -25,8 +25,8 @@ test: $(STAMP) ## Run the tests (ARGS="tests/octavo -k client" for some of them)
 serve: $(STAMP) ## Serve MODEL (default: demo)
 	$(BIN)/octavo serve --model $(MODEL) $(ARGS)
 
-bench: $(STAMP) ## Serve MODEL and measure it
-	$(BIN)/octavo bench --serve $(MODEL) $(ARGS)
+bench: $(STAMP) ## Serve MODEL and measure its throughput (ARGS="-c 1 8 32")
+	$(BIN)/octavo bench throughput --serve $(MODEL) $(ARGS)
 
 memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \

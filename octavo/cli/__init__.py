@@ -27,8 +27,9 @@ app = typer.Typer(
 
 for _command in (serve, router, engine):
     app.command(rich_help_panel="Serve", epilog=EPILOG)(_command)
-for _command in (generate, chat, status, bench, demo):
+for _command in (generate, chat, status, demo):
     app.command(rich_help_panel="Use")(_command)
+app.add_typer(bench, name="bench", rich_help_panel="Use")
 
 
 def _print_version(wanted: bool) -> None:

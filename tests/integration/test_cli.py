@@ -58,13 +58,3 @@ def test_status(octavo):
     assert shown["models"][0]["name"] == "demo"
     assert shown["models"][0]["total_blocks"] == 512
     assert "demo" in octavo("status", "--once").stdout
-
-
-def test_bench(octavo):
-    sizes = ("--prompt-tokens", "16", "--output-tokens", "8")
-    done = octavo("bench", "-r", "6", "-c", "3", *sizes, "--json")
-    result = json.loads(done.stdout)
-    assert result["requests"] == 6
-    assert result["output_tokens"] == 48
-    assert result["failed"] == 0
-    assert result["ttft_ms_p50"] > 0

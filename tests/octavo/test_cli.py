@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
-from octavo.cli.bench import Timing, summarize
 
 runner = CliRunner()
 
@@ -84,28 +83,6 @@ def test_status(octavo):
     assert "6/10" in once
     assert "60%" in once
     assert once.split()[-4:] == ["2", "3", "5/8", "12.5%"]  # shared, cached, in swap, waste
-
-
-def test_bench(octavo, service):
-    result = octavo("bench", "-r", "5", "-c", "2", "--prompt-tokens", "7", "--json")
-    assert json.loads(result.stdout)["requests"] == 5
-    prompts = [tuple(request.tokens.token_ids) for request in service.requests]
-    assert len(set(prompts)) == 5
-    assert {len(prompt) for prompt in prompts} == {7}
-    assert all(request.stop.ignore_eos for request in service.requests)
-
-
-def test_bench_of_a_model_that_is_not_there(octavo):
-    result = octavo("bench", "--model", "other")
-    assert result.exit_code == 1
-    assert "NOT_FOUND: no model 'other'; served: m" in result.stderr
-
-
-def test_bench_figures():
-    result = summarize([Timing(0.1, 1.1, 11), Timing(0.3, 2.3, 11)], wall=2.0)
-    assert result["output_tokens_per_s"] == 11
-    assert result["ttft_ms_mean"] == pytest.approx(200)
-    assert result["tpot_ms_p50"] == pytest.approx(150)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,370 @@
+"""The sub-commands of `octavo bench` and their flags."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from octavo.cli.bench.settings import (
+    DEFAULT_REQUESTS,
+    DEFAULT_TOKENS,
+    Closed,
+    Dataset,
+    Objectives,
+    Open,
+    Outputs,
+    Plan,
+    Shape,
+    Synthetic,
+    Target,
+    Workload,
+    choose_lengths,
+    parse_objectives,
+)
+from octavo.cli.generate import Address
+from octavo.client.channel import DEFAULT_ADDRESS
+
+METRICS = """\
+[bold]What is measured[/], by the client's clock, over the requests that succeeded:
+
+[bold]TTFT[/], time to first token: from sending a request to its first message with tokens. \
+`serve` counts from when the request was due, so a late generator hides nothing.
+
+[bold]e2e[/]: from the same instant to the end of the stream.
+
+[bold]TPOT[/], time per output token: (e2e - TTFT) / (output tokens - 1), one value per request \
+of at least two tokens.
+
+[bold]ITL[/], inter-token latency: the gaps between successive messages with tokens, of all \
+requests together. A message that carries several tokens (the router joins what a slow reader has \
+not fetched) ends one gap; tokens per message are shown where there are more than one.
+
+[bold]goodput[/]: requests per second that met every --slo. A one-token request meets any tpot.
+
+Rates are over the time from the first request's sending to the last one's end; percentiles \
+interpolate linearly. Failed requests are counted by gRPC status. The exit code is 1 if any \
+failed other than by RESOURCE_EXHAUSTED or DEADLINE_EXCEEDED, or if none succeeded.
+"""
+
+bench = typer.Typer(
+    help="Measure a server: throughput, latency, or behaviour under a given request rate.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+
+class SeveralValues(TyperCommand):
+    """A command whose repeatable options also take several values: `--rate 1 2 4`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's or typer's own copy of it
+        """Repeats an option's name before each of its further values, then parses as usual."""
+        names = {
+            name for option in self.params if getattr(option, "multiple", 0) for name in option.opts
+        }
+        return super().parse_args(ctx, repeat_names(args, names))
+
+
+def repeat_names(arguments: Sequence[str], names: set[str]) -> list[str]:
+    """Writes `--rate 1 2` as `--rate 1 --rate 2`, up to a `--`, for the options in `names`."""
+    repeated: list[str] = []
+    name, has_value = "", False
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return [*repeated, *arguments[position:]]
+        if argument.startswith("-") and argument != "-":
+            option, equals, _ = argument.partition("=")
+            name, has_value = (option if option in names else ""), bool(equals)
+        elif name and has_value:
+            repeated.append(name)
+        else:
+            has_value = True
+        repeated.append(argument)
+    return repeated
+
+
+ServerFlags = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- SERVER FLAGS]",
+        help="With --serve, after `--`: flags of `octavo serve`, such as --num-blocks 512.",
+        show_default=False,
+    ),
+]
+ModelName = Annotated[str | None, typer.Option(help="Model; default: the first one served.")]
+Serve = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="Start a server with this model for the measurement."),
+]
+Requests = Annotated[
+    int | None,
+    typer.Option(
+        "--requests",
+        "-r",
+        min=1,
+        help=f"How many, for each rate or concurrency. Default: {DEFAULT_REQUESTS}; "
+        "with --dataset, one for each line.",
+    ),
+]
+LengthsShape = Annotated[
+    Shape | None,
+    typer.Option(
+        help="Distribution of the numbers of tokens; default: fixed. sharegpt: log-normal, "
+        "with ShareGPT's means in the PagedAttention paper.",
+    ),
+]
+PromptTokens = Annotated[
+    float | None, typer.Option(min=1, help="Mean tokens of a prompt. Default: 128.")
+]
+PromptSpread = Annotated[
+    float | None,
+    typer.Option(min=0, help="Standard deviation, in tokens. Default: half of the mean."),
+]
+OutputTokens = Annotated[
+    float | None,
+    typer.Option(
+        min=1,
+        help="Mean tokens of an output. Default: 128. With --dataset: most tokens of an "
+        "output, for lines without max_tokens.",
+    ),
+]
+OutputSpread = PromptSpread
+PrefixTokens = Annotated[
+    int, typer.Option(min=0, help="Tokens before each prompt, the same in all: cached once.")
+]
+DatasetFile = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="JSON lines instead of random tokens: `prompt` (text) or `messages` (a list of "
+        "role and content); optional `max_tokens`.",
+    ),
+]
+IgnoreEos = Annotated[
+    bool | None,
+    typer.Option(
+        "--ignore-eos/--stop-at-eos",
+        help="Go on to the full length. Default: only without --dataset.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Draws prompts, lengths and arrival times.")]
+Slo = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME:MS...", help="For goodput: ttft:500 tpot:50 e2e:10000."),
+]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests sent before, which do not count.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Each request's deadline, seconds.")]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help='Write everything, each request and all settings too. "-": to stdout.',
+    ),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw the results: .png, .svg or .pdf; needs matplotlib."),
+]
+
+
+@bench.command(cls=SeveralValues, epilog=METRICS)
+def throughput(
+    server_flags: ServerFlags = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = None,
+    serve: Serve = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--concurrency",
+            "-c",
+            min=1,
+            metavar="N...",
+            help="Requests in flight; several are measured in turn. Default: all at once.",
+        ),
+    ] = None,
+    requests: Requests = None,
+    lengths: LengthsShape = None,
+    prompt_tokens: PromptTokens = None,
+    prompt_spread: PromptSpread = None,
+    output_tokens: OutputTokens = None,
+    output_spread: OutputSpread = None,
+    prefix_tokens: PrefixTokens = 0,
+    dataset: DatasetFile = None,
+    ignore_eos: IgnoreEos = None,
+    seed: Seed = 0,
+    slo: Slo = None,
+    warmup: Warmup = 1,
+    timeout: Timeout = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """The most that a server does: all requests at once, or so many at any time."""
+    _measure(
+        "throughput",
+        _workload(
+            requests,
+            lengths,
+            (prompt_tokens, prompt_spread),
+            (output_tokens, output_spread),
+            prefix_tokens,
+            dataset,
+            ignore_eos,
+            seed,
+        ),
+        [Closed(limit) for limit in concurrency] if concurrency else [Closed(None)],
+        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        parse_objectives(slo or ()),
+        Outputs(json, plot),
+    )
+
+
+@bench.command(cls=SeveralValues, epilog=METRICS)
+def latency(
+    server_flags: ServerFlags = None,
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = None,
+    serve: Serve = None,
+    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="How many.")] = 10,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
+    seed: Seed = 0,
+    slo: Slo = None,
+    warmup: Warmup = 1,
+    timeout: Timeout = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """The time that one request takes with the server to itself: one after the other."""
+    prompt, output = choose_lengths(
+        Shape.FIXED, (float(prompt_tokens), None), (float(output_tokens), None)
+    )
+    _measure(
+        "latency",
+        Workload(Synthetic(prompt, output), requests, seed, ignore_eos=True),
+        [Closed(1)],
+        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        parse_objectives(slo or ()),
+        Outputs(json, plot),
+    )
+
+
+@bench.command(cls=SeveralValues, epilog=METRICS)
+def serve(
+    rate: Annotated[
+        list[float],
+        typer.Option(
+            "--rate",
+            metavar="R...",
+            help="Requests per second, on average; several are measured in turn.",
+        ),
+    ],
+    server_flags: ServerFlags = None,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            help="Shape of the gamma-distributed gaps. 1: a Poisson process; less: bursts; "
+            "more: evenly."
+        ),
+    ] = 1.0,
+    address: Address = DEFAULT_ADDRESS,
+    model: ModelName = None,
+    serve: Serve = None,
+    requests: Requests = None,
+    lengths: LengthsShape = None,
+    prompt_tokens: PromptTokens = None,
+    prompt_spread: PromptSpread = None,
+    output_tokens: OutputTokens = None,
+    output_spread: OutputSpread = None,
+    prefix_tokens: PrefixTokens = 0,
+    dataset: DatasetFile = None,
+    ignore_eos: IgnoreEos = None,
+    seed: Seed = 0,
+    slo: Slo = None,
+    warmup: Warmup = 1,
+    timeout: Timeout = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """How latency grows with load: requests come at random times, at a given rate."""
+    for value, flag in (*((r, "--rate") for r in rate), (burstiness, "--burstiness")):
+        if not 0 < value < math.inf:
+            raise typer.BadParameter(f"{flag} {value:g}: must be above 0, and finite")
+    _measure(
+        "serve",
+        _workload(
+            requests,
+            lengths,
+            (prompt_tokens, prompt_spread),
+            (output_tokens, output_spread),
+            prefix_tokens,
+            dataset,
+            ignore_eos,
+            seed,
+        ),
+        [Open(each, burstiness) for each in rate],
+        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        parse_objectives(slo or ()),
+        Outputs(json, plot),
+    )
+
+
+def _workload(
+    requests: int | None,
+    lengths: Shape | None,
+    prompt: tuple[float | None, float | None],
+    output: tuple[float | None, float | None],
+    prefix_tokens: int,
+    dataset: Path | None,
+    ignore_eos: bool | None,
+    seed: int,
+) -> Workload:
+    """What the flags ask to be sent; `prompt` and `output` are a mean and a spread.
+
+    Raises:
+        typer.BadParameter: flags that exclude each other.
+    """
+    if dataset is None:
+        shapes = choose_lengths(lengths or Shape.FIXED, prompt, output)
+        source: Synthetic | Dataset = Synthetic(*shapes, prefix_tokens)
+        return Workload(source, requests, seed, ignore_eos is not False)
+    synthetic = {
+        "--lengths": lengths,
+        "--prompt-tokens": prompt[0],
+        "--prompt-spread": prompt[1],
+        "--output-spread": output[1],
+        "--prefix-tokens": prefix_tokens or None,
+    }
+    for flag, value in synthetic.items():
+        if value is not None:
+            raise typer.BadParameter(f"{flag} is for random prompts, not for --dataset")
+    return Workload(
+        Dataset(dataset, round(output[0] or DEFAULT_TOKENS)), requests, seed, bool(ignore_eos)
+    )
+
+
+def _measure(
+    command: str,
+    workload: Workload,
+    plans: Sequence[Plan],
+    target: Target,
+    objectives: Objectives | None,
+    outputs: Outputs,
+) -> None:
+    """Checks what can be known beforehand, then measures.
+
+    Raises:
+        typer.BadParameter: flags that make no sense together.
+    """
+    if target.server_flags and target.serve is None:
+        extra = " ".join(target.server_flags)
+        raise typer.BadParameter(f"{extra}: a server's flags need --serve")
+    outputs.check()
+    from octavo.cli.bench import session  # noqa: PLC0415 - needs numpy
+
+    session.measure(command, workload, plans, target, objectives, outputs)

@@ -1,0 +1,113 @@
+"""The load generator: sends requests and notes when tokens come back.
+
+It shares the machine with the server, so it does little per message: grpc's own
+part is most of its time, and what is computed is computed after the run.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from octavo.cli.bench.metrics import OK, Record
+from octavo.cli.bench.workload import Request
+from octavo.client import AsyncClient, Delta, Error, Finished, Usage
+
+
+class Load:
+    """Sends requests once, in one of two ways.
+
+    Args:
+        client: connected to the router.
+        model: the model's name.
+        salt: keeps the prompts apart from those of other runs in the prefix cache.
+        timeout: each request's deadline in seconds.
+        on_end: called at each request's end.
+
+    Attributes:
+        records: of the requests that ended, in the order of their ends.
+        sent: requests sent so far.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        model: str,
+        *,
+        salt: str,
+        timeout: float | None = None,
+        on_end: Callable[[Record], None] = lambda _: None,
+    ) -> None:
+        self.records: list[Record] = []
+        self.sent = 0
+        self._client = client
+        self._model = model
+        self._salt = salt
+        self._timeout = timeout
+        self._on_end = on_end
+        self._started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was made."""
+        return time.perf_counter() - self._started
+
+    async def send_closed(self, requests: Sequence[Request], concurrency: int) -> None:
+        """Keeps `concurrency` requests in flight until all have ended."""
+        waiting = iter(enumerate(requests))
+
+        async def work() -> None:
+            for index, request in waiting:
+                await self._send(index, request, self.seconds)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+
+    async def send_open(self, requests: Sequence[Request], times: Sequence[float]) -> None:
+        """Sends each request at its time, in seconds, and waits until all have ended."""
+        async with asyncio.TaskGroup() as group:
+            for index, (request, due) in enumerate(zip(requests, times, strict=True)):
+                await asyncio.sleep(due - self.seconds)
+                group.create_task(self._send(index, request, due))
+
+    async def _send(self, index: int, request: Request, due: float) -> None:
+        """Sends one request and reads its answer to the end."""
+        times, tokens, usages = list[float](), list[int](), list[Usage]()
+        code, message = OK, ""
+        self.sent += 1
+        sent = self.seconds
+        try:
+            stream = self._client.generate(
+                request.prompt,
+                model=self._model,
+                cache_salt=self._salt,
+                max_tokens=request.max_tokens,
+                ignore_eos=request.ignore_eos,
+                temperature=0,
+                token_ids=True,
+                timeout=self._timeout,
+            )
+            async for event in stream.events():
+                if isinstance(event, Delta) and event.token_ids:
+                    times.append(round(self.seconds, 6))
+                    tokens.append(len(event.token_ids))
+                elif isinstance(event, Finished):
+                    usages.append(event.usage)
+        except Error as error:
+            code, message = error.code.name, error.message
+        ended = self.seconds
+        record = Record(
+            index=index,
+            due=round(due, 6),
+            sent=round(sent, 6),
+            ended=round(ended, 6),
+            message_times=tuple(times),
+            message_tokens=tuple(tokens),
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+            output_tokens=sum(usage.output_tokens for usage in usages),
+            code=code,
+            error=message,
+        )
+        self.records.append(record)
+        self._on_end(record)

@@ -1,0 +1,184 @@
+"""What the answers to a run's requests amount to.
+
+`octavo bench` defines the figures for its users (METRICS in commands); they are
+those of vLLM's serving benchmark, and goodput is as in DistServe: requests per
+second within all objectives. Times here are in seconds since the run's start,
+where nothing else is said; distributions are in milliseconds.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.cli.bench.settings import Objectives
+
+OK = "OK"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One request and how it went.
+
+    Attributes:
+        index: its place in the workload.
+        due: when it was to be sent; what its latencies count from.
+        sent: when it was sent.
+        ended: when its stream ended.
+        message_times: when each message with tokens was read.
+        message_tokens: how many tokens each of them had.
+        prompt_tokens: as the server counts them; so are the next two.
+        cached_tokens: of the prompt, those found in the prefix cache.
+        output_tokens: drawn in all.
+        code: the gRPC status' name, "OK" for success.
+        error: the server's message; empty for success.
+    """
+
+    index: int
+    due: float
+    sent: float
+    ended: float
+    message_times: tuple[float, ...] = ()
+    message_tokens: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    code: str = OK
+    error: str = ""
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from when it was due to its end."""
+        return self.ended - self.due
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to its first token; to its end if it had none."""
+        return (self.message_times[0] if self.message_times else self.ended) - self.due
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None if there was no second."""
+        if self.output_tokens < 2:
+            return None
+        return (self.e2e - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def itl(self) -> npt.NDArray[np.float64]:
+        """Seconds between its messages, [messages - 1]."""
+        return np.diff(np.asarray(self.message_times))
+
+    def meets(self, objectives: Objectives) -> bool:
+        """Whether it succeeded within all objectives."""
+        taken = ((self.ttft, objectives.ttft), (self.tpot, objectives.tpot))
+        return self.code == OK and all(
+            limit is None or seconds is None or seconds * 1e3 <= limit
+            for seconds, limit in (*taken, (self.e2e, objectives.e2e))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A sample's mean and percentiles, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers.
+
+    Attributes:
+        seconds: from the first request's sending to the last one's end.
+        requests: those that succeeded; all below but `errors` is about them.
+        unfinished: those that were cut off by ctrl-C.
+        errors: failed requests by gRPC status.
+        tokens_per_message: mean; above 1 if the router joined tokens.
+        goodput: requests per second within the objectives; None without any.
+        lag: how late requests were sent, where they come by the clock.
+        client_cpu_share: of one core, used by the generator.
+        client_cpu_us_per_token: the same time over the tokens read, in microseconds.
+    """
+
+    seconds: float
+    requests: int
+    unfinished: int
+    errors: dict[str, int]
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    tokens_per_message: float | None
+    goodput: float | None
+    ttft: Distribution | None
+    tpot: Distribution | None
+    itl: Distribution | None
+    e2e: Distribution | None
+    lag: Distribution | None
+    client_cpu_share: float
+    client_cpu_us_per_token: float | None
+
+
+def compute_figures(
+    records: Sequence[Record],
+    *,
+    seconds: float,
+    cpu_seconds: float,
+    unfinished: int = 0,
+    objectives: Objectives | None = None,
+) -> Figures:
+    """Sums a run up.
+
+    Args:
+        records: of the requests that ended.
+        seconds: the run's length.
+        cpu_seconds: CPU time of this process in the run.
+        unfinished: requests that were sent and have no record.
+        objectives: what counts as goodput.
+    """
+    done = [record for record in records if record.code == OK]
+    per_second = 1 / seconds if seconds else 0.0
+    inputs = sum(record.prompt_tokens for record in done)
+    outputs = sum(record.output_tokens for record in done)
+    read = sum(sum(record.message_tokens) for record in records)
+    messages = sum(len(record.message_times) for record in done)
+    good = None if objectives is None else sum(record.meets(objectives) for record in done)
+    return Figures(
+        seconds=seconds,
+        requests=len(done),
+        unfinished=unfinished,
+        errors=dict(sorted(Counter(r.code for r in records if r.code != OK).items())),
+        input_tokens=inputs,
+        cached_tokens=sum(record.cached_tokens for record in done),
+        output_tokens=outputs,
+        requests_per_s=len(done) * per_second,
+        input_tokens_per_s=inputs * per_second,
+        output_tokens_per_s=outputs * per_second,
+        tokens_per_message=sum(sum(r.message_tokens) for r in done) / messages
+        if messages
+        else None,
+        goodput=None if good is None else good * per_second,
+        ttft=distribution([record.ttft for record in done]),
+        tpot=distribution([tpot for record in done if (tpot := record.tpot) is not None]),
+        itl=distribution(np.concatenate([r.itl for r in done]) if done else ()),
+        e2e=distribution([record.e2e for record in done]),
+        lag=distribution([record.sent - record.due for record in records]),
+        client_cpu_share=cpu_seconds * per_second,
+        client_cpu_us_per_token=cpu_seconds / read * 1e6 if read else None,
+    )
+
+
+def distribution(seconds: npt.ArrayLike) -> Distribution | None:
+    """Sums up times, in seconds; None if there are none."""
+    times = np.asarray(seconds, dtype=np.float64) * 1e3
+    if not times.size:
+        return None
+    p50, p90, p99 = np.percentile(times, (50, 90, 99))
+    return Distribution(float(times.mean()), float(p50), float(p90), float(p99))

@@ -1,0 +1,163 @@
+"""The requests of a measurement, and when they come."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, model_validator
+
+from octavo.cli.bench.settings import (
+    DEFAULT_REQUESTS,
+    Dataset,
+    Lengths,
+    Open,
+    Shape,
+    Synthetic,
+    Workload,
+)
+from octavo.client import Message, Model, Prompt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+# What each generator draws, so that no two of them draw the same numbers.
+_LENGTHS, _TOKENS, _ARRIVALS = range(3)
+
+FIRST_TOKEN = 256
+"""Random prompts are made of tokens from here on: the first ones are often special."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request to send."""
+
+    prompt: Prompt
+    max_tokens: int
+    ignore_eos: bool
+
+
+def make_requests(workload: Workload, model: Model) -> list[Request]:
+    """The workload's requests; the same for the same workload and model.
+
+    Raises:
+        typer.BadParameter: fixed lengths that the model does not take, or a file
+            that is not as it should be.
+    """
+    if isinstance(workload.source, Dataset):
+        return _from_dataset(workload.source, workload)
+    return _random_requests(workload.source, workload, model)
+
+
+def draw_lengths(lengths: Lengths, rng: np.random.Generator, count: int, most: int | Ints) -> Ints:
+    """Draws `count` whole numbers of tokens from 1 to `most`, [count] or one for all."""
+    match lengths.shape:
+        case Shape.NORMAL:
+            drawn = rng.normal(lengths.mean, lengths.spread, count)
+        case Shape.LOGNORMAL:
+            variance = math.log1p((lengths.spread / lengths.mean) ** 2)
+            drawn = rng.lognormal(math.log(lengths.mean) - variance / 2, math.sqrt(variance), count)
+        case _:
+            drawn = np.full(count, lengths.mean)
+    return np.clip(np.rint(drawn), 1, most).astype(np.int64)
+
+
+def arrival_times(plan: Open, count: int, seed: int) -> Floats:
+    """When each request is due, [count], in seconds; the first at 0.
+
+    For one seed, the times at two rates are the same but for their scale.
+    """
+    rng = np.random.default_rng([seed, _ARRIVALS])
+    gaps = rng.gamma(plan.burstiness, 1 / (plan.rate * plan.burstiness), max(count - 1, 0))
+    return np.concatenate([[0.0], np.cumsum(gaps)])[:count]
+
+
+def _random_requests(source: Synthetic, workload: Workload, model: Model) -> list[Request]:
+    count = workload.count or DEFAULT_REQUESTS
+    most = (model.max_model_len or 1 << 20) - source.prefix
+    _check_fits(source, model, most)
+    rng = np.random.default_rng([workload.seed, _LENGTHS])
+    prompts = draw_lengths(source.prompt, rng, count, most - 1)
+    outputs = draw_lengths(source.output, rng, count, most - prompts)
+    rng = np.random.default_rng([workload.seed, _TOKENS])
+    low = min(FIRST_TOKEN, model.vocab_size // 2)
+    prefix = rng.integers(low, model.vocab_size, source.prefix).tolist()
+    return [
+        Request(
+            prefix + rng.integers(low, model.vocab_size, int(prompt)).tolist(),
+            int(output),
+            workload.ignore_eos,
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def _check_fits(source: Synthetic, model: Model, most: int) -> None:
+    """Refuses fixed lengths that are too long; drawn ones are cut instead."""
+    needed = 2
+    if source.prompt.shape is Shape.FIXED:
+        needed = round(source.prompt.mean) + round(source.output.mean)
+    if needed > most:
+        raise typer.BadParameter(
+            f"{needed + source.prefix} tokens of prompt and output are more than the "
+            f"{model.max_model_len} that {model.name} takes"
+        )
+
+
+def _from_dataset(dataset: Dataset, workload: Workload) -> list[Request]:
+    """The file's requests, from the start again if there are fewer than asked for."""
+    lines = [
+        Request(line.content, line.max_tokens or dataset.max_tokens, workload.ignore_eos)
+        for line in _read(dataset.path)
+    ]
+    if not lines:
+        raise typer.BadParameter(f"--dataset {dataset.path}: no prompt in it")
+    count = workload.count or len(lines)
+    return [lines[i % len(lines)] for i in range(count)]
+
+
+class _Turn(BaseModel):
+    role: str
+    content: str
+
+
+class _Line(BaseModel):
+    """A line of a dataset; what else it has is ignored."""
+
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    messages: Annotated[list[_Turn], Field(min_length=1)] | None = None
+    max_tokens: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("either `prompt` or `messages` is needed")
+        return self
+
+    @property
+    def content(self) -> str | Sequence[Message]:
+        """The prompt as the client takes it."""
+        if self.prompt is not None:
+            return self.prompt
+        return [Message(turn.role, turn.content) for turn in self.messages or ()]
+
+
+def _read(path: Path) -> Iterator[_Line]:
+    """Yields the lines that are not blank."""
+    try:
+        for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if not text.strip():
+                continue
+            try:
+                yield _Line.model_validate_json(text)
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"])
+                why = f"{where}: {first['msg']}" if where else first["msg"]
+                raise typer.BadParameter(f"--dataset {path}, line {number}: {why}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"--dataset {path}: {error}") from None
