@@ -192,13 +192,12 @@ class EngineCore:
 
     def _learn(self, batch: Batch) -> None:
         """Keeps the rates that the preemption policy compares."""
-        transfers, tokens = batch.transfers, batch.num_tokens
-        swapped = len(transfers.swap_out) + len(transfers.swap_in)
         policy = self._scheduler.preemption
-        if swapped:
-            policy.observe_transfer(swapped, self._executor.transfer_seconds)
-        if tokens - len(batch.slices) > PREFILL_SHARE * tokens:
-            policy.observe_prefill(tokens, self._step_seconds - self._executor.transfer_seconds)
+        for copied in self._executor.take_copy_times():
+            policy.observe_transfer(copied.blocks, copied.seconds)
+        swapped = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
+        if not swapped and batch.num_tokens - len(batch.slices) > PREFILL_SHARE * batch.num_tokens:
+            policy.observe_prefill(batch.num_tokens, self._step_seconds)
 
     def _tell(self) -> None:
         self.load = self._measure_load()

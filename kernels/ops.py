@@ -153,23 +153,26 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks between a device's cache and swap space in CPU memory.
+    """Copies whole blocks from one cache to another on the same device.
 
-    It returns once the data has arrived: source blocks may be written at once.
+    On a CPU that is a swap. On a GPU it is half of one: between the cache and a
+    buffer, from where or to which a single transfer goes over the bus.
 
     Args:
         source: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
-        destination: the same but for the number of blocks, on either device.
+        destination: the same but for the number of blocks.
         pairs: `[n, 2]` int64 on the CPU, (source block, destination block). No
             destination appears twice.
 
     Raises:
         IndexError: a number is not in its cache.
+        ValueError: the caches are on different devices.
     """
+    if source.device != destination.device:
+        raise ValueError(f"blocks cannot go from {source.device} to {destination.device}")
     _check_pairs(pairs, source.shape[0], destination.shape[0])
     if len(pairs):
-        device = source.device.type if source.device.type != "cpu" else destination.device.type
-        _backend(device).swap_blocks(source, destination, pairs)
+        _backend(source.device.type).swap_blocks(source, destination, pairs)
 
 
 def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:

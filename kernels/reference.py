@@ -107,7 +107,7 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks from one cache to another, on any devices.
+    """Copies whole blocks from one cache to another on the same device.
 
     Args:
         source: `[num_blocks, ...]`.
@@ -116,4 +116,4 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
             destination appears twice.
     """
     for from_block, to_block in pairs.tolist():
-        destination[to_block] = source[from_block].to(destination.device)
+        destination[to_block] = source[from_block]

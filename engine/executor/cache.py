@@ -4,8 +4,9 @@ import psutil
 import torch
 
 from engine.executor.model import ModelShape
+from engine.executor.swap import CopyTime, make_swapper
 from engine.kv_cache import Transfers
-from kernels.ops import copy_blocks, swap_blocks
+from kernels.ops import copy_blocks
 
 GIB = 1 << 30
 
@@ -15,7 +16,7 @@ class CacheTensors:
 
     Both are `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`:
     a block is contiguous over all layers, K and V, so copying or swapping it
-    is one copy.
+    is one copy. On a GPU, swap space lags behind: only swaps may read it.
     """
 
     def __init__(
@@ -33,19 +34,24 @@ class CacheTensors:
         self.swap = torch.empty(
             (num_swap_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
         )
+        self._swapper = make_swapper(self.device, self.swap)
         self.layers = [
             (self.device[:, layer, 0], self.device[:, layer, 1])
             for layer in range(shape.num_layers)
         ]
 
     def apply(self, transfers: Transfers) -> None:
-        """Does a step's copies, in the order that `Transfers` states."""
+        """Does a step's copies, as the step sees them in the order that `Transfers` states."""
         if transfers.swap_out:
-            swap_blocks(self.device, self.swap, torch.tensor(transfers.swap_out))
+            self._swapper.swap_out(transfers.swap_out)
         if transfers.swap_in:
-            swap_blocks(self.swap, self.device, torch.tensor(transfers.swap_in))
+            self._swapper.swap_in(transfers.swap_in)
         for pairs in _independent(transfers.copies):
             copy_blocks(self.device, torch.tensor(pairs))
+
+    def take_copy_times(self) -> list[CopyTime]:
+        """How long swaps took, of those that are known to have ended since the last call."""
+        return self._swapper.take_times()
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -1,7 +1,5 @@
 """The executor: does a batch's copies, runs the model on it and draws tokens."""
 
-import time
-
 import torch
 
 from engine.batch import Batch, StepResult
@@ -10,6 +8,7 @@ from engine.executor.cache import CacheTensors
 from engine.executor.inputs import StepInputs, prepare
 from engine.executor.model import LoadedModel
 from engine.executor.sampler import Drawer, continue_beams, sample, score
+from engine.executor.swap import CopyTime
 from engine.sequence import TokenLogprob
 
 SCORED_ROWS = 256
@@ -17,18 +16,13 @@ SCORED_ROWS = 256
 
 
 class Executor:
-    """A model and the tensors of its paged KV cache.
-
-    Attributes:
-        transfer_seconds: how long the last batch's copies took.
-    """
+    """A model and the tensors of its paged KV cache."""
 
     def __init__(self, loaded: LoadedModel, cache: CacheTensors) -> None:
         self._model = loaded.model
         self._device = loaded.device
         self._cache = cache
         self._block_size = cache.device.shape[4]
-        self.transfer_seconds = 0.0
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -38,9 +32,7 @@ class Executor:
             A token for each of the batch's samplers, and the prompt
             log-probabilities that were asked for.
         """
-        began = time.perf_counter()
         self._cache.apply(batch.transfers)
-        self.transfer_seconds = time.perf_counter() - began
         if not batch.slices:
             return StepResult([])
         inputs = prepare(batch, block_size=self._block_size, device=self._device)
@@ -61,6 +53,10 @@ class Executor:
         draws = sample(logits[rows], drawers) if drawers else []
         continuations = continue_beams(logits[beam_rows], beams) if beams else {}
         return StepResult(draws, continuations, prompt_logprobs)
+
+    def take_copy_times(self) -> list[CopyTime]:
+        """How long swaps took, of those that are known to have ended since the last call."""
+        return self._cache.take_copy_times()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""

@@ -157,7 +157,7 @@ def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
     generator = torch.Generator().manual_seed(case.seed)
     inner = (2, 2, case.num_kv_heads, case.block_size, case.head_dim)
     cache = torch.randn((9, *inner), generator=generator).to(case.dtype).to(device)
-    space = torch.randn((6, *inner), generator=generator).to(case.dtype)
+    space = torch.randn((6, *inner), generator=generator).to(case.dtype).to(device)
     expected_cache, expected_space = cache.clone(), space.clone()
     for run in (kernels, reference):
         mine = run is kernels

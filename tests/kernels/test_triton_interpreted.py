@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernels.triton.paged_attention import _paged_attention_kernel as kernel
 from kernels.triton.write_kv import _write_kv_kernel as write_kernel
-from kernels.triton.copy_blocks import _move_blocks_kernel as move_kernel
+from kernels.triton.copy_blocks import _swap_blocks_kernel as swap_kernel
 
 def compile(kernel, pointers, constants, floats=()):
     names = kernel.arg_names
@@ -39,8 +39,8 @@ data = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
 compile(write_kernel, data | {"slot_mapping": "*i64"},
         dict(NUM_KV_HEADS=3, HEAD_DIM=80, PADDED=256))
 data = dict.fromkeys(("source", "destination"), "*i32")
-compile(move_kernel, data | dict.fromkeys(("source_blocks", "destination_blocks"), "*i64"),
-        dict(GATHER=True, SCATTER=False, WORDS=1024))
+compile(swap_kernel, data | dict.fromkeys(("source_blocks", "destination_blocks"), "*i64"),
+        dict(WORDS=1024))
 """
 
 

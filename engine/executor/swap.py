@@ -1,0 +1,219 @@
+"""Copies blocks between the device's cache and swap space in host memory.
+
+On a GPU the copies go through staging buffers and a stream of their own:
+
+    compute   ... gather | model's step ...               wait, scatter | model's step ...
+    side                 wait, copy to the host ...  copy to the device |
+
+So a swap-out overlaps the step, which may overwrite the blocks at once, and only
+what a swap-in brings is waited for. The side stream does its copies in the order
+of the calls: what is written to swap space is there for whoever reads it later,
+and is not overwritten before it was read. A buffer is used again after the moment
+that its last user recorded. The host never waits.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from engine.kv_cache.transfers import BlockPairs
+from kernels.ops import swap_blocks
+
+STAGING_BYTES = 128 << 20
+"""Most of a staging buffer, of which there are two: a swap-out larger than both
+makes the compute stream wait for the bus."""
+
+
+class CopyTime(NamedTuple):
+    """How long copying so many blocks over the bus took."""
+
+    blocks: int
+    seconds: float
+
+
+class Swapper(Protocol):
+    """Does a step's swaps. Calls take effect one after the other, as the step sees it."""
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs."""
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies that ended since the last call."""
+
+
+class HostSwapper:
+    """Where the device is the host: a copy is done when the call returns."""
+
+    def __init__(self, device: torch.Tensor, swap: torch.Tensor) -> None:
+        self._device = device
+        self._swap = swap
+        self._times: list[CopyTime] = []
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs."""
+        self._copy(self._device, self._swap, pairs)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs."""
+        self._copy(self._swap, self._device, pairs)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
+        began = time.perf_counter()
+        swap_blocks(source, target, torch.tensor(pairs))
+        self._times.append(CopyTime(len(pairs), time.perf_counter() - began))
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies since the last call."""
+        times, self._times = self._times, []
+        return times
+
+
+class CudaStream:
+    """Does work on a GPU in the order in which it is given."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Stands for `stream`, or for whichever is the current one."""
+        self._device = device
+        self._own = stream
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._own or torch.cuda.current_stream(self._device)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives it what `work` launches."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> torch.cuda.Event:
+        """The moment when all that it was given until now is done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Lets it do nothing that it is given from now on before `event`."""
+        self._stream.wait_event(event)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Room for blocks on the device, and the moment from which it may be used again."""
+
+    blocks: torch.Tensor
+    free: torch.cuda.Event
+
+
+class StreamSwapper:
+    """Where the device is a GPU: copies run beside the model, see above."""
+
+    def __init__(
+        self,
+        device: torch.Tensor,
+        swap: torch.Tensor,
+        *,
+        compute: CudaStream,
+        side: CudaStream,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Takes memory for the buffers.
+
+        Args:
+            device: `[num_blocks, ...]`, the cache on the GPU.
+            swap: `[num_swap_blocks, ...]` in pinned memory, which nobody else touches.
+            compute: what the model runs on.
+            side: what nobody else uses.
+            staging_bytes: most of a buffer, which holds at least a block.
+        """
+        self._device = device
+        self._swap = swap
+        self._compute = compute
+        self._side = side
+        self._capacity = min(len(swap), max(1, staging_bytes // device[0].nbytes))
+        self._buffers = [
+            _Buffer(device.new_empty((self._capacity, *device.shape[1:])), compute.record())
+            for _ in range(2)
+        ]
+        self._running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+        for chunk, buffer in self._chunks(pairs):
+            gathered = torch.tensor([(block, i) for i, (block, _) in enumerate(chunk)])
+            self._compute.wait(buffer.free)
+            self._compute.run(partial(swap_blocks, self._device, buffer.blocks, gathered))
+            self._side.wait(self._compute.record())
+            places = [block for _, block in chunk]
+            buffer.free = self._carry(_unload, buffer, places)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs; the compute stream waits for them."""
+        for chunk, buffer in self._chunks(pairs):
+            self._side.wait(buffer.free)
+            places = [block for block, _ in chunk]
+            arrived = self._carry(_load, buffer, places)
+            self._compute.wait(arrived)
+            scattered = torch.tensor([(i, block) for i, (_, block) in enumerate(chunk)])
+            self._compute.run(partial(swap_blocks, buffer.blocks, self._device, scattered))
+            buffer.free = self._compute.record()
+
+    def _chunks(self, pairs: BlockPairs) -> Iterator[tuple[BlockPairs, _Buffer]]:
+        """Pairs that fit into a buffer, each time with the buffer that was used longest ago."""
+        for first in range(0, len(pairs), self._capacity):
+            buffer = self._buffers.pop(0)
+            self._buffers.append(buffer)
+            yield pairs[first : first + self._capacity], buffer
+
+    def _carry(
+        self,
+        copy: Callable[[torch.Tensor, torch.Tensor, list[int]], None],
+        buffer: _Buffer,
+        places: list[int],
+    ) -> torch.cuda.Event:
+        """Gives the side stream a copy over the bus; returns the moment when it is done."""
+        began = self._side.record()
+        self._side.run(partial(copy, buffer.blocks, self._swap, places))
+        ended = self._side.record()
+        self._running.append((len(places), began, ended))
+        return ended
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies that are known to have ended since the last call; waits for none."""
+        times = []
+        while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
+            blocks, began, ended = self._running.popleft()
+            times.append(CopyTime(blocks, began.elapsed_time(ended) / 1e3))
+        return times
+
+
+def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
+    """Copies a buffer's blocks to their places; a block is large enough for a copy of its own."""
+    for i, place in enumerate(places):
+        swap[place].copy_(buffer[i], non_blocking=True)
+
+
+def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
+    """Copies blocks from their places into a buffer."""
+    for i, place in enumerate(places):
+        buffer[i].copy_(swap[place], non_blocking=True)
+
+
+def make_swapper(device: torch.Tensor, swap: torch.Tensor) -> Swapper:
+    """The one for where `device` is."""
+    if device.device.type != "cuda":
+        return HostSwapper(device, swap)
+    side = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+    return StreamSwapper(
+        device,
+        swap,
+        compute=CudaStream(device.device),
+        side=CudaStream(device.device, side),
+    )
