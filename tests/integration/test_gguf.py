@@ -1,0 +1,58 @@
+"""`octavo serve --model FILE.gguf` as a process: the file's tokens, converted once; refusals."""
+
+from pathlib import Path
+
+import pytest
+
+import octavo
+from octavo.common import demo_model as demo
+from tests.common import tiny_gguf
+from tests.integration.conftest import SMALL
+
+CHAT = [octavo.Message("user", "Name 3 things that are blue, and 12 more.")]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def _answer(address: str) -> octavo.Completion:
+    with octavo.Client(address) as client:
+        stream = client.generate(CHAT, max_tokens=24, temperature=0, token_ids=True)
+        return stream.complete()
+
+
+def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_path):
+    expected = _answer(served.address)
+    file = demo.fetch(tmp_path)
+    server = launch("serve", "--model", str(file), *SMALL).wait_ready()
+    got = _answer(server.address)
+    assert got.model == str(file)
+    assert got.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert got.text == expected.text
+    assert server.logs().count("Converting") == 1
+
+
+def test_a_later_start_does_not_convert_again(launch, cache, tmp_path):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf")
+    arguments = ("--model", str(file), "--num-blocks", "64", "--swap-space", "0")
+    first = launch("serve", *arguments).wait_ready()
+    answer = _answer(first.address)
+    assert first.terminate() == 0
+    second = launch("serve", *arguments).wait_ready()
+    assert _answer(second.address).outputs[0].token_ids == answer.outputs[0].token_ids
+    assert ("Converting" in first.logs(), "Converting" in second.logs()) == (True, False)
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_a_damaged_file_is_refused_in_a_line(command, launch, cache, tmp_path):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf")
+    file.write_bytes(file.read_bytes()[:20_000])
+    server = launch(command, "--model", str(file))
+    assert server.process.wait(60) == 1
+    assert f"error: {file} cannot be read; it is cut short or damaged" in server.logs()
+    assert "Traceback" not in server.logs()
