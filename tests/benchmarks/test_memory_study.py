@@ -165,6 +165,13 @@ def test_a_hopeless_run_is_given_up():
     assert system.run(latency_bound=0.2) is None
 
 
+@pytest.mark.parametrize("size", [1, 4, 16, 64])
+def test_what_is_expected_is_what_blocks_leave_of_lengths_of_every_kind(size):
+    lengths = np.arange(1, 64 * 8 + 1)
+    held = (-(-lengths // size) * size).sum()
+    assert report.expected_useful(lengths.mean(), size) == pytest.approx(lengths.sum() / held)
+
+
 @given(limit=st.floats(0.01, 100), guess=st.floats(0.1, 10))
 def test_the_highest_rate_is_found(limit, guess):
     assert 0.96 * limit <= highest(lambda rate: rate <= limit, guess) <= limit
@@ -192,9 +199,15 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
         prefixes={"Translation, 1 shot": {"cached": use, "uncached": use}},
     )
     study.memory["Alpaca"] = dict.fromkeys(SYSTEMS, use | {"useful": 0.9})
+    assert "no manager" not in report.markdown(study, "today")  # at 1,415 tokens each, one could
+    study.memory["Alpaca"] = dict.fromkeys(SYSTEMS, use | {"useful": 0.9, "requests": 200.0})
+    study.block_sizes["Alpaca"] |= {str(size): use | {"useful": 0.9} for size in (8, 16, 32)}
     text = report.markdown(study, "today")
     assert "- MET: at block size 16 on ShareGPT, 97.0%" in text
     assert "NOT MET: at block size 16 on Alpaca, 90.0%" in text
+    assert "L = 71 tokens" in text
+    assert "L / (L + (b - 1) / 2) = 90.4% useful; 96.0% takes blocks of at most 7" in text
+    assert "Blocks of 256 keep 97.0% of all useful" in text
     assert f"| ShareGPT, width 6 | 1.0% | {paper.BEAM_SHARING['ShareGPT']} |" in text
     console = Console(width=140)
     with console.capture() as capture:
