@@ -20,12 +20,12 @@ from kernels.triton.paged_attention import _paged_attention_kernel as kernel
 from kernels.triton.write_kv import _write_kv_kernel as write_kernel
 from kernels.triton.copy_blocks import _swap_blocks_kernel as swap_kernel
 
-def compile(kernel, pointers, constants, floats=()):
+def compile(kernel, pointers, constants, floats=(), arch=80):
     names = kernel.arg_names
     signature = {name: pointers.get(name, "i32") for name in names}
     signature |= dict.fromkeys(floats, "fp32") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
-    return triton.compile(source, GPUTarget("cuda", 80, 32), {"num_warps": 4, "num_stages": 2})
+    return triton.compile(source, GPUTarget("cuda", arch, 32), {"num_warps": 4, "num_stages": 2})
 
 ints = dict.fromkeys(("query_starts", "seq_lens", "block_tables"), "*i32")
 for dtype, keys, features in (("bf16", 64, False), ("fp32", 32, True)):
@@ -39,8 +39,9 @@ data = dict.fromkeys(("key", "value", "key_cache", "value_cache"), "*bf16")
 compile(write_kernel, data | {"slot_mapping": "*i64"},
         dict(NUM_KV_HEADS=3, HEAD_DIM=80, PADDED=256))
 data = dict.fromkeys(("source", "destination"), "*i32")
-compile(swap_kernel, data | dict.fromkeys(("source_blocks", "destination_blocks"), "*i64"),
-        dict(WORDS=1024))
+data |= dict.fromkeys(("source_blocks", "destination_blocks"), "*i64")
+for arch in (80, 90):
+    compile(swap_kernel, data, dict(WORDS=1024), arch=arch)
 """
 
 
