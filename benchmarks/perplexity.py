@@ -1,0 +1,287 @@
+"""Measures the perplexity of a served model on a real text, for each type of its weights.
+
+    python -m benchmarks.perplexity [--model demo] [--variants bfloat16 int8 ...]
+                                    [--windows N] [--reference-windows 4]
+
+Starts `octavo serve` for each variant and asks it over gRPC for the
+log-probabilities of a prompt's tokens, so what is measured is what is served:
+the executor's own path, kernels and paged cache included.
+
+The text is Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public
+domain) as the Canterbury corpus has it, from the tests of the `brotli` package
+on PyPI. It is cut into windows of 1,024 tokens that do not overlap (the stride
+is 1,024 too), the last one shorter. A window's first token has nothing before
+it and is not scored, so perplexity is exp of the mean negative log-probability
+of all other tokens, each with 1 to 1,023 tokens before it.
+
+A variant whose server does not start, say because it lacks a flag, is left out
+and said to be. The first windows also go through transformers' own forward pass
+in the same type, and the two perplexities of these windows are printed side by
+side. Results go to `benchmarks/results/perplexity.json` and `.md`.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from octavo import Client
+from octavo.cli.local_server import local_server
+from octavo.common import models
+
+PACKAGE = "brotli==1.1.0"
+SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"
+MEMBER = "Brotli-1.1.0/tests/testdata/alice29.txt"
+
+WINDOW = 1024
+SERVER = ("--num-blocks", "256", "--swap-space", "0", "--no-enable-prefix-caching")
+"""Blocks for two windows; nothing is asked twice."""
+
+BASE = "bfloat16"
+VARIANTS = {
+    BASE: ("--dtype", "bfloat16"),
+    "float32": ("--dtype", "float32"),
+    "int8": ("--dtype", "bfloat16", "--quantization", "int8"),
+    "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
+}
+"""`octavo serve`'s flags by variant; the first is what the others are compared with."""
+
+MARKS = {"int8": 0.01, "int4": 0.05}
+"""The most that a variant's perplexity may be over the first's, as a share of it."""
+
+COLUMNS = ("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds")
+RESULTS = Path(__file__).parent / "results"
+
+
+OWN_DTYPES = ("bfloat16", "float32")
+"""Variants that transformers' own forward pass has too, by the type's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one variant gave.
+
+    Attributes:
+        logprobs: natural-log probabilities of the scored tokens, by window.
+        seconds: that scoring took, loading left out.
+    """
+
+    logprobs: list[list[float]]
+    seconds: float
+
+    def perplexity(self, first: int | None = None) -> float:
+        """Exp of the mean negative log-probability, of all windows or the first few."""
+        values = [value for window in self.logprobs[:first] for value in window]
+        return math.exp(-math.fsum(values) / len(values))
+
+    @property
+    def tokens(self) -> int:
+        """How many were scored."""
+        return sum(map(len, self.logprobs))
+
+
+def fetch_text() -> str:
+    """Downloads the text's package with pip, checked against its hash, and returns the text.
+
+    Raises:
+        subprocess.CalledProcessError: pip cannot get it, or its hash is another.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        requirements = Path(work) / "requirements.txt"
+        requirements.write_text(f"{PACKAGE} --hash=sha256:{SHA256}\n")
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+        command += ["--no-binary", ":all:", "--dest", work, "--requirement", str(requirements)]
+        subprocess.run(command, check=True)
+        with tarfile.open(next(Path(work).glob("*.tar.gz"))) as archive:
+            member = archive.extractfile(MEMBER)
+            assert member is not None
+            return unwrap(member.read().decode("ascii"))
+
+
+def unwrap(raw: str) -> str:
+    """Joins the lines of each paragraph, and paragraphs with an empty line."""
+    lines = raw.replace("\x1a", "").splitlines()  # the file ends as files did under CP/M
+    paragraphs: list[list[str]] = [[]]
+    for words in map(str.split, lines):
+        if words:
+            paragraphs[-1] += words
+        elif paragraphs[-1]:
+            paragraphs.append([])
+    return "\n\n".join(" ".join(words) for words in paragraphs if words)
+
+
+def windows(tokens: Sequence[int]) -> list[list[int]]:
+    """Cuts the text's tokens; a last window of one token scores nothing and is left out."""
+    cut = [list(tokens[start : start + WINDOW]) for start in range(0, len(tokens), WINDOW)]
+    return [window for window in cut if len(window) > 1]
+
+
+def served_logprobs(client: Client, window: Sequence[int]) -> list[float]:
+    """Asks a server for the log-probabilities of a window's tokens from the second on."""
+    completion = client.generate(window, max_tokens=1, temperature=0, prompt_logprobs=0).complete()
+    scored = completion.prompt_logprobs
+    assert [token.token_id for token in scored] == list(window[1:])
+    return [token.logprob for token in scored]
+
+
+@torch.inference_mode()
+def own_logprobs(model: PreTrainedModel, window: Sequence[int]) -> list[float]:
+    """The same from transformers' forward pass, softmax in float32."""
+    tokens = torch.tensor([window])
+    logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+    scored: list[float] = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
+    return scored
+
+
+def score(logprobs: Callable[[list[int]], list[float]], cut: list[list[int]]) -> Score:
+    """Scores windows with `logprobs`, timed."""
+    began = time.perf_counter()
+    return Score([logprobs(window) for window in cut], time.perf_counter() - began)
+
+
+def score_served(model: str, variant: str, cut: list[list[int]]) -> Score | None:
+    """Scores one variant through a server of its own; None if that does not start."""
+    with contextlib.ExitStack() as stack:
+        try:
+            address = stack.enter_context(local_server(model, *SERVER, *VARIANTS[variant]))
+        except typer.Exit:  # it has said why
+            return None
+        client = stack.enter_context(Client(address))
+        return score(lambda window: served_logprobs(client, window), cut)
+
+
+def score_own(path: str, dtype: str, cut: list[list[int]]) -> Score:
+    """Scores windows with transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    return score(lambda window: own_logprobs(model, window), cut)
+
+
+def verdicts(scores: dict[str, Score | None]) -> list[str]:
+    """What is asked of each variant, and whether it holds."""
+    base = scores[BASE]
+    assert base is not None
+    lines = []
+    for variant, score in scores.items():
+        if score is None:
+            lines.append(f"Left out: {variant}, whose server did not start.")
+        elif variant in MARKS:
+            change = score.perplexity() / base.perplexity() - 1
+            met = "MET" if change <= MARKS[variant] else "NOT MET"
+            lines.append(f"{met}: {variant} within {MARKS[variant]:.0%} of {BASE} ({change:+.2%}).")
+    return lines
+
+
+def agreement(variant: str, served: Score, own: Score) -> str:
+    """One line with both perplexities of the windows that transformers scored too."""
+    count = len(own.logprobs)
+    return (
+        f"{variant}, first {count} windows: {served.perplexity(count):.4f} served,"
+        f" {own.perplexity():.4f} from transformers' own forward pass."
+    )
+
+
+def rows(scores: dict[str, Score | None]) -> list[tuple[str, ...]]:
+    """The report's table below its head."""
+    base = scores[BASE]
+    assert base is not None
+    return [
+        (
+            variant,
+            f"{score.perplexity():.4f}",
+            f"{score.perplexity() / base.perplexity():.4f}",
+            f"{score.tokens:,}",
+            f"{score.seconds:.0f}",
+        )
+        for variant, score in scores.items()
+        if score is not None
+    ]
+
+
+def write(model: str, scores: dict[str, Score | None], notes: Sequence[str]) -> None:
+    """Writes the results' two files."""
+    date = datetime.now(UTC).date().isoformat()
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()}-core CPU"
+    content = {
+        "model": model,
+        "date": date,
+        "device": device,
+        "text": f"{PACKAGE}, {MEMBER}",
+        "window": WINDOW,
+        "stride": WINDOW,
+        "variants": {
+            variant: {
+                "perplexity": score.perplexity(),
+                "tokens": score.tokens,
+                "seconds": round(score.seconds, 1),
+            }
+            for variant, score in scores.items()
+            if score is not None
+        },
+        "notes": list(notes),
+    }
+    (RESULTS / "perplexity.json").write_text(json.dumps(content, indent=2) + "\n")
+    preface = (
+        f"Made by `python -m benchmarks.perplexity`, {date}, {model} on a {device}."
+        " Text: *Alice's Adventures in Wonderland* (1865, public domain), in windows of"
+        f" {WINDOW:,} tokens that do not overlap; a window's first token is not scored."
+    )
+    head = (COLUMNS, ("---", "---:", "---:", "---:", "---:"))
+    lines = ["# Perplexity of a served model", "", preface, ""]
+    lines += ["| " + " | ".join(row) + " |" for row in (*head, *rows(scores))]
+    lines += ["", *(f"- {note}" for note in notes), ""]
+    (RESULTS / "perplexity.md").write_text("\n".join(lines))
+
+
+def main() -> None:
+    """Scores the variants that were asked for, prints and writes the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=models.DEMO)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--windows", type=int, help="only so many; nothing is written then")
+    parser.add_argument("--reference-windows", type=int, default=4, help="0: no reference")
+    arguments = parser.parse_args()
+
+    path = models.resolve(arguments.model)
+    tokens = AutoTokenizer.from_pretrained(path)(fetch_text(), verbose=False).input_ids
+    cut = windows(tokens)[: arguments.windows]
+    variants = [BASE, *(variant for variant in arguments.variants if variant != BASE)]
+    scores = {variant: score_served(arguments.model, variant, cut) for variant in variants}
+    if scores[BASE] is None:
+        sys.exit(f"{BASE} could not be served, and it is what the others are compared with")
+
+    notes = verdicts(scores)
+    held = cut[: arguments.reference_windows]
+    for dtype in OWN_DTYPES:
+        served = scores.get(dtype)
+        if held and served is not None:
+            notes.append(agreement(dtype, served, score_own(path, dtype, held)))
+    shown = Table(*COLUMNS)
+    for row in rows(scores):
+        shown.add_row(*row)
+    console = Console()
+    console.print(shown)
+    for note in notes:
+        console.print(note, highlight=False)
+    if arguments.windows is None:
+        write(arguments.model, scores, notes)
+
+
+if __name__ == "__main__":
+    main()

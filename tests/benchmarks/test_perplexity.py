@@ -1,0 +1,57 @@
+"""The perplexity benchmark: its windows, its arithmetic, its verdicts."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.perplexity import Score, agreement, own_logprobs, rows, score, unwrap, verdicts
+from benchmarks.perplexity import windows as cut
+from tests.common import tiny_gguf
+
+
+def test_lines_are_joined_and_paragraphs_kept():
+    raw = (
+        "\r\n\r\n   CHAPTER I\r\n\r\n\r\n  Alice was  beginning\r\nto get tired\r\n\r\nEND\r\n\x1a"
+    )
+    assert unwrap(raw) == "CHAPTER I\n\nAlice was beginning to get tired\n\nEND"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths"),
+    [(2048, [1024, 1024]), (2050, [1024, 1024, 2]), (2049, [1024, 1024]), (7, [7])],
+)
+def test_windows_are_the_text_in_order(tokens, lengths):
+    windows = cut(range(tokens))
+    assert [len(window) for window in windows] == lengths
+    assert [token for window in windows for token in window] == list(range(sum(lengths)))
+
+
+def test_the_figure_is_exp_of_transformers_own_loss():
+    model = tiny_gguf.make_model()
+    draw = torch.Generator().manual_seed(1)
+    windows = [torch.randint(256, (n,), generator=draw).tolist() for n in (300, 300, 41)]
+    got = score(lambda window: own_logprobs(model, window), windows)
+    with torch.inference_mode():
+        losses = [
+            (len(window) - 1) * model(torch.tensor([window]), labels=torch.tensor([window])).loss
+            for window in windows
+        ]
+    assert got.tokens == 299 + 299 + 40
+    assert got.perplexity() == pytest.approx(math.exp(sum(losses) / got.tokens), rel=1e-5)
+    assert got.perplexity(1) == pytest.approx(math.exp(losses[0] / 299), rel=1e-5)
+
+
+def test_verdicts_hold_each_variant_to_its_mark():
+    def of(perplexity: float) -> Score:
+        return Score([[-math.log(perplexity)] * 3], 1.0)
+
+    scores = {"bfloat16": of(20.0), "int8": of(20.1), "int4": of(21.1), "float32": None}
+    assert verdicts(scores) == [
+        "MET: int8 within 1% of bfloat16 (+0.50%).",
+        "NOT MET: int4 within 5% of bfloat16 (+5.50%).",
+        "Left out: float32, whose server did not start.",
+    ]
+    assert rows(scores)[1] == ("int8", "20.1000", "1.0050", "3", "1")
+    assert len(rows(scores)) == 3
+    assert "first 1 windows: 20.0000 served, 21.1000" in agreement("bfloat16", of(20.0), of(21.1))
