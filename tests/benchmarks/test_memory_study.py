@@ -206,7 +206,7 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
     assert "- MET: at block size 16 on ShareGPT, 97.0%" in text
     assert "NOT MET: at block size 16 on Alpaca, 90.0%" in text
     assert "L = 71 tokens" in text
-    assert "L / (L + (b - 1) / 2) = 90.4% useful; 96.0% takes blocks of at most 7" in text
+    assert "L / (L + (b - 1) / 2) = 90.4% useful; 96.0% takes blocks of at most 6" in text
     assert "Blocks of 256 keep 97.0% of all useful" in text
     assert f"| ShareGPT, width 6 | 1.0% | {paper.BEAM_SHARING['ShareGPT']} |" in text
     console = Console(width=140)
