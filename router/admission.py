@@ -28,12 +28,15 @@ class Ticket:
         sequences: How many outputs it has.
         priority: Each unit counts as `PRIORITY_SECONDS` of waiting.
         arrival: When it came, by the monotonic clock.
+        moved: Whether it had an engine and lost it. It is then refused neither
+            for a full queue nor for want of engines.
     """
 
     model: str
     sequences: int
     priority: int
     arrival: float
+    moved: bool = False
 
     @property
     def virtual_arrival(self) -> float:
@@ -104,13 +107,18 @@ class Admission(Generic[E]):
             rpc.RpcError: RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE
                 if no engine is up, now or while waiting.
         """
-        engines = self._candidates(ticket.model)
+        try:
+            engines = self._candidates(ticket.model)
+        except rpc.RpcError:
+            if ticket.moved:
+                return await self._wait(ticket)
+            raise
         if not self.waiting(ticket.model):
             engine = least_loaded(engines, ticket.sequences)
             if engine is not None:
                 engine.sequences += ticket.sequences
                 return engine
-        if len(self) >= self._max_queue_size:
+        if len(self) >= self._max_queue_size and not ticket.moved:
             raise self._full()
         return await self._wait(ticket)
 
@@ -133,7 +141,7 @@ class Admission(Generic[E]):
             try:
                 engine = least_loaded(self._candidates(model), queue[0].ticket.sequences)
             except rpc.RpcError as error:
-                self.refuse(model, error)
+                self.refuse(model, error, keep_moved=True)
                 return
             if engine is None:  # those behind wait too, or a wide request would starve
                 return
@@ -141,11 +149,16 @@ class Admission(Generic[E]):
             engine.sequences += waiter.ticket.sequences
             waiter.engine.set_result(engine)
 
-    def refuse(self, model: str, error: rpc.RpcError) -> None:
-        """Fails all who wait for `model`."""
+    def refuse(self, model: str, error: rpc.RpcError, *, keep_moved: bool = False) -> None:
+        """Fails all who wait for `model`, but for those moved if they are to be kept."""
+        kept = []
         for waiter in self._queues.pop(model, ()):
-            if not waiter.engine.done():
+            if keep_moved and waiter.ticket.moved:
+                kept.append(waiter)
+            elif not waiter.engine.done():
                 waiter.engine.set_exception(error)
+        if kept:
+            self._queues[model] = kept
 
     def refuse_all(self, error: rpc.RpcError) -> None:
         """Fails all who wait."""

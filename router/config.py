@@ -40,6 +40,18 @@ class RouterSettings(Settings):
     keepalive_timeout: float = Field(
         5.0, gt=0, description="Seconds that a pinged engine has before it counts as dead."
     )
+    heartbeat_timeout: float = Field(
+        20.0,
+        gt=0,
+        description="Seconds of an engine's silence after which it counts as hung; "
+        "four of its steps where those are longer.",
+    )
+    max_moves: int = Field(
+        5, ge=0, description="Most times that a request goes on at another engine; 0 is never."
+    )
+    failover_timeout: float = Field(
+        30.0, ge=0, description="Seconds that requests of a lost engine wait for any to be up."
+    )
     write_timeout: float = Field(
         60.0, gt=0, description="Seconds that a client may go without reading its stream."
     )

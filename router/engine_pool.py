@@ -1,7 +1,6 @@
 """The engines: connecting to each, knowing what it serves, noticing when it is gone."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from tenacity.wait import wait_random_exponential
 from octavo.common import rpc
 from octavo.common.limits import Limits
 from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2
+from router.breaker import CircuitBreaker
 from router.config import RouterSettings
 from router.session import Session
 from router.tokenization import Tokenizer, Tokenizers
@@ -23,8 +23,6 @@ log = structlog.get_logger(__name__)
 
 BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
 """Seconds between attempts to connect: short, as an engine that comes back is needed."""
-STABLE_SECONDS = 5.0
-"""A connection that held this long was a good one: the next attempt is made at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +34,10 @@ class Engine:
         info: What it said it is.
         tokenizer: Its model's tokenizer.
         load: What it reported last.
-        session: The stream; None before it is opened.
+        session: The stream.
         sequences: Sequences given to it that have not ended.
-        up: Whether the connection lives.
+        up: Whether it can be used: from its core's first sign of life to the
+            connection's end.
     """
 
     address: str
@@ -47,7 +46,7 @@ class Engine:
     load: engine_pb2.Load
     session: Session
     sequences: int = 0
-    up: bool = True
+    up: bool = False
 
     @property
     def max_num_seqs(self) -> int:
@@ -187,7 +186,7 @@ class EnginePool:
 
 
 class _DisconnectedError(Exception):
-    """An engine could not be reached, or soon was lost."""
+    """An engine could not be reached, or gave no sign of life."""
 
 
 class _Link:
@@ -210,6 +209,7 @@ class _Link:
         self._settings = settings
         self._tokenizers = tokenizers
         self._on_change = on_change
+        self._breaker = CircuitBreaker()
         self._options = rpc.channel_options(
             keepalive_time=settings.keepalive_time, keepalive_timeout=settings.keepalive_timeout
         )
@@ -226,31 +226,24 @@ class _Link:
                     await self._hold()
 
     async def _hold(self) -> None:
-        """Connects and stays connected. Returns when a connection that was stable ends.
+        """Connects and stays connected; then waits for as long as the engine is not to be used.
 
         Raises:
-            _DisconnectedError: There was none, or it was not.
+            _DisconnectedError: The engine never came up.
         """
-        since = time.monotonic()
         async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
             engine = await self._connect(channel)
-            log.info(
-                "engine_up",
-                engine=self.address,
-                model=engine.info.model,
-                device=engine.info.device,
-                version=engine.info.version,
-                blocks=engine.load.total_blocks,
-            )
-            self._changed(engine)
             try:
                 reason = await engine.session.run()
-                log.warning("engine_down", engine=self.address, reason=reason)
             finally:
-                engine.up = False
-                self._on_change(engine.info.model)
-        if time.monotonic() - since < STABLE_SECONDS:
+                was_up, engine.up = engine.up, False
+                if was_up:
+                    self._on_change(engine.info.model)
+        if not was_up:
             raise _DisconnectedError(reason)
+        pause = 0.0 if engine.load.draining else self._breaker.trip()
+        log.warning("engine_down", engine=self.address, reason=reason, pause=pause)
+        await asyncio.sleep(pause)
 
     async def _connect(self, channel: grpc.aio.Channel) -> Engine:
         stub: engine_pb2_grpc.EngineServiceAsyncStub
@@ -270,18 +263,36 @@ class _Link:
                 "name one that can be with --tokenizer"
             ) from error
         call: Any = stub.Session()
-        session = Session(call, self.address, self._set_load)
-        return Engine(self.address, info, tokenizer, info.load, session)
+        session = Session(
+            call,
+            self.address,
+            lambda load: self._set_load(engine, load),
+            self._settings.heartbeat_timeout,
+        )
+        engine = Engine(self.address, info, tokenizer, info.load, session)
+        return engine
 
-    def _set_load(self, load: engine_pb2.Load) -> None:
-        assert self.engine is not None
-        drains = load.draining and not self.engine.load.draining
-        self.engine.load = load
-        if drains:
+    def _set_load(self, engine: Engine, load: engine_pb2.Load) -> None:
+        drains = load.draining and not engine.load.draining
+        engine.load = load
+        if not engine.up:
+            self._use(engine)
+        elif drains:
             log.info("engine_draining", engine=self.address)
-            self._on_change(self.engine.info.model)
+            self._on_change(engine.info.model)
 
-    def _changed(self, engine: Engine) -> None:
+    def _use(self, engine: Engine) -> None:
+        """The engine has shown life: requests may go to it."""
+        log.info(
+            "engine_up",
+            engine=self.address,
+            model=engine.info.model,
+            device=engine.info.device,
+            version=engine.info.version,
+            blocks=engine.load.total_blocks,
+        )
+        engine.up = True
+        self._breaker.close()
         before, self.engine = self.engine, engine
         if before is not None and before.info.model != engine.info.model:
             self._on_change(before.info.model)

@@ -15,11 +15,12 @@ from octavo.common import rpc
 from octavo.common.limits import check_token_ids
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
-from router.admission import Admission
+from router.admission import Admission, Ticket
 from router.config import RouterSettings
 from router.engine_pool import Engine, EnginePool
 from router.metrics import RouterMetrics
 from router.request import Request
+from router.session import EngineLostError
 from router.tokenization import Tokenizers
 
 log = structlog.get_logger(__name__)
@@ -193,22 +194,47 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         )
 
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
-        """Waits for an engine, then passes on what it makes."""
-        ticket = request.ticket
-        engine = await self._admission.admit(ticket)
-        call.engine = engine.address
-        call.queued = time.monotonic() - call.arrival
-        self.metrics.of(call.model).queue_time.observe(call.queued)
-        try:
-            timeout = None if call.deadline is None else call.deadline - time.monotonic()
-            request.submit(engine.session, timeout)
-            while not request.done:
-                await request.wait()
-                for response in request.take():
-                    await self._write(context, response)
-        finally:
-            request.close()
-            self._admission.release(engine, ticket)
+        """Waits for an engine, then passes on what it makes; again if it is lost meanwhile."""
+        while not request.done:
+            ticket = request.ticket
+            engine = await self._find_engine(request, ticket)
+            call.engine = engine.address
+            if call.queued is None:
+                call.queued = time.monotonic() - call.arrival
+                self.metrics.of(call.model).queue_time.observe(call.queued)
+            try:
+                await self._pass_on(call, request, engine, context)
+            except EngineLostError as error:
+                if request.moves == self._settings.max_moves:
+                    raise
+                request.moves += 1
+                self.metrics.moves.labels(call.model).inc()
+                log.warning("request_moves", engine=engine.address, reason=error.message)
+            finally:
+                request.close()
+                self._admission.release(engine, ticket)
+
+    async def _find_engine(self, request: Request, ticket: Ticket) -> Engine:
+        """Waits for an engine: for one that was lost, also while none is up, for a while."""
+        while True:
+            try:
+                async with asyncio.timeout(
+                    self._settings.failover_timeout if ticket.moved else None
+                ):
+                    return await self._admission.admit(ticket)
+            except TimeoutError:
+                self._pool.candidates(request.model)  # if all were busy, it waits on
+
+    async def _pass_on(
+        self, call: "_Call", request: Request, engine: Engine, context: Context
+    ) -> None:
+        """Has an engine work on a request, and writes what comes until all is written."""
+        timeout = None if call.deadline is None else call.deadline - time.monotonic()
+        request.submit(engine.session, timeout)
+        while not request.done:
+            await request.wait()
+            for response in request.take():
+                await self._write(context, response)
 
     async def _write(self, context: Context, response: generation_pb2.GenerateResponse) -> None:
         try:
@@ -240,6 +266,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             queued=_rounded(call.queued),
             ttft=_rounded(request.ttft if request else None),
             duration=_rounded(duration),
+            moves=request.moves if request else 0,
         )
 
 

@@ -59,6 +59,9 @@ class RouterMetrics:
         self.requests = counter(
             "requests", "Generate calls that ended, by gRPC status.", "model", "code"
         )
+        self.moves = counter(
+            "moves", "Times that a request lost its engine and went on at another.", "model"
+        )
         self.engines_up = gauge("engines_up", "Engines connected.", "model")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
         self._cached_tokens = counter(

@@ -12,15 +12,16 @@ from router.admission import Ticket
 from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
 from router.output import STOP_STRING, Output
-from router.session import Session
+from router.session import EngineLostError, Session
 from router.validation import num_outputs
 
 
 class Request:
     """A valid request; the receiver of its session's events.
 
-    It knows the prompt, the seed and every token drawn, which is all that is
-    needed to go on from there elsewhere.
+    It knows the prompt, the seed and every token drawn, which is all that
+    another engine needs to go on from there: `submit` may be called again when
+    `take` has raised `EngineLostError`.
 
     Attributes:
         request_id: As the client knows it.
@@ -29,7 +30,8 @@ class Request:
         max_tokens: Most tokens of each output.
         arrival: When it came, by the monotonic clock.
         outputs: One for each of `n`.
-        cached_tokens: Prompt tokens that the engine found in its cache.
+        cached_tokens: Prompt tokens that the first engine found in its cache.
+        moves: How many engines it has lost.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Request:
         self.max_tokens = max_tokens
         self.arrival = arrival
         self.cached_tokens = 0
+        self.moves = 0
         self.outputs = [
             Output(i, pieces, message.stop, message.output) for i in range(num_outputs(message))
         ]
@@ -60,6 +63,7 @@ class Request:
         self._accepted = generation_pb2.Accepted(
             request_id=request_id, model=model, prompt_tokens=len(prompt)
         )
+        self._started = False  # its prompt has been computed on
         self._begun = False  # Accepted may be sent
         self._accepted_sent = False
         self._stopped = False  # an output was ended here, not by the engine
@@ -69,7 +73,9 @@ class Request:
     @property
     def ticket(self) -> Ticket:
         """What admission needs to know."""
-        return Ticket(self.model, len(self.outputs), self._message.priority, self.arrival)
+        running = sum(not output.ended for output in self.outputs)
+        moved = self.moves > 0
+        return Ticket(self.model, running, self._message.priority, self.arrival, moved=moved)
 
     @property
     def done(self) -> bool:
@@ -94,14 +100,14 @@ class Request:
         return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
 
     def submit(self, session: Session, timeout: float | None) -> None:
-        """Starts the request on an engine.
+        """Starts the request on an engine, from the tokens that others drew for it.
 
         Args:
             session: The engine's session.
             timeout: Seconds to the client's deadline, if it has one.
 
         Raises:
-            rpc.RpcError: UNAVAILABLE if the session has broken.
+            EngineLostError: The session has broken.
         """
         message = self._message
         submit = engine_pb2.Submit(
@@ -115,6 +121,17 @@ class Request:
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")
         submit.stop.ClearField("include_in_output")
+        if self._begun:  # they were sent, if asked for
+            submit.output.ClearField("prompt_logprobs")
+        submit.resume.extend(
+            engine_pb2.Resume(
+                index=output.index,
+                token_ids=() if output.ended else output.token_ids,
+                finished=output.ended,
+            )
+            for output in self.outputs
+            if output.token_ids
+        )
         if message.HasField("beam"):
             submit.beam.CopyFrom(message.beam)
         else:
@@ -124,6 +141,8 @@ class Request:
             submit.timeout.FromNanoseconds(int(max(timeout, 0) * 1e9))
         self._session_id = session.submit(submit, self)
         self._session = session
+        if isinstance(self._error, EngineLostError):
+            self._error = None
 
     def close(self) -> None:
         """Stops on the engine what has not ended there."""
@@ -137,6 +156,9 @@ class Request:
 
     def started(self, cached_tokens: int) -> None:
         """The engine began to compute the prompt."""
+        if self._started:
+            return  # once more, elsewhere
+        self._started = True
         self.cached_tokens = self._accepted.cached_tokens = cached_tokens
         self._metrics.prompt_tokens.inc(len(self.prompt))
         self._metrics.cached_tokens.inc(cached_tokens)
@@ -164,8 +186,8 @@ class Request:
         self._event.set()
 
     def failed(self, error: rpc.RpcError) -> None:
-        """The request ended without finishing."""
-        if self._error is None:
+        """The request ended without finishing, on its engine or altogether."""
+        if self._error is None or isinstance(self._error, EngineLostError):
             self._error = error
         self._event.set()
 
@@ -179,7 +201,8 @@ class Request:
         What comes while the consumer is busy is for the next call.
 
         Raises:
-            rpc.RpcError: What the request failed with, after what came before.
+            rpc.RpcError: What the request failed with, after what came before;
+                an `EngineLostError` where it can be submitted elsewhere.
         """
         self._event.clear()
         error = self._error

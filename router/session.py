@@ -18,6 +18,18 @@ log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
 """Aborted requests whose late tokens are still told from a new request's of the same id."""
+SILENT_LOOKS = 4
+"""How often silence is looked at before it counts: what stops the router itself for a while,
+engine messages included, is one look and no engine's silence."""
+LONG_STEPS = 4
+"""An engine may be silent for this many of its last step, where that is longer."""
+
+
+class EngineLostError(rpc.RpcError):
+    """UNAVAILABLE: an engine is gone or takes no more; its requests can go on at another."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(grpc.StatusCode.UNAVAILABLE, message)
 
 
 class Receiver(Protocol):
@@ -30,7 +42,10 @@ class Receiver(Protocol):
         """New tokens of one output."""
 
     def failed(self, error: rpc.RpcError) -> None:
-        """The request ended without finishing; nothing more will come."""
+        """The request ended without finishing; nothing more will come.
+
+        Where it can go on at another engine, the error is an `EngineLostError`.
+        """
 
 
 class Session:
@@ -40,6 +55,7 @@ class Session:
         call: The open Session call. This object is the only one to use it.
         name: The engine's address, for messages.
         on_load: Called with every load report.
+        heartbeat_timeout: Seconds of silence after which the engine counts as hung.
     """
 
     def __init__(
@@ -47,6 +63,7 @@ class Session:
         call: "grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]",
         name: str,
         on_load: Callable[[engine_pb2.Load], None],
+        heartbeat_timeout: float,
     ) -> None:
         self._call = call
         self._name = name
@@ -57,6 +74,9 @@ class Session:
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
         self._broken: str | None = None
+        self._heartbeat_timeout = heartbeat_timeout
+        self._heard = False  # anything, since the last look
+        self._step_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -69,7 +89,7 @@ class Session:
             is taken, by a live request or by the late tokens of an aborted one.
 
         Raises:
-            rpc.RpcError: UNAVAILABLE if the stream is broken.
+            EngineLostError: The stream is broken.
         """
         if self._broken is not None:
             raise self._lost()
@@ -95,19 +115,24 @@ class Session:
         self._receivers.pop(session_id, None)
 
     async def run(self) -> str:
-        """Reads and writes until the stream breaks; then fails every request.
+        """Reads and writes until the stream breaks or is silent; then fails every request.
 
         Returns:
             What broke it, for a person.
         """
         writer = asyncio.create_task(self._write(), name=f"session-writer:{self._name}")
+        reader = asyncio.create_task(self._read(), name=f"session-reader:{self._name}")
+        watcher = asyncio.create_task(self._watch(), name=f"session-watcher:{self._name}")
         try:
-            self._broken = await self._read()
+            ends = {reader, watcher}
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            self._broken = done.pop().result()
         finally:
-            writer.cancel()
-            self._call.cancel()
             self._broken = self._broken or "the router closed the connection"
-            await asyncio.gather(writer, return_exceptions=True)
+            self._call.cancel()
+            for task in (writer, reader, watcher):
+                task.cancel()
+            await asyncio.gather(writer, reader, watcher, return_exceptions=True)
             receivers, self._receivers = self._receivers, {}
             for receiver in receivers.values():
                 receiver.failed(self._lost())
@@ -116,10 +141,21 @@ class Session:
     async def _read(self) -> str:
         try:
             while isinstance(response := await self._call.read(), engine_pb2.SessionResponse):
+                self._heard = True
                 self._dispatch(response)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
         return "the engine ended the session"
+
+    async def _watch(self) -> str:
+        """Returns when nothing has come for too long: the engine hangs, if its process lives."""
+        silent = 0
+        while silent < SILENT_LOOKS:
+            limit = max(self._heartbeat_timeout, LONG_STEPS * self._step_seconds)
+            self._heard = False
+            await asyncio.sleep(limit / SILENT_LOOKS)
+            silent = 0 if self._heard else silent + 1
+        return f"no sign of life for {limit:g} s"
 
     async def _write(self) -> None:
         try:
@@ -134,10 +170,10 @@ class Session:
         for output in response.outputs:
             self._deliver(output.request_id, "received", output)
         for failure in response.failures:
-            error = rpc.RpcError.from_code(failure.code, failure.message, failure.field)
-            self._deliver(failure.request_id, "failed", error)
+            self._deliver(failure.request_id, "failed", _error(failure))
             self.forget(failure.request_id)
         if response.HasField("load"):
+            self._step_seconds = response.load.step_seconds
             self._on_load(response.load)
 
     def _deliver(self, session_id: str, event: str, argument: object) -> None:
@@ -163,7 +199,14 @@ class Session:
             session_id = f"{wanted[: MAX_REQUEST_ID - 16]}~{next(self._numbers)}"
         return session_id
 
-    def _lost(self) -> rpc.RpcError:
-        return rpc.unavailable(
+    def _lost(self) -> EngineLostError:
+        return EngineLostError(
             f"the connection to engine {self._name} was lost ({self._broken}); retry the request"
         )
+
+
+def _error(failure: engine_pb2.Failure) -> rpc.RpcError:
+    """What a request failed with."""
+    if failure.code == grpc.StatusCode.UNAVAILABLE.value[0]:
+        return EngineLostError(failure.message)
+    return rpc.RpcError.from_code(failure.code, failure.message, failure.field)

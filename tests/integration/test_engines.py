@@ -34,7 +34,7 @@ def cluster(launch, demo_model):
     return router, engines
 
 
-async def test_a_killed_engine_takes_only_its_own_requests(cluster, launch):
+async def test_a_killed_engine_s_requests_go_on_at_the_other(cluster, launch):
     router, (doomed, spared) = cluster
     async with octavo.AsyncClient(router.address) as client:
         options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "token_ids": True}
@@ -44,12 +44,8 @@ async def test_a_killed_engine_takes_only_its_own_requests(cluster, launch):
             await asyncio.sleep(0.02)
         doomed.kill()
         outcomes = await asyncio.gather(*tasks)
-        failed = [code for code, _ in outcomes if code is not grpc.StatusCode.OK]
-        assert 0 < len(failed) < STREAMS
-        assert set(failed) == {grpc.StatusCode.UNAVAILABLE}
-        assert all(tokens == 40 for code, tokens in outcomes if code is grpc.StatusCode.OK)
-        completion = await client.generate("And then", max_tokens=4).complete()
-        assert completion.usage.output_tokens > 0
+        assert outcomes == [(grpc.StatusCode.OK, 40)] * STREAMS
+        assert 0 < router.metric("octavo_router_moves_total") < STREAMS
         wait_until(lambda: router.metric("octavo_router_requests_in_flight") == 0)
         assert spared.metric("octavo_engine_blocks", state="used") == 0
     back = launch("engine", "--model", "demo", *SMALL, port=doomed.port)

@@ -18,6 +18,7 @@ from router.config import RouterSettings
 from router.server import Router
 
 EOS = 256
+HEARTBEAT_SECONDS = 0.1
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('tools are not spoken to') }}{% endif %}"
@@ -119,7 +120,8 @@ def encode():
 class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     """Follows engine.proto; its tokens are `script(submit, index)`, or sent by hand.
 
-    With `interval` None nothing is sent unless `send` is called.
+    With `interval` None nothing is sent unless `send` is called, but for a
+    heartbeat, unless it is `hung`.
     """
 
     def __init__(self, tokenizer: str, script=None, *, interval: float | None = 0.0, **info):
@@ -144,6 +146,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.playing: dict[str, set[int]] = {}
         self.outboxes: list[asyncio.Queue] = []
         self.tasks: set[asyncio.Task] = set()
+        self.hung = False
         self.address = ""
         self.server = None
 
@@ -185,7 +188,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
     async def Session(self, request_iterator, context):  # noqa: N802
         outbox: asyncio.Queue = asyncio.Queue()
         self.outboxes.append(outbox)
-        outbox.put_nowait(engine_pb2.SessionResponse(load=self.info.load))
+
+        async def beat():
+            while True:
+                if not self.hung:
+                    outbox.put_nowait(engine_pb2.SessionResponse(load=self.info.load))
+                await asyncio.sleep(HEARTBEAT_SECONDS)
 
         async def read():
             async for request in request_iterator:
@@ -194,12 +202,13 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 else:
                     self._abort(request.abort)
 
-        reader = asyncio.create_task(read())
+        tasks = [asyncio.create_task(read()), asyncio.create_task(beat())]
         try:
             while True:
                 await context.write(await outbox.get())
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             self.outboxes.remove(outbox)
 
     def _submit(self, submit) -> None:
@@ -223,6 +232,12 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         n = submit.sampling.n if submit.sampling.HasField("n") else 1
         scripts = [self.script(submit, i) for i in range(n)]
         playing = self.playing[request_id] = set(range(n))
+        for resume in submit.resume:
+            script = scripts[resume.index]
+            assert list(resume.token_ids) == script[: len(resume.token_ids)]
+            scripts[resume.index] = script[len(resume.token_ids) :]
+            if resume.finished:
+                playing.discard(resume.index)
         self.send(started=[engine_pb2.Started(request_id=request_id)])
         step = 0
         while playing:
@@ -248,7 +263,7 @@ class Stand:
         self.channel = channel
         self.stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
-    async def until(self, condition, seconds: float = 5.0) -> None:
+    async def until(self, condition, seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "it did not come to pass"

@@ -231,20 +231,6 @@ async def test_full_queue_says_when_to_retry(scripted, stand):
     assert retry.retry_delay.ToTimedelta().total_seconds() > 0
 
 
-async def test_dead_engine_fails_only_its_own(scripted, stand):
-    doomed, other = scripted(interval=None), scripted("fine" * 20, interval=0.01)
-    async with stand(doomed, other) as s:
-        await s.up(2)
-        calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(6)]
-        await s.until(lambda: len(doomed.submits) + len(other.submits) == 6)
-        assert len(doomed.submits) == len(other.submits) == 3
-        await doomed.kill()
-        codes = await asyncio.wait_for(asyncio.gather(*calls), 10)
-        assert sorted(c.name for c in codes) == ["OK"] * 3 + ["UNAVAILABLE"] * 3
-        assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
-        await s.clean()
-
-
 async def test_recovers_when_the_engine_comes_back(scripted, stand):
     engine = scripted()
     async with stand(engine) as s:
@@ -267,7 +253,7 @@ async def test_recovers_when_the_engine_comes_back(scripted, stand):
 
 async def test_queued_requests_hear_that_the_last_engine_died(scripted, stand):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with stand(engine) as s:
+    async with stand(engine, max_moves=0) as s:
         await s.up()
         calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(4)]
         await s.until(lambda: len(s.router.admission) == 2)
@@ -282,7 +268,7 @@ async def test_draining_engine_gets_nothing_new(scripted, stand):
     async with stand(drained, other) as s:
         await s.up(2)
         await s.until(lambda: drained.outboxes)
-        drained.send(load=engine_pb2.Load(draining=True, total_blocks=256))
+        drained.info.load.draining = True
         await s.until(lambda: len(s.router.pool.candidates("tiny")) == 1)
         for _ in range(4):
             assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
@@ -537,7 +523,7 @@ class Wire:
 async def test_silent_engine_is_noticed_by_keepalive(scripted, stand):
     engine = await scripted(interval=None).start()
     async with Wire(int(engine.address.rpartition(":")[2])) as wire:
-        settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5}
+        settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5, "max_moves": 0}
         async with stand(addresses=[wire.address], **settings) as s:
             await s.up()
             task = asyncio.create_task(error_of(s.stub.Generate(ask())))
