@@ -1,6 +1,7 @@
 """`octavo bench`: what load a server bears, seen from a client.
 
-commands: the sub-commands and their flags. settings: what they amount to.
+commands: the sub-commands. flags, several_values: their flags. settings: what
+those amount to.
 workload: the requests. load: sends them. metrics: what the answers amount to.
 report: the JSON. tables, plots: for people. session: one call of the command.
 

@@ -1,0 +1,35 @@
+"""Options that take several values in a row, as in `--rate 1 2 4`, which typer has not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+class SeveralValues(TyperCommand):
+    """A command whose repeatable options also take several values: `--rate 1 2 4`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's or typer's own copy of it
+        """Repeats an option's name before each of its further values, then parses as usual."""
+        names = {
+            name for option in self.params if getattr(option, "multiple", 0) for name in option.opts
+        }
+        return super().parse_args(ctx, repeat_names(args, names))
+
+
+def repeat_names(arguments: Sequence[str], names: set[str]) -> list[str]:
+    """Writes `--rate 1 2` as `--rate 1 --rate 2`, up to a `--`, for the options in `names`."""
+    repeated: list[str] = []
+    name, has_value = "", False
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return [*repeated, *arguments[position:]]
+        if argument.startswith("-") and argument != "-":
+            option, equals, _ = argument.partition("=")
+            name, has_value = (option if option in names else ""), bool(equals)
+        elif name and has_value:
+            repeated.append(name)
+        else:
+            has_value = True
+        repeated.append(argument)
+    return repeated
