@@ -11,7 +11,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench memory-study lint format protos readme clean
+.PHONY: help demo test serve bench memory-study peers lint format protos readme clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttent
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory_study $(ARGS)
+
+peers: $(STAMP) ## Octavo beside vLLM, OpenVINO, llama.cpp and transformers
+	$(BIN)/python -m benchmarks.peers $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check

@@ -1,0 +1,122 @@
+"""Measures the peers, prints the tables, and writes peers.{json,md}."""
+
+import argparse
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from benchmarks.peers import registry, report, workloads
+from benchmarks.peers.report import Circumstances
+from benchmarks.peers.rounds import Fleet, measure
+
+RESULTS = Path(__file__).parents[1] / "results"
+QUICK_SHARE = 0.25
+
+
+def main() -> None:
+    """The command line."""
+    options = _options()
+    console = Console()
+    share, rounds = (QUICK_SHARE, 1) if options.quick else (1.0, options.rounds)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers are ended
+    load, start, date = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
+
+    def say(text: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - start), 60)
+        console.print(f"[dim]{minutes:3}:{seconds:02}[/] {text}", highlight=False)
+
+    with Fleet(options.folder, options.threads, share, rebuild=options.rebuild, say=say) as fleet:
+        results = measure(fleet, options.peers, rounds, say)
+    mixed, single = workloads.mixed(0, share), workloads.single(0)
+    where = Circumstances(
+        date=f"{date:%Y-%m-%d}",
+        machine=_machine(),
+        system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        load=load,
+        command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
+        commit=_commit(),
+        threads=options.threads,
+        rounds=rounds,
+        seconds=time.monotonic() - start,
+        workloads={
+            "The mix": f"{mixed.title}, {mixed.prompt_tokens:,} prompt tokens and"
+            f" {mixed.output_tokens:,} output tokens in all, greedy, lengths fixed.",
+            "One request": f"{single.prompt_tokens} prompt tokens and"
+            f" {single.output_tokens} output tokens.",
+        },
+    )
+    ours = [peer.name for peer in options.peers if peer.is_octavo]
+    report.show(results, ours, console)
+    options.output.mkdir(parents=True, exist_ok=True)
+    base = options.output / "peers"
+    base.with_suffix(".json").write_text(report.as_json(results, where))
+    base.with_suffix(".md").write_text(report.markdown(results, ours, where))
+    console.print(f"{where.seconds / 60:.0f} minutes; written to {base}.*")
+    if not any(result.samples for result in results):
+        sys.exit(1)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description="Octavo and its peers, measured together."
+    )
+    names = ", ".join(peer.name for peer in registry.PEERS)
+    parser.add_argument("--peers", default="", help=f"some of them: {names}")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="one round, a quarter of the mix")
+    parser.add_argument("--threads", type=int, default=2, help="of each peer (default: 2)")
+    parser.add_argument("--rebuild", action="store_true", help="make the environments anew")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=registry.default_folder(),
+        help="for environments, model files and logs",
+    )
+    options = parser.parse_args()
+    try:
+        options.peers = registry.choose(options.peers)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.rounds < 1 or options.threads < 1:
+        parser.error("--rounds and --threads are at least 1")
+    return options
+
+
+def _machine() -> str:
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+
+
+def _processor() -> str:
+    """The processor's name, and of its vector instructions those that matter here."""
+    told = Path("/proc/cpuinfo")
+    if not told.exists():
+        return platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in told.read_text().splitlines():
+        name, _, value = line.partition(":")
+        facts[name.strip()] = value.strip()
+    wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")
+    held = [flag for flag in wanted if flag in facts.get("flags", "").split()]
+    return f"{facts.get('model name', platform.machine())} ({' '.join(held)})"
+
+
+def _commit() -> str:
+    """The commit that is measured, and whether files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "an unknown commit"
+
+
+if __name__ == "__main__":
+    main()

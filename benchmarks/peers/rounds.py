@@ -1,0 +1,176 @@
+"""The measurement: every peer once a round, in an order that turns; one runs at a time."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from benchmarks.peers import environments, model_files, workloads
+from benchmarks.peers.environments import InstallError
+from benchmarks.peers.registry import Peer
+from benchmarks.peers.results import Result, Sample
+from benchmarks.peers.worker_process import WorkerError, WorkerProcess
+from benchmarks.peers.workers.protocol import Setup
+from benchmarks.peers.workloads import Workload
+from octavo.common.models import ModelError
+
+BENCHMARKS = Path(__file__).parents[1]
+CACHE_GIB = 1.0
+"""KV cache for each; the mix needs a third of it."""
+ROOM_BYTES = 6 << 30
+"""Free memory before a peer is loaded; others are ended until there is so much."""
+SINGLE_REPEATS = 3
+"""Times that one round runs the single request, which is short."""
+WARM_UP = 1_000_000
+"""The seed of warm-up rounds: no measured round draws the same prompts."""
+PATIENCE = 1_800.0
+
+Say = Callable[[str], None]
+"""Tells the user what goes on."""
+
+
+class Fleet:
+    """The loaded peers, all stopped but the one that runs.
+
+    Args:
+        folder: for logs, environments and model files.
+        threads: that each may compute with.
+        share: of the mix's requests to run.
+        rebuild: make environments anew.
+        say: told what goes on.
+    """
+
+    def __init__(
+        self, folder: Path, threads: int, share: float, *, rebuild: bool, say: Say
+    ) -> None:
+        self._folder = folder
+        self._threads = threads
+        self._share = share
+        self._rebuild = rebuild
+        self._say = say
+        self._provided: dict[str, tuple[Path, Path]] = {}
+        self._loaded: dict[str, WorkerProcess] = {}
+
+    def provide(self, peer: Peer) -> None:
+        """Installs a peer and fetches its model, both only where missing.
+
+        Raises:
+            InstallError, ModelError: that failed.
+        """
+        if peer.environment is None:
+            python = Path(sys.executable)
+        else:
+            python = environments.provide(peer.environment, self._folder, rebuild=self._rebuild)
+        self._provided[peer.name] = python, model_files.provide(peer.form, self._folder)
+
+    def run(self, peer: Peer, number: int, result: Result) -> None:
+        """Runs a round's workloads, with the peer loaded and warm; notes what it took.
+
+        Raises:
+            WorkerError: the peer failed; it has been ended.
+        """
+        try:
+            worker = self._loaded.get(peer.name)
+            if worker is None:
+                worker = self._load(peer, result)
+                self._warm_up(worker, peer)
+            else:
+                worker.resume()
+            for workload in self._workloads(number):
+                self._say(f"{peer.title}: {workload.title}")
+                outcome = worker.run(workload.requests)
+                result.samples.append(Sample.of(number, workload, outcome))
+            worker.pause()
+        except WorkerError:
+            self._end(peer.name)
+            raise
+
+    def _load(self, peer: Peer, result: Result) -> WorkerProcess:
+        while self._loaded and psutil.virtual_memory().available < ROOM_BYTES:
+            self._end(next(iter(self._loaded)))
+        self._say(f"{peer.title}: loading")
+        python, model = self._provided[peer.name]
+        variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(self._threads)}
+        command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
+        began = time.monotonic()
+        log = self._folder / f"{peer.name}.log"
+        worker = self._loaded[peer.name] = WorkerProcess(command, variables, log, PATIENCE)
+        setup = Setup(str(model), self._threads, CACHE_GIB, peer.options)
+        result.versions = worker.load(setup)
+        result.load_seconds.append(time.monotonic() - began)
+        return worker
+
+    def _warm_up(self, worker: WorkerProcess, peer: Peer) -> None:
+        began, number = time.monotonic(), WARM_UP
+        while number == WARM_UP or time.monotonic() - began < peer.warm_seconds:
+            self._say(f"{peer.title}: warming up")
+            worker.run(workloads.single(number).requests)
+            worker.run(workloads.mixed(number, self._share).requests)
+            number += 1
+
+    def _workloads(self, number: int) -> list[Workload]:
+        singles = [workloads.single(number * SINGLE_REPEATS + i) for i in range(SINGLE_REPEATS)]
+        return [*singles, workloads.mixed(number, self._share)]
+
+    def _end(self, name: str) -> None:
+        worker = self._loaded.pop(name, None)
+        if worker is not None:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            for worker in self._loaded.values():
+                stack.callback(worker.close)
+
+
+def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[Result]:
+    """Runs all rounds.
+
+    Args:
+        fleet: runs the peers.
+        peers: whom to measure.
+        rounds: how often.
+        say: told what goes on.
+
+    Returns:
+        A result for each peer; one that failed says why in `failure`, and keeps
+        what it had done before.
+    """
+    results = {peer.name: Result(peer.name, peer.title, peer.weights) for peer in peers}
+    able = []
+    for peer in peers:
+        say(f"{peer.title}: installing")
+        try:
+            fleet.provide(peer)
+        except (InstallError, ModelError) as error:
+            results[peer.name].failure = str(error)
+        else:
+            able.append(peer)
+    for number in range(rounds):
+        for peer in turned(able, number):
+            if results[peer.name].failure:
+                continue
+            try:
+                fleet.run(peer, number, results[peer.name])
+            except WorkerError as error:
+                results[peer.name].failure = str(error)
+    return list(results.values())
+
+
+def turned(peers: Sequence[Peer], number: int) -> list[Peer]:
+    """The order of a round: each begins with another peer."""
+    start = number % len(peers) if peers else 0
+    return [*peers[start:], *peers[:start]]

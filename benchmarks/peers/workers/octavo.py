@@ -1,0 +1,81 @@
+"""Octavo as its users have it: `octavo serve`, and the asyncio client over gRPC."""
+
+import asyncio
+import atexit
+import contextlib
+import io
+import re
+import time
+from collections.abc import Sequence
+
+import typer
+
+from octavo import AsyncClient, Delta
+from octavo.cli.local_server import local_server
+
+from .protocol import Outcome, Request, Runner, Setup, serve
+
+BOXES = re.compile(r"[│╭╮╰╯─\s]+")
+HOURS = "36000"
+"""Longer than any run: a server that was stopped must not take its silence for death."""
+AWAKE_SECONDS = 30.0
+
+
+class Octavo:
+    """A server of one's own, ended with this process."""
+
+    def __init__(self, setup: Setup) -> None:
+        flags = ["--device", "cpu", "--cache-memory", str(setup.cache_gib)]
+        flags += ["--keepalive-time", HOURS, "--keepalive-timeout", HOURS]
+        for name, value in setup.options.items():
+            flags += [f"--{name}", value]
+        stack = contextlib.ExitStack()
+        atexit.register(stack.close)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                self._address = stack.enter_context(local_server(setup.model, *flags))
+        except typer.Exit:
+            raise RuntimeError(BOXES.sub(" ", said.getvalue()).strip()[-300:]) from None
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        """Sends all requests at once."""
+        return asyncio.run(self._run(requests))
+
+    async def _run(self, requests: Sequence[Request]) -> Outcome:
+        async with AsyncClient(self._address) as client:
+            async with asyncio.timeout(AWAKE_SECONDS):
+                while not await client.is_serving():  # noqa: ASYNC110 - it is asked, it does not tell
+                    await asyncio.sleep(0.1)
+            began = time.perf_counter()
+            answers = await asyncio.gather(*(_answer(client, request) for request in requests))
+            seconds = time.perf_counter() - began
+        first = [at - began for _, at in answers]
+        return Outcome(seconds, [tokens for tokens, _ in answers], first)
+
+
+async def _answer(client: AsyncClient, request: Request) -> tuple[list[int], float]:
+    """Returns a request's output tokens, and when the first of them came."""
+    tokens: list[int] = []
+    first: float | None = None
+    stream = client.generate(
+        request.prompt,
+        max_tokens=request.output_tokens,
+        temperature=0,
+        ignore_eos=True,
+        token_ids=True,
+    )
+    async for event in stream.events():
+        if isinstance(event, Delta):
+            first = first or time.perf_counter()
+            tokens += event.token_ids
+    return tokens, first or time.perf_counter()
+
+
+def load(setup: Setup) -> Runner:
+    """Starts the server and waits until it serves."""
+    return Octavo(setup)
+
+
+if __name__ == "__main__":
+    serve(load, ["octavo", "torch", "transformers"])

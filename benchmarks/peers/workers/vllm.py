@@ -1,0 +1,48 @@
+"""vLLM on CPUs: its engine in process, without an API server before it."""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+
+from .protocol import Outcome, Request, Runner, Setup, serve
+
+
+class Vllm:
+    """An `LLM` with the defaults of its CPU platform."""
+
+    def __init__(self, setup: Setup) -> None:
+        # Read when vllm is imported.
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(setup.cache_gib))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{setup.threads - 1}"
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
+
+        self._llm = LLM(setup.model, dtype="bfloat16", max_model_len=2048, disable_log_stats=False)
+        self._prompt = TokensPrompt
+        self._sampling = SamplingParams
+
+    def run(self, requests: Sequence[Request]) -> Outcome:
+        """One call of `generate` for all requests."""
+        prompts = [self._prompt(prompt_token_ids=request.prompt) for request in requests]
+        sampling = [
+            self._sampling(
+                temperature=0, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False
+            )
+            for request in requests
+        ]
+        began = time.perf_counter()
+        answers = self._llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        outputs = [list(answer.outputs[0].token_ids) for answer in answers]
+        first = [answer.metrics.first_token_latency for answer in answers if answer.metrics]
+        return Outcome(seconds, outputs, first if len(first) == len(outputs) else None)
+
+
+def load(setup: Setup) -> Runner:
+    """Starts the engine; compiling takes most of its time."""
+    return Vllm(setup)
+
+
+if __name__ == "__main__":
+    serve(load, ["vllm-cpu", "torch"])

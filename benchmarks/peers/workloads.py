@@ -1,0 +1,80 @@
+"""What every peer is asked: the same lengths in every round, other tokens in each."""
+
+import itertools
+import random
+from dataclasses import dataclass
+
+from benchmarks.peers.workers.protocol import Request
+
+REQUESTS = 48
+PROMPT_TOKENS = 7_853
+OUTPUT_TOKENS = 5_406
+SHORTEST = 8
+SINGLE_PROMPT_TOKENS = 24
+SINGLE_OUTPUT_TOKENS = 128
+TOKENS = range(256, 49_152)
+"""Ids that prompts are drawn from: the vocabulary, less its special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that are handed over at once. Rates are output tokens a second."""
+
+    name: str
+    title: str
+    requests: tuple[Request, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all requests."""
+        return sum(request.output_tokens for request in self.requests)
+
+
+def mixed(seed: int, share: float = 1.0) -> Workload:
+    """A chat's mix: 48 requests, most of them short, a few long.
+
+    Args:
+        seed: draws the prompts' tokens; the lengths are always the same.
+        share: of the requests, the first ones, in (0, 1].
+    """
+    shapes = random.Random(0)
+    prompts = spread(shapes, REQUESTS, PROMPT_TOKENS)
+    outputs = spread(shapes, REQUESTS, OUTPUT_TOKENS)
+    draw = random.Random(f"mixed {seed}")
+    wanted = list(zip(prompts, outputs, strict=True))[: max(round(REQUESTS * share), 1)]
+    requests = tuple(_request(draw, prompt, output) for prompt, output in wanted)
+    return Workload("mixed", f"{len(requests)} requests at once", requests)
+
+
+def single(seed: int) -> Workload:
+    """One short question, one answer."""
+    draw = random.Random(f"single {seed}")
+    request = _request(draw, SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS)
+    return Workload("single", "one request", (request,))
+
+
+def spread(draw: random.Random, count: int, total: int) -> list[int]:
+    """Log-normal lengths, as conversations have them, with exactly this total.
+
+    Args:
+        draw: the source of chance.
+        count: how many lengths.
+        total: their sum; at least `count * SHORTEST`.
+
+    Returns:
+        Lengths, none below `SHORTEST`.
+    """
+    weights = [draw.lognormvariate(0.0, 0.8) for _ in range(count)]
+    spare = total - count * SHORTEST
+    shares = itertools.accumulate(weights, initial=0.0)
+    cuts = [round(spare * share / sum(weights)) for share in shares]
+    return [SHORTEST + end - start for start, end in itertools.pairwise(cuts)]
+
+
+def _request(draw: random.Random, prompt: int, output: int) -> Request:
+    return Request([draw.choice(TOKENS) for _ in range(prompt)], output)
