@@ -75,7 +75,7 @@ def convert(source: Path, target: Path) -> None:
     reader = _read(source)
     with redirect_stderr(StringIO()):  # progress bars over the spinner
         model, tokenizer = _load(source, _dtype(reader))
-        _set_special_tokens(model, reader)
+        _set_end_tokens(model, reader)
         _set_pre_tokenizer(tokenizer, reader)
         tokenizer.model_max_length = model.config.max_position_embeddings
         model.save_pretrained(target)
@@ -151,24 +151,16 @@ def _dtype(reader: Any) -> Any:  # noqa: ANN401
     return torch.float16 if kinds <= {Kind.F32, Kind.F16} else torch.bfloat16
 
 
-def _set_special_tokens(model: Any, reader: Any) -> None:  # noqa: ANN401
-    """Takes the special tokens from the file: transformers leaves the architecture's defaults.
-
-    Some files name other tokens that end a turn beside the end of sequence.
-    """
+def _set_end_tokens(model: Any, reader: Any) -> None:  # noqa: ANN401
+    """Adds the tokens that end a turn or a message; transformers reads no end but the text's."""
     from gguf import Keys  # noqa: PLC0415
 
-    keys = Keys.Tokenizer
-    ends = [_field(reader, key) for key in (keys.EOS_ID, keys.EOT_ID, keys.EOM_ID)]
     known = model.config.eos_token_id
-    eos = {end for end in ends if end is not None}
-    eos |= set(known) if isinstance(known, list) else set()
+    ends = set(known if isinstance(known, list) else [known])
+    ends |= {_field(reader, key) for key in (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)}
+    ends.discard(None)
     for config in (model.config, model.generation_config):
-        if eos:
-            config.eos_token_id = sorted(eos) if len(eos) > 1 else min(eos)
-        for name, key in (("bos_token_id", keys.BOS_ID), ("pad_token_id", keys.PAD_ID)):
-            if (token := _field(reader, key)) is not None:
-                setattr(config, name, token)
+        config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
 
 
 def _set_pre_tokenizer(tokenizer: Any, reader: Any) -> None:  # noqa: ANN401
