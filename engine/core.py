@@ -15,7 +15,7 @@ import structlog
 
 from engine.batch import Batch, StepResult
 from engine.beam import BeamState
-from engine.events import Event, Failure, FailureCode, Load, Output, Started
+from engine.events import Event, Failure, FailureCode, Load, Output, PrefixChange, Started
 from engine.executor.executor import Executor
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, Request
@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 Command = Callable[[], None]
 Deliver = Callable[[list[Event], Load], None]
+Publish = Callable[[PrefixChange], None]
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core tells its load this often: silence for longer means that it hangs."""
@@ -48,11 +49,13 @@ class EngineCore:
         deliver: Deliver,
         *,
         max_waiting: int,
+        publish: Publish = lambda _: None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
         self._deliver = deliver
+        self._publish = publish
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._groups: dict[tuple[int, str], SequenceGroup] = {}
@@ -74,9 +77,9 @@ class EngineCore:
         """Stops a request or one of its outputs; nothing more is told of it."""
         self._commands.put(partial(self._abort, session, request_id, index))
 
-    def open_session(self) -> None:
-        """Has the load told at once, to a session that just opened among others."""
-        self._commands.put(_nothing)
+    def open_session(self, session: int) -> None:
+        """Tells a session what the prefix cache holds, and, as to all, the load."""
+        self._commands.put(partial(self._open_session, session))
 
     def close_session(self, session: int) -> None:
         """Stops all requests of a session."""
@@ -202,6 +205,9 @@ class EngineCore:
     def _tell(self) -> None:
         self.load = self._measure_load()
         self._metrics.observe_scheduler(self._scheduler, self.load.cache)
+        stored, evicted = self._scheduler.cache.take_changes()
+        if stored or evicted:
+            self._publish(PrefixChange(None, stored, evicted))
         events, self._events = self._events, []
         self._deliver(events, self.load)
 
@@ -256,6 +262,9 @@ class EngineCore:
         if not group.live:
             self._forget(group, "aborted" if index is None else "finished")
 
+    def _open_session(self, session: int) -> None:
+        self._publish(PrefixChange(session, frozenset(self._scheduler.cache.published), ()))
+
     def _close_session(self, session: int) -> None:
         for group in [g for g in self._groups.values() if g.request.session == session]:
             self._abort(session, group.request.request_id, None)
@@ -301,7 +310,3 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
-
-
-def _nothing() -> None:
-    """The command to do nothing but tell."""

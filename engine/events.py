@@ -1,5 +1,6 @@
 """What the core tells the sessions, step by step."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -57,6 +58,22 @@ class Failure:
 
 
 Event = Started | Output | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChange:
+    """What became of the prefix cache.
+
+    Attributes:
+        session: who is told of all that is there; None for everyone, who is
+            told of what changed.
+        stored: keys of blocks that it came to hold.
+        evicted: keys of blocks that it holds no more.
+    """
+
+    session: int | None
+    stored: Collection[bytes]
+    evicted: Collection[bytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import structlog
 
 from engine.config import EngineSettings
 from engine.core import EngineCore
-from engine.events import Event, Load
+from engine.events import Event, Load, PrefixChange
 from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
@@ -47,6 +47,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             metrics,
             self._deliver,
             max_waiting=settings.max_waiting,
+            publish=self._publish,
         )
 
     async def Session(  # noqa: N802 - the contract's name
@@ -100,6 +101,15 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     def _deliver(self, events: list[Event], load: Load) -> None:
         """Called by the core's thread after every step."""
         self._loop.call_soon_threadsafe(self._distribute, events, load)
+
+    def _publish(self, change: PrefixChange) -> None:
+        """Called by the core's thread before the `_deliver` of the same step."""
+        self._loop.call_soon_threadsafe(self._spread, change)
+
+    def _spread(self, change: PrefixChange) -> None:
+        for number, session in self._sessions.items():
+            if change.session in {None, number}:
+                session.add_prefixes(change)
 
     def _distribute(self, events: list[Event], load: Load) -> None:
         by_session: defaultdict[int, list[Event]] = defaultdict(list)

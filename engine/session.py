@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from engine.core import EngineCore
-from engine.events import Event, Failure, Load, Output, Started
+from engine.events import Event, Failure, Load, Output, PrefixChange, Started
 from engine.request import Request
 from engine.sequence import TokenLogprob
+from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
 from octavo.v1 import engine_pb2, sampling_pb2
 
@@ -17,7 +18,7 @@ class Session:
     """Requests in, and one message per step out.
 
     What a router is slow to read is merged into one message, so what is held
-    back for it is no more than its requests' tokens.
+    back for it is no more than its requests' tokens and the prefix cache's keys.
     """
 
     def __init__(self, core: EngineCore, translate: Translate) -> None:
@@ -25,6 +26,7 @@ class Session:
         self._translate = translate
         self._pending = engine_pb2.SessionResponse()
         self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # the pending ones
+        self._prefixes: dict[bytes, bool] | None = None  # those to tell of, and if they are stored
         self._ready = asyncio.Event()
 
     async def run(
@@ -33,13 +35,14 @@ class Session:
         """Serves until the router ends the stream; then its requests are stopped."""
         reader = asyncio.create_task(self._read(session, orders), name=f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
-        self._core.open_session()
+        self._core.open_session(session)
         try:
             while not reader.done():
                 await self._ready.wait()
                 self._ready.clear()
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
                 self._entries.clear()
+                self._put_prefixes(response)
                 if response.HasField("load"):
                     yield response
             reader.result()
@@ -92,6 +95,28 @@ class Session:
                     )
         pending.load.CopyFrom(load)
         self._ready.set()
+
+    def add_prefixes(self, change: PrefixChange) -> None:
+        """Puts what became of the prefix cache into the next message that `add` completes.
+
+        Nothing counts before the session was told of all that is there. Of a
+        block that came and went, or went and came, nothing is said.
+        """
+        if change.session is not None:
+            self._prefixes = {}
+        if self._prefixes is None:
+            return
+        for keys, stored in ((change.stored, True), (change.evicted, False)):
+            for key in keys:
+                if self._prefixes.pop(key, None) is None:
+                    self._prefixes[key] = stored
+
+    def _put_prefixes(self, response: engine_pb2.SessionResponse) -> None:
+        if self._prefixes:
+            for key, stored in self._prefixes.items():
+                changes = response.prefixes.stored if stored else response.prefixes.evicted
+                changes.append(short_key(key))
+            self._prefixes.clear()
 
 
 def _add_tokens(output: engine_pb2.SequenceOutput, event: Output) -> None:

@@ -25,6 +25,7 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._hit: set[bytes] = set()
+        self._changed: set[bytes] = set()  # keys published or dropped since they were last taken
 
     @property
     def num_free(self) -> int:
@@ -77,6 +78,7 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         key = self._key_of.pop(block)
         del self._block_of[key]
+        self._changed.add(key)
         self._hit.discard(key)
         return block
 
@@ -130,6 +132,7 @@ class BlockPool:
             return None
         block = self._take()
         self._block_of[key], self._key_of[block] = block, key
+        self._changed.add(key)
         self._cached[block] = None
         return block
 
@@ -142,6 +145,7 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+            self._changed.add(key)
 
     def find(self, key: bytes) -> int | None:
         """The block published under `key`, in use or cached."""
@@ -156,10 +160,16 @@ class BlockPool:
         """Whether what is published under `key` was found by a reader."""
         return key in self._hit
 
+    def take_changed(self) -> set[bytes]:
+        """The keys published or dropped since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
     def forget_contents(self) -> None:
         """Unpublishes everything: no block's contents can be trusted any more."""
         self._free.extend(self._cached)
         self._cached.clear()
+        self._changed.update(self._block_of)
         self._key_of.clear()
         self._block_of.clear()
         self._hit.clear()

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
-from engine.kv_cache.block_table import BlockTable, block_key, root_key
+from engine.kv_cache.block_table import BlockTable
 from engine.kv_cache.transfers import Transfers
+from octavo.common.prefix import block_key, root_key
 
 
 class Span(NamedTuple):
@@ -105,6 +106,7 @@ class KVCacheManager:
         self.counters = CacheCounters()
         self._transfers = Transfers()
         self._falling: dict[int, int] = {}  # swap block: the evicted device block that goes there
+        self.published: set[bytes] = set()
         self._reading: list[int] = []  # swap blocks held until the copies from them are taken
 
     # What there is.
@@ -223,6 +225,22 @@ class KVCacheManager:
         pool.publish(block, key)
         if self.device.was_hit(key) or self.swap.was_hit(key):
             pool.mark_hit(key)
+
+    def take_changes(self) -> tuple[set[bytes], set[bytes]]:
+        """Brings `published`, the keys of prefix blocks in either pool, up to date.
+
+        Returns:
+            The keys that came, and those that are gone, since the last call.
+        """
+        changed = self.device.take_changed() | self.swap.take_changed()
+        held = {
+            key
+            for key in changed
+            if self.device.find(key) is not None or self.swap.find(key) is not None
+        }
+        came, gone = held - self.published, (changed - held) & self.published
+        self.published ^= came | gone
+        return came, gone
 
     # A sequence's blocks.
 

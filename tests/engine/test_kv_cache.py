@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
-from engine.kv_cache.block_table import ROOT_KEY, block_key
+from octavo.common.prefix import ROOT_KEY, block_key
 
 BLOCK_SIZE = 4
 

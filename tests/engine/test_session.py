@@ -12,6 +12,7 @@ from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import build
 from engine.validation import to_request
+from octavo.common.prefix import reusable_keys, short_key
 from octavo.v1 import engine_pb2
 from octavo.v1.sampling_pb2 import FinishReason
 
@@ -26,11 +27,21 @@ async def open_session(tiny_model):
     def deliver(events, load):
         loop.call_soon_threadsafe(session.add, events, to_load(load))
 
+    def publish(change):
+        loop.call_soon_threadsafe(session.add_prefixes, change)
+
     async def read():
         while True:
             yield await orders.get()
 
-    core = EngineCore(parts.scheduler, parts.executor, EngineMetrics(), deliver, max_waiting=50)
+    core = EngineCore(
+        parts.scheduler,
+        parts.executor,
+        EngineMetrics(),
+        deliver,
+        max_waiting=50,
+        publish=publish,
+    )
     translate = partial(to_request, session=0, limits=parts.limits, eos_token_ids=())
     session = Session(core, translate)
     thread = threading.Thread(target=core.run, daemon=True)
@@ -73,3 +84,17 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
         assert output.finish_reason == FinishReason.FINISH_REASON_LENGTH
     assert [logprob.token_id for logprob in outputs[0].prompt_logprobs] == list(range(11, 20))
     assert not outputs[1].prompt_logprobs
+
+
+async def test_a_new_session_hears_what_the_cache_holds(open_session):
+    _, orders, stream = open_session
+    submit = engine_pb2.Submit(
+        request_id="r", prompt_token_ids=range(10, 50), stop={"max_tokens": 1}
+    )
+    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    stored = set()
+    async for response in stream:
+        stored.update(response.prefixes.stored)
+        if any(output.finish_reason for output in response.outputs):
+            break
+    assert stored == {short_key(key) for key in reusable_keys(range(10, 50), 16)}
