@@ -144,7 +144,9 @@ class _Session:
         """
         try:
             models = await client.list_models(timeout=LOOKUP_SECONDS)
-        except UnavailableError:
+        except UnavailableError as error:
+            if "failed to connect" not in error.message:
+                raise
             raise fail(
                 f"nothing answers at {self._address}: start a server with `octavo serve`, name "
                 "one with --address, or let bench start one with --serve demo"
