@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -207,6 +209,18 @@ class Wire:
             pass
         if not self._dropping:
             sink.transport.abort()
+
+
+def metric(port: int, name: str, **labels: str) -> float:
+    """A Prometheus sample's value at a metrics port, summed over the labels not given."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+        text = page.read().decode()
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def free_port() -> int:

@@ -22,13 +22,12 @@ import random
 import signal
 import sys
 import tempfile
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, Wire, engine, free_port, make_model, router
+from benchmarks.fleet import EOS, Node, Wire, engine, free_port, make_model, metric, router
 from octavo import AsyncClient, Completion, Error, Output
 from octavo.client.requests import GenerateOptions
 
@@ -77,11 +76,7 @@ class Cluster:
 
     def moves(self) -> int:
         """How often requests have moved."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url) as page:
-            lines = page.read().decode().splitlines()
-        name = "octavo_router_moves_total{"
-        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(name)))
+        return int(metric(self.metrics_port, "octavo_router_moves_total"))
 
 
 @asynccontextmanager

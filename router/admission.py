@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from octavo.common import rpc
-from router.balancer import Candidate, least_loaded
+from router.balancing.policy import Candidate, Policy
+from router.balancing.prompt import Prompt
 
 PRIORITY_SECONDS = 10.0
 """What one unit of priority is worth, in seconds of waiting."""
@@ -30,6 +31,7 @@ class Ticket:
         arrival: When it came, by the monotonic clock.
         moved: Whether it had an engine and lost it. It is then refused neither
             for a full queue nor for want of engines.
+        prompt: Its prompt, for policies that go by it.
     """
 
     model: str
@@ -37,6 +39,7 @@ class Ticket:
     priority: int
     arrival: float
     moved: bool = False
+    prompt: Prompt | None = None
 
     @property
     def virtual_arrival(self) -> float:
@@ -82,10 +85,14 @@ class Admission(Generic[E]):
         candidates: The engines of a model that take requests; raises RpcError
             UNAVAILABLE if there are none.
         max_queue_size: Most requests that wait, all models together.
+        policy: Which of several engines it is.
     """
 
-    def __init__(self, candidates: Callable[[str], Sequence[E]], max_queue_size: int) -> None:
+    def __init__(
+        self, candidates: Callable[[str], Sequence[E]], max_queue_size: int, policy: Policy
+    ) -> None:
         self._candidates = candidates
+        self._policy = policy
         self._max_queue_size = max_queue_size
         self._queues: defaultdict[str, list[_Waiter[E]]] = defaultdict(list)
         self._numbers = 0
@@ -114,7 +121,7 @@ class Admission(Generic[E]):
                 return await self._wait(ticket)
             raise
         if not self.waiting(ticket.model):
-            engine = least_loaded(engines, ticket.sequences)
+            engine = self._policy.choose(engines, ticket)
             if engine is not None:
                 engine.sequences += ticket.sequences
                 return engine
@@ -139,7 +146,7 @@ class Admission(Generic[E]):
                 queue.pop(0)
                 continue
             try:
-                engine = least_loaded(self._candidates(model), queue[0].ticket.sequences)
+                engine = self._policy.choose(self._candidates(model), queue[0].ticket)
             except rpc.RpcError as error:
                 self.refuse(model, error, keep_moved=True)
                 return

@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from octavo.common.settings import Settings
+from router.balancing import PolicyName
 
 
 class RouterSettings(Settings):
@@ -24,6 +25,11 @@ class RouterSettings(Settings):
         None,
         description="Hub name, directory or 'demo' to load the tokenizer from, "
         "in place of what the engine says.",
+    )
+    balancing: PolicyName = Field(
+        "prefix_aware",
+        description="Which engine a request goes to: the one with the least work, what it has "
+        "cached of the prompt counted or not, or each in turn.",
     )
     max_queue_size: int = Field(
         1024, ge=0, description="Most requests that wait in the router for an engine."

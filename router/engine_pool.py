@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -14,6 +14,8 @@ from tenacity.wait import wait_random_exponential
 from octavo.common import rpc
 from octavo.common.limits import Limits
 from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2
+from router.balancing.prefixes import Prefixes
+from router.balancing.prompt import Prompt
 from router.breaker import CircuitBreaker
 from router.config import RouterSettings
 from router.session import Session
@@ -36,6 +38,7 @@ class Engine:
         load: What it reported last.
         session: The stream.
         sequences: Sequences given to it that have not ended.
+        prefixes: What its prefix cache is believed to hold.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
     """
@@ -46,12 +49,25 @@ class Engine:
     load: engine_pb2.Load
     session: Session
     sequences: int = 0
+    prefixes: Prefixes = field(default_factory=Prefixes)
     up: bool = False
 
     @property
     def max_num_seqs(self) -> int:
         """Most sequences in its running batch."""
         return self.info.max_num_seqs
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Returns how many of a prompt's tokens it is believed to have in its cache."""
+        if not self.info.features.prefix_caching:
+            return 0
+        keys = prompt.keys(self.info.block_size)
+        return self.prefixes.match(keys) * self.info.block_size
+
+    def expect(self, prompt: Prompt) -> None:
+        """Believes from now on that it has the prompt in its cache: it is to compute it."""
+        if self.info.features.prefix_caching:
+            self.prefixes.expect(prompt.keys(self.info.block_size))
 
 
 class EnginePool:
@@ -266,15 +282,19 @@ class _Link:
         session = Session(
             call,
             self.address,
-            lambda load: self._set_load(engine, load),
+            lambda response: self._note(engine, response),
             self._settings.heartbeat_timeout,
         )
         engine = Engine(self.address, info, tokenizer, info.load, session)
         return engine
 
-    def _set_load(self, engine: Engine, load: engine_pb2.Load) -> None:
-        drains = load.draining and not engine.load.draining
-        engine.load = load
+    def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
+        """Takes in what an engine says of itself."""
+        engine.prefixes.apply(response.prefixes)
+        if not response.HasField("load"):
+            return
+        drains = response.load.draining and not engine.load.draining
+        engine.load = response.load
         if not engine.up:
             self._use(engine)
         elif drains:

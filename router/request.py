@@ -9,6 +9,7 @@ from functools import cached_property
 from octavo.common import rpc
 from octavo.v1 import engine_pb2, generation_pb2
 from router.admission import Ticket
+from router.balancing.prompt import Prompt
 from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
 from router.output import STOP_STRING, Output
@@ -74,8 +75,14 @@ class Request:
     def ticket(self) -> Ticket:
         """What admission needs to know."""
         running = sum(not output.ended for output in self.outputs)
-        moved = self.moves > 0
-        return Ticket(self.model, running, self._message.priority, self.arrival, moved=moved)
+        return Ticket(
+            self.model,
+            running,
+            self._message.priority,
+            self.arrival,
+            moved=self.moves > 0,
+            prompt=Prompt(self.prompt, self._message.cache_salt),
+        )
 
     @property
     def done(self) -> bool:

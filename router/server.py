@@ -14,6 +14,7 @@ from octavo.common import rpc
 from octavo.common.metrics import serve_metrics
 from octavo.v1 import generation_pb2_grpc
 from router.admission import Admission
+from router.balancing import POLICIES
 from router.config import RouterSettings
 from router.engine_pool import Engine, EnginePool
 from router.generation import GenerationService
@@ -40,7 +41,9 @@ class Router:
         self._settings = settings
         self._tokenizers = Tokenizers()
         self.pool = EnginePool(settings, self._tokenizers, self._engines_changed)
-        self.admission: Admission[Engine] = Admission(self.pool.candidates, settings.max_queue_size)
+        self.admission: Admission[Engine] = Admission(
+            self.pool.candidates, settings.max_queue_size, POLICIES[settings.balancing]()
+        )
         self.service = GenerationService(
             settings, self.pool, self.admission, self._tokenizers, self.registry
         )

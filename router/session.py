@@ -54,7 +54,7 @@ class Session:
     Args:
         call: The open Session call. This object is the only one to use it.
         name: The engine's address, for messages.
-        on_load: Called with every load report.
+        on_report: Called with every message, for its load and its prefix changes.
         heartbeat_timeout: Seconds of silence after which the engine counts as hung.
     """
 
@@ -62,12 +62,12 @@ class Session:
         self,
         call: "grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]",
         name: str,
-        on_load: Callable[[engine_pb2.Load], None],
+        on_report: Callable[[engine_pb2.SessionResponse], None],
         heartbeat_timeout: float,
     ) -> None:
         self._call = call
         self._name = name
-        self._on_load = on_load
+        self._on_report = on_report
         # Never longer than a few commands for each request admitted to the engine.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._receivers: dict[str, Receiver] = {}
@@ -174,7 +174,7 @@ class Session:
             self.forget(failure.request_id)
         if response.HasField("load"):
             self._step_seconds = response.load.step_seconds
-            self._on_load(response.load)
+        self._on_report(response)
 
     def _deliver(self, session_id: str, event: str, argument: object) -> None:
         receiver = self._receivers.get(session_id)

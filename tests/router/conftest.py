@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import grpc.aio
+import hypothesis
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +17,9 @@ from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2_grpc
 from octavo.v1.sampling_pb2 import FinishReason
 from router.config import RouterSettings
 from router.server import Router
+
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 EOS = 256
 HEARTBEAT_SECONDS = 0.1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from octavo.common import rpc
 from octavo.v1 import engine_pb2
 from router.admission import PRIORITY_SECONDS, Admission, CompletionRate, Ticket
-from router.balancer import has_room, headroom, least_loaded
+from router.balancing import LeastLoaded
 
 
 @dataclass(eq=False)
@@ -29,41 +29,13 @@ def admission(*replicas: Replica, size: int = 100) -> Admission[Replica]:
             raise rpc.unavailable("none is up")
         return replicas
 
-    return Admission(candidates, size)
+    return Admission(candidates, size, LeastLoaded())
 
 
 async def queue(gate, *tickets) -> list[asyncio.Task]:
     tasks = [asyncio.create_task(gate.admit(t)) for t in tickets]
     await asyncio.sleep(0)
     return tasks
-
-
-def test_least_loaded_by_sequences_then_blocks():
-    a, b = Replica(8, sequences=2), Replica(8, sequences=1)
-    assert least_loaded([a, b], 1) is b
-    a, b = Replica(8), Replica(8)
-    a.load = engine_pb2.Load(total_blocks=10, free_blocks=2)
-    b.load = engine_pb2.Load(total_blocks=10, free_blocks=1, cached_blocks=5)
-    assert least_loaded([a, b], 1) is b
-
-
-def test_what_other_routers_gave_counts():
-    a, b = Replica(8), Replica(8, sequences=1)
-    a.load = engine_pb2.Load(running=3, waiting=1)
-    assert least_loaded([a, b], 1) is b
-
-
-def test_bigger_engines_take_more():
-    a, b = Replica(4, sequences=2), Replica(16, sequences=4)
-    assert least_loaded([a, b], 1) is b
-
-
-def test_room_has_headroom_and_an_idle_engine_takes_anything():
-    assert has_room(Replica(8), 100)
-    busy = Replica(8, sequences=8)
-    assert has_room(busy, headroom(8))
-    assert not has_room(busy, headroom(8) + 1)
-    assert least_loaded([busy], 8) is None
 
 
 async def test_order_is_by_priority_and_age():
@@ -133,7 +105,7 @@ async def test_none_up_is_said_at_once_and_to_those_who_wait():
             raise rpc.unavailable("none is up")
         return replicas
 
-    gate = Admission(candidates, 10)
+    gate = Admission(candidates, 10, LeastLoaded())
     tasks = await queue(gate, ticket(), ticket())
     replicas.clear()
     gate.dispatch("m")
@@ -144,7 +116,7 @@ async def test_none_up_is_said_at_once_and_to_those_who_wait():
 
 async def test_one_models_queue_does_not_hold_up_anothers():
     engines = {"a": [Replica(1, sequences=2)], "b": [Replica(1)]}
-    gate = Admission(engines.__getitem__, 10)
+    gate = Admission(engines.__getitem__, 10, LeastLoaded())
     (waiting,) = await queue(gate, ticket(model="a"))
     assert await gate.admit(ticket(model="b")) is engines["b"][0]
     assert not waiting.done()

@@ -1,0 +1,13 @@
+"""The engine with the least to do, by its batch and its memory."""
+
+from collections.abc import Sequence
+
+from router.balancing.policy import C, Demand, occupancy, with_room
+
+
+class LeastLoaded:
+    """Gives each request to the least occupied engine."""
+
+    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+        """Returns the least occupied engine with room, or None."""
+        return min(with_room(candidates, demand), key=occupancy, default=None)

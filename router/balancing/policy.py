@@ -1,0 +1,92 @@
+"""What a policy is, what it sees of engines and requests, and the rule that all share."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from octavo.v1 import engine_pb2
+from router.balancing.prompt import Prompt
+
+
+class Candidate(Protocol):
+    """An engine as policies see it."""
+
+    sequences: int
+    """Sequences that this router has given it and that have not ended."""
+    load: engine_pb2.Load
+    """What it reported last."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in its running batch."""
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Returns how many of a prompt's tokens it is believed to have in its cache."""
+
+    def expect(self, prompt: Prompt) -> None:
+        """Believes from now on that it has the prompt in its cache: it is to compute it."""
+
+
+class Demand(Protocol):
+    """A request as policies see it."""
+
+    @property
+    def model(self) -> str:
+        """The model whose engines are the candidates."""
+
+    @property
+    def sequences(self) -> int:
+        """How many sequences it runs."""
+
+    @property
+    def prompt(self) -> Prompt | None:
+        """Its prompt, if it is known."""
+
+
+C = TypeVar("C", bound=Candidate)
+
+
+class Policy(Protocol):
+    """Chooses among engines. May remember: what it chooses is given the request."""
+
+    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+        """Returns an engine with room for the request, or None if none has any."""
+
+
+def headroom(max_num_seqs: int) -> int:
+    """Returns how many sequences an engine may have waiting, so that it never idles."""
+    return max(1, max_num_seqs // 8)
+
+
+def has_room(candidate: Candidate, sequences: int) -> bool:
+    """Says whether an engine may be given `sequences` more; an empty one always may."""
+    limit = candidate.max_num_seqs + headroom(candidate.max_num_seqs)
+    return candidate.sequences == 0 or candidate.sequences + sequences <= limit
+
+
+def with_room(candidates: Iterable[C], demand: Demand) -> list[C]:
+    """Returns the engines that may be given the request."""
+    return [c for c in candidates if has_room(c, demand.sequences)]
+
+
+def batch_share(candidate: Candidate) -> float:
+    """Returns the part of an engine's batch that is taken; over 1 where requests wait.
+
+    Its report covers what other routers gave it; this router's own count covers
+    what it gave since the report.
+    """
+    load = candidate.load
+    reported = load.running + load.waiting + load.swapped
+    return max(candidate.sequences, reported) / max(candidate.max_num_seqs, 1)
+
+
+def memory_share(candidate: Candidate) -> float:
+    """Returns the part of an engine's blocks that requests hold."""
+    load = candidate.load
+    if not load.total_blocks:
+        return 0.0
+    return 1 - (load.free_blocks + load.cached_blocks) / load.total_blocks
+
+
+def occupancy(candidate: Candidate) -> float:
+    """Returns what is taken of an engine's batch and its memory, each as a share."""
+    return batch_share(candidate) + memory_share(candidate)

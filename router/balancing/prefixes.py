@@ -1,0 +1,42 @@
+"""What one engine's prefix cache is believed to hold."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from octavo.v1 import engine_pb2
+
+MAX_EXPECTED = 1 << 16
+"""Keys expected and not yet reported; older ones are given up."""
+
+
+class Prefixes:
+    """Keys that an engine has reported, and those of prompts it was given to compute."""
+
+    __slots__ = ("_expected", "_held")
+
+    def __init__(self) -> None:
+        self._held: set[int] = set()
+        self._expected: OrderedDict[int, None] = OrderedDict()
+
+    def apply(self, changes: engine_pb2.PrefixChanges) -> None:
+        """Takes in what the engine reports."""
+        self._held.update(changes.stored)
+        self._held.difference_update(changes.evicted)
+        for key in (*changes.stored, *changes.evicted):
+            self._expected.pop(key, None)
+
+    def expect(self, keys: Iterable[int]) -> None:
+        """Believes in keys that the engine is about to have."""
+        for key in keys:
+            if key not in self._held:
+                self._expected[key] = None
+                self._expected.move_to_end(key)
+        while len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def match(self, keys: Sequence[int]) -> int:
+        """Returns how many of a prompt's keys, from its front, are believed to be there."""
+        for count, key in enumerate(keys):
+            if key not in self._held and key not in self._expected:
+                return count
+        return len(keys)

@@ -1,0 +1,31 @@
+"""A prompt as prefix caches see it: the keys of its blocks."""
+
+from collections.abc import Sequence
+
+from octavo.common.prefix import reusable_keys, short_key
+
+
+class Prompt:
+    """A prompt's tokens, and, once asked for, the keys of its full blocks.
+
+    Args:
+        token_ids: The tokens.
+        salt: What caches know its blocks by, beside the tokens.
+    """
+
+    __slots__ = ("_keys", "_salt", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
+        self._token_ids = token_ids
+        self._salt = salt
+        self._keys: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def keys(self, block_size: int) -> list[int]:
+        """Returns the keys, as engines publish them, of the blocks that a cache can have."""
+        if block_size not in self._keys:
+            keys = reusable_keys(self._token_ids, block_size, self._salt)
+            self._keys[block_size] = [short_key(key) for key in keys]
+        return self._keys[block_size]

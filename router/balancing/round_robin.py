@@ -1,0 +1,23 @@
+"""Each engine in turn, whatever it has to do: the measure for the others."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from router.balancing.policy import C, Demand, has_room
+
+
+class RoundRobin:
+    """Gives requests to a model's engines in turn, passing over the full ones."""
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[str, int] = defaultdict(int)
+
+    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+        """Returns the next engine with room, or None."""
+        first = self._turns[demand.model]
+        for turn in range(first, first + len(candidates)):
+            candidate = candidates[turn % len(candidates)]
+            if has_room(candidate, demand.sequences):
+                self._turns[demand.model] = turn + 1
+                return candidate
+        return None
