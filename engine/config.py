@@ -28,6 +28,14 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and KV cache. auto: what model and device are best at."
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        "none", description="Bits of the weights, on a CPU; int8 and int4 cost a little quality."
+    )
+    compile: Literal["auto", "wait", "off"] = Field(
+        "auto",
+        description="Compile the model on a CPU, once a machine: auto answers meanwhile,"
+        " wait starts when it is done.",
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and output. Default: what the model allows."
     )

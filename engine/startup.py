@@ -9,8 +9,9 @@ import torch
 from engine.batch import Batch, Slice
 from engine.config import EngineSettings
 from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
+from engine.executor.compilation import CompiledStep
 from engine.executor.executor import Executor
-from engine.executor.model import LoadedModel, load
+from engine.executor.loading import LoadedStep, load_step
 from engine.kv_cache import KVCacheManager
 from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
@@ -64,13 +65,13 @@ def build(settings: EngineSettings) -> Parts:
         OSError: there is no such model.
     """
     began = time.perf_counter()
-    loaded = load(
-        resolve(settings.model),
-        dtype=settings.dtype,
-        device=settings.device,
-        block_size=settings.block_size,
+    loaded = load_step(settings, resolve(settings.model))
+    log.info(
+        "model loaded",
+        model=settings.model,
+        compiled=isinstance(loaded.step, CompiledStep),
+        seconds=round(time.perf_counter() - began, 2),
     )
-    log.info("model loaded", model=settings.model, seconds=round(time.perf_counter() - began, 2))
     batched = settings.max_num_batched_tokens or max(
         settings.max_num_seqs,
         GPU_BATCHED_TOKENS if loaded.device.type == "cuda" else CPU_BATCHED_TOKENS,
@@ -126,7 +127,7 @@ def build(settings: EngineSettings) -> Parts:
 
 
 def _allocate(
-    settings: EngineSettings, loaded: LoadedModel, num_blocks: int, num_swap_blocks: int
+    settings: EngineSettings, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
 ) -> CacheTensors:
     return CacheTensors(
         loaded.shape,
@@ -138,7 +139,7 @@ def _allocate(
     )
 
 
-def _warm_up(executor: Executor, loaded: LoadedModel, tokens: int, block_size: int) -> None:
+def _warm_up(executor: Executor, loaded: LoadedStep, tokens: int, block_size: int) -> None:
     """Runs the largest step, to know the most memory that activations take."""
     if loaded.device.type == "cpu":
         tokens = min(tokens, 2 * block_size)  # there is no peak to learn
@@ -151,7 +152,7 @@ def _warm_up(executor: Executor, loaded: LoadedModel, tokens: int, block_size: i
         torch.cuda.synchronize(loaded.device)
 
 
-def _num_blocks(settings: EngineSettings, loaded: LoadedModel, block_bytes: int) -> int:
+def _num_blocks(settings: EngineSettings, loaded: LoadedStep, block_bytes: int) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
     gib = settings.cache_memory
@@ -181,7 +182,7 @@ def _num_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
     return blocks_in(settings.swap_space, block_bytes)
 
 
-def _max_model_len(settings: EngineSettings, loaded: LoadedModel, num_blocks: int) -> int:
+def _max_model_len(settings: EngineSettings, loaded: LoadedStep, num_blocks: int) -> int:
     """The context that model, settings and cache all allow."""
     most, capacity = loaded.shape.max_position, num_blocks * settings.block_size
     asked = settings.max_model_len

@@ -7,6 +7,11 @@ import pytest
 
 from octavo.common import models
 
+KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
+
+# Compiling takes minutes of both cores: the tests that want it say so.
+os.environ["OCTAVO_COMPILE"] = "off"
+
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
@@ -16,7 +21,7 @@ def demo_model() -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps a developer's OCTAVO_... variables out of the tests, but for the cache's place."""
+    """Keeps a developer's OCTAVO_... variables out of the tests."""
     for name in os.environ:
-        if name.startswith("OCTAVO_") and name != "OCTAVO_CACHE_DIR":
+        if name.startswith("OCTAVO_") and name not in KEPT:
             monkeypatch.delenv(name)

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from engine.executor.model import ModelShape
+from engine.executor.shape import ModelShape
 from engine.executor.swap import CopyTime, make_swapper
 from engine.kv_cache import Transfers
 from kernels.ops import copy_blocks

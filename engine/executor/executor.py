@@ -3,10 +3,10 @@
 import torch
 
 from engine.batch import Batch, StepResult
-from engine.executor.attention import PagedStep
 from engine.executor.cache import CacheTensors
 from engine.executor.inputs import StepInputs, prepare
-from engine.executor.model import LoadedModel
+from engine.executor.loading import LoadedStep
+from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.sampler import Drawer, continue_beams, sample, score
 from engine.executor.swap import CopyTime
 from engine.sequence import TokenLogprob
@@ -18,8 +18,8 @@ SCORED_ROWS = 256
 class Executor:
     """A model and the tensors of its paged KV cache."""
 
-    def __init__(self, loaded: LoadedModel, cache: CacheTensors) -> None:
-        self._model = loaded.model
+    def __init__(self, loaded: LoadedStep, cache: CacheTensors) -> None:
+        self._loaded = loaded
         self._device = loaded.device
         self._cache = cache
         self._block_size = cache.device.shape[4]
@@ -60,15 +60,8 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""
-        output = self._model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
-            use_cache=False,
-            logits_to_keep=inputs.logit_rows,
-            paged_step=PagedStep(inputs.metadata, self._cache.layers),
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        with attending(PagedStep(inputs.metadata, self._cache.layers)):
+            return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Prompt log-probabilities of one slice, a few rows at a time to bound memory."""

@@ -16,7 +16,8 @@ class StepInputs:
     Attributes:
         token_ids: `[1, num_tokens]` int64.
         positions: `[1, num_tokens]` int64.
-        logit_rows: `[num_rows]` int64, the tokens whose logits are wanted.
+        logit_rows: `[num_rows]` int64, the tokens whose logits are wanted; the first
+            where none are.
         metadata: for attention.
         sampled: row of the logits to draw from, for slices that draw.
         scored: first row of the prompt's logits, for slices that want them.
@@ -66,7 +67,7 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device) -> StepInput
     return StepInputs(
         token_ids=torch.tensor([tokens], device=device),
         positions=torch.from_numpy(positions).unsqueeze(0).to(device),
-        logit_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+        logit_rows=torch.tensor(rows or [0], dtype=torch.int64, device=device),
         metadata=metadata,
         sampled=sampled,
         scored=scored,

@@ -6,30 +6,15 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.executor.attention import PAGED_ATTENTION, ShapeProbe
+from engine.executor.attention import PAGED_ATTENTION
+from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.quantization import Quantization, quantize
+from engine.executor.shape import ModelShape
 from kernels.ops import check_supported
 
 
 class UnsupportedModelError(ValueError):
     """The model needs something that the executor does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The figures of a model that memory and validation go by."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
-    eos_token_ids: tuple[int, ...]
-
-    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that a block of `block_size` tokens takes, all layers, K and V."""
-        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim
-        return per_token * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +59,9 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
     return own
 
 
-def load(path: str, *, dtype: str, device: str, block_size: int) -> LoadedModel:
+def load(
+    path: str, *, dtype: str, device: str, block_size: int, quantization: Quantization = "none"
+) -> LoadedModel:
     """Loads a hub name's or a directory's model.
 
     Raises:
@@ -103,6 +90,10 @@ def load(path: str, *, dtype: str, device: str, block_size: int) -> LoadedModel:
         )
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
+    if quantization != "none":
+        if where.type != "cpu":
+            raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
+        quantize(model, shape, path, quantization)
     return LoadedModel(model, shape, kind, where)
 
 
@@ -115,7 +106,8 @@ def _measure(model: PreTrainedModel, device: torch.device) -> ModelShape:
     """
     probe = ShapeProbe({})
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    model(input_ids=token, position_ids=token, use_cache=False, paged_step=probe)
+    with attending(probe):
+        model(input_ids=token, position_ids=token, use_cache=False)
     shapes = set(probe.layers.values())
     if not shapes:
         raise NotImplementedError("it does not call transformers' attention interface")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.executor.cache import CacheTensors
-from engine.executor.model import ModelShape
+from engine.executor.shape import ModelShape
 from engine.executor.swap import StreamSwapper
 from engine.kv_cache import Transfers
 

@@ -1,0 +1,188 @@
+"""A compiled step on disk: where it is, what is in it, how it is loaded."""
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engine.executor import paged_attention  # noqa: F401 - defines the operator
+from engine.executor.shape import ModelShape
+from octavo.common.model_cache import cache_dir
+
+MANIFEST = "step.json"
+SOURCES = ("artifact.py", "export.py", "../attention.py", "../quantization.py", "../model.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides what a compiled step computes, but for the machine.
+
+    Attributes:
+        model: a directory, or a hub name.
+        dtype: as set, `auto` or a name.
+        quantization: as set.
+        block_size: tokens per block, which the kernels must support.
+    """
+
+    model: str
+    dtype: str
+    quantization: Literal["none", "int8", "int4"]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One compiled graph.
+
+    Attributes:
+        library: the shared library's file name.
+        max_tokens: the most tokens of a step that it is for; None: any number.
+    """
+
+    library: str
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is in an artifact, so that the model itself need not be read.
+
+    Attributes:
+        shape: the model's.
+        dtype: of activations and KV cache, a name of torch's.
+        graphs: the steps' graphs, the one for the fewest tokens first.
+    """
+
+    shape: ModelShape
+    dtype: str
+    graphs: tuple[Graph, ...]
+
+    def write(self, path: Path) -> None:
+        """Saves it as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """Reads what `write` saved.
+
+        Raises:
+            OSError: there is no such file.
+            ValueError: it holds something else.
+        """
+        try:
+            data = json.loads(path.read_text())
+            eos = tuple(data["shape"].pop("eos_token_ids"))
+            shape = ModelShape(**data["shape"], eos_token_ids=eos)
+            return cls(shape, data["dtype"], tuple(Graph(**graph) for graph in data["graphs"]))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no compiled step: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """The place of one compiled step in the cache.
+
+    Attributes:
+        recipe: of what.
+        path: its directory; it appears whole or not at all.
+    """
+
+    recipe: Recipe
+    path: Path
+
+    @property
+    def exists(self) -> bool:
+        """Whether it has been compiled."""
+        return (self.path / MANIFEST).is_file()
+
+
+class CompiledStep:
+    """A compiled step, loaded.
+
+    Args:
+        artifact: which; must exist.
+
+    Raises:
+        OSError: it is not there.
+        ValueError: it is damaged.
+        RuntimeError: its library cannot be loaded.
+
+    Attributes:
+        manifest: what it says of the model.
+    """
+
+    def __init__(self, artifact: Artifact) -> None:
+        self.manifest = Manifest.read(artifact.path / MANIFEST)
+        # `aoti_load_package` would unpack the weights into a temporary directory at every
+        # start, and leave them there; its runner takes the library where it lies.
+        runner = torch._C._aoti.AOTIModelContainerRunnerCpu  # noqa: SLF001 - has no other name
+        self._graphs = [
+            (graph.max_tokens, runner(str(artifact.path / graph.library), 1))
+            for graph in self.manifest.graphs
+        ]
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs the model within `attending`; see `engine.executor.step.Step`."""
+        count = token_ids.shape[1]
+        for most, graph in self._graphs:
+            if most is None or count <= most:
+                logits: torch.Tensor = graph.run([token_ids, positions, logit_rows])[0]
+                return logits
+        raise AssertionError("the last graph takes any number of tokens")
+
+
+def locate(recipe: Recipe) -> Artifact | None:
+    """Where a compiled step of this recipe, on this machine, is or would be.
+
+    Its name is a hash of all that went into it: the model's files (by name, size and
+    time of change, which is quick, and what rsync and make go by), the settings, the
+    libraries' versions, the CPU, the number of threads and this code.
+
+    Returns:
+        The place, or None if the model's files are not on this machine yet.
+    """
+    files = _model_files(recipe.model)
+    if files is None:
+        return None
+    facts = {
+        "recipe": asdict(recipe),
+        "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "code": [_digest((Path(__file__).parent / name).read_bytes()) for name in SOURCES],
+    }
+    key = _digest(json.dumps(facts, sort_keys=True).encode())
+    return Artifact(recipe, cache_dir() / "compiled" / key[:24])
+
+
+def _model_files(model: str) -> list[Path] | None:
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
+
+        config = try_to_load_from_cache(model, "config.json")
+        if not isinstance(config, str):
+            return None
+        directory = Path(config).parent
+    return sorted(file for file in directory.iterdir() if file.is_file())
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

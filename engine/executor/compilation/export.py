@@ -1,0 +1,133 @@
+"""Compiles a model's step ahead of time; runs in a process of its own.
+
+    python -m engine.executor.compilation.export RECIPE DIRECTORY
+
+It takes a minute or two, and memory for the model three times over, so it runs
+niced beside the service, which answers without it meanwhile.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch.export import Dim, ExportedProgram
+
+from engine.executor.compilation.artifact import MANIFEST, Artifact, Graph, Manifest, Recipe
+from engine.executor.model import load
+from engine.executor.quantization import graph_limits
+from engine.executor.step import EagerStep
+
+NICENESS = 19
+MOST_TOKENS = 1 << 20
+"""An upper bound that the compiler wants for the number of tokens; no step comes near."""
+
+INDUCTOR: dict[str, Any] = {
+    "freezing": True,  # weights are constants, packed once for oneDNN
+    "cpp.enable_concat_linear": True,  # Q, K and V in one product, gate and up in another
+    "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls; -O1 takes a minute longer
+}
+
+
+def main() -> None:
+    """Compiles the recipe in the arguments; ends early when its parent ends."""
+    recipe, path = Recipe(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.nice(NICENESS)
+    artifact = Artifact(recipe, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):  # of several engines that start at once, one compiles
+        if not artifact.exists:
+            _make(artifact)
+
+
+def _end_with_parent() -> None:
+    """Waits for the pipe that the parent holds to close: it has ended or given up."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _make(artifact: Artifact) -> None:
+    """Compiles into a scratch directory and moves the result into place."""
+    with tempfile.TemporaryDirectory(dir=artifact.path.parent, prefix="scratch-") as scratch:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
+        result = Path(scratch, "result")
+        result.mkdir()
+        compile_step(artifact.recipe, result, Path(scratch))
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        result.rename(artifact.path)
+
+
+@torch.no_grad()
+def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
+    """Compiles a model's step.
+
+    Args:
+        recipe: which model, and how.
+        result: an empty directory that becomes the artifact.
+        scratch: a directory for what is in between.
+
+    Raises:
+        Exception: whatever transformers, torch or the C++ compiler raise.
+    """
+    loaded = load(
+        recipe.model,
+        dtype=recipe.dtype,
+        device="cpu",
+        block_size=recipe.block_size,
+        quantization=recipe.quantization,
+    )
+    graphs, least = [], 1
+    for most in graph_limits(recipe.quantization):
+        package = scratch / f"{least}.pt2"
+        torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
+            _export(EagerStep(loaded.model), least, most or MOST_TOKENS),
+            package_path=str(package),
+            inductor_configs=INDUCTOR,
+        )
+        graphs.append(Graph(_unpack(package, result), most))
+        package.unlink()
+        least = (most or 0) + 1
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    Manifest(loaded.shape, dtype, tuple(graphs)).write(result / MANIFEST)
+
+
+def _export(step: EagerStep, least: int, most: int) -> ExportedProgram:
+    """Captures the step for `least` to `most` tokens.
+
+    Sizes of 1 are left out, for the compiler would make constants of them; what it makes
+    for more serves one token too, as tests show: no loop of it depends on there being two.
+    """
+    count = max(2, least)
+    example = torch.zeros((1, count), dtype=torch.int64)
+    tokens, rows = Dim("tokens", min=count, max=most), Dim("rows", min=2, max=most)
+    return torch.export.export(
+        step,
+        (example, example.clone(), torch.arange(2)),
+        dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
+        strict=False,
+    )
+
+
+def _unpack(package: Path, directory: Path) -> str:
+    """Takes the library and what it reads beside it out of a package; returns its name."""
+    library = ""
+    with zipfile.ZipFile(package) as archive:
+        for member in archive.namelist():
+            path = Path(member)
+            if "aotinductor" not in path.parts or path.suffix == ".cpp":
+                continue
+            (directory / path.name).write_bytes(archive.read(member))
+            library = path.name if path.suffix == ".so" else library
+    return library
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""From settings to a step that can run: compiled if that has been done, else eager."""
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from engine.config import EngineSettings
+from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe, locate
+from engine.executor.shape import ModelShape
+from engine.executor.step import EagerStep, Step
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedStep:
+    """A model ready to run.
+
+    Attributes:
+        shape: the model's figures.
+        dtype: of activations and KV cache.
+        device: where it runs.
+        compiler: at work on a faster step, where there is one to be had.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    compiler: Compiler | None
+    _step: Step
+
+    @property
+    def step(self) -> Step:
+        """The fastest step there is by now; the eager one is dropped once it is not."""
+        if self.compiler is not None and self.compiler.step is not None:
+            self._step, self.compiler = self.compiler.step, None
+        return self._step
+
+
+def load_step(settings: EngineSettings, model: str) -> LoadedStep:
+    """Loads a model, or what was compiled of it.
+
+    Args:
+        settings: the engine's.
+        model: a directory or a hub name.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served so.
+        OSError: there is no such model.
+    """
+    recipe = Recipe(model, settings.dtype, settings.quantization, settings.block_size)
+    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    compiles = settings.compile != "off" and on_cpu
+    artifact = locate(recipe) if compiles else None
+    if artifact and artifact.exists and (compiled := _load_compiled(artifact)):
+        return compiled
+    from engine.executor.model import load  # noqa: PLC0415 - a compiled step does without
+
+    loaded = load(
+        model,
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        quantization=settings.quantization,
+    )
+    artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
+    compiler = Compiler(artifact) if artifact else None
+    if compiler and settings.compile == "wait":
+        compiler.join()
+    step = EagerStep(loaded.model)
+    return LoadedStep(loaded.shape, loaded.dtype, loaded.device, compiler, step)
+
+
+def _load_compiled(artifact: Artifact) -> LoadedStep | None:
+    """Loads an artifact; None, and a word in the log, if it is damaged."""
+    try:
+        step = CompiledStep(artifact)
+    except (OSError, ValueError, RuntimeError) as error:
+        log.warning("a compiled step cannot be read", path=str(artifact.path), error=str(error))
+        return None
+    manifest = step.manifest
+    dtype = getattr(torch, manifest.dtype)
+    return LoadedStep(manifest.shape, dtype, torch.device("cpu"), None, step)

@@ -1,0 +1,125 @@
+"""Paged attention as an operator of PyTorch's: `octavo::paged_attention`.
+
+So the compiler takes a model whole, attention and all. The operator takes a
+layer's number and no cache: the step in hand is set around the model by
+`attending`. Were cache and block tables arguments, a compiled graph would hold
+thirty functional copies of one tensor to be reasoned away, and each call would
+wrap seven tensors more.
+
+Nothing here needs transformers: a compiled step starts without it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch.library import Library, register_fake
+
+from kernels.metadata import AttentionMetadata
+from kernels.ops import paged_attention, write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What every layer needs to know of the step in hand.
+
+    Attributes:
+        metadata: the batch's sequences and where their K/V lie.
+        layers: each layer's (key cache, value cache), both `[num_blocks,
+            num_kv_heads, block_size, head_dim]`.
+    """
+
+    metadata: AttentionMetadata
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeProbe:
+    """Set in place of a step to learn what attention a model does.
+
+    Configs name these figures in many ways; the model itself cannot be wrong.
+
+    Attributes:
+        layers: (num_heads, num_kv_heads, key head_dim, value head_dim) of each
+            layer, by its index.
+    """
+
+    layers: dict[int, tuple[int, int, int, int]]
+
+
+_step: ContextVar[PagedStep | ShapeProbe] = ContextVar("octavo_paged_step")
+
+
+@contextmanager
+def attending(step: PagedStep | ShapeProbe) -> Iterator[None]:
+    """Has the model that runs inside attend within `step`."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def _attend(  # noqa: PLR0917 - an operator's arguments have places
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """`octavo::paged_attention`: one layer's part of the step in hand.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as key.
+        layer: whose cache.
+        scale: of the logits.
+        sliding_window: as for `kernels.ops.paged_attention`.
+        soft_cap: likewise.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim]`.
+    """
+    step = _step.get()
+    if isinstance(step, ShapeProbe):
+        step.layers[layer] = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
+    key_cache, value_cache = step.layers[layer]
+    metadata = step.metadata
+    write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    return paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+    )
+
+
+def _fake(  # noqa: PLR0917 - as the operator
+    query: torch.Tensor,
+    key: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,
+    layer: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    sliding_window: int | None,  # noqa: ARG001
+    soft_cap: float | None,  # noqa: ARG001
+) -> torch.Tensor:
+    """The operator's output without its values, for the compiler."""
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
+    " int? sliding_window, float? soft_cap) -> Tensor"
+)
+_library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+register_fake("octavo::paged_attention", _fake)
