@@ -4,6 +4,7 @@ import torch
 
 from engine.batch import Batch, StepResult
 from engine.executor.cache import CacheTensors
+from engine.executor.compilation import CompiledStep
 from engine.executor.inputs import StepInputs, prepare
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
@@ -53,6 +54,11 @@ class Executor:
         draws = sample(logits[rows], drawers) if drawers else []
         continuations = continue_beams(logits[beam_rows], beams) if beams else {}
         return StepResult(draws, continuations, prompt_logprobs)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled by now."""
+        return isinstance(self._loaded.step, CompiledStep)
 
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""

@@ -152,7 +152,7 @@ def locate(recipe: Recipe) -> Artifact | None:
     if files is None:
         return None
     facts = {
-        "recipe": asdict(recipe),
+        "recipe": asdict(recipe) | {"model": ""},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -31,9 +31,12 @@ MOST_TOKENS = 1 << 20
 
 INDUCTOR: dict[str, Any] = {
     "freezing": True,  # weights are constants, packed once for oneDNN
-    "cpp.enable_concat_linear": True,  # Q, K and V in one product, gate and up in another
     "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls; -O1 takes a minute longer
 }
+CONCAT: dict[str, Any] = {
+    "cpp.enable_concat_linear": True  # Q, K and V in one product, gate and up in another
+}
+"""Not where layers are in 4 bits: PyTorch 2.13 looks for those by a wrong name, and fails."""
 
 
 def main() -> None:
@@ -50,7 +53,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     """Waits for the pipe that the parent holds to close: it has ended or given up."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at the end
     os._exit(1)
 
 
@@ -84,13 +87,14 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
+    options = INDUCTOR | (CONCAT if recipe.quantization == "none" else {})
     graphs, least = [], 1
     for most in graph_limits(recipe.quantization):
         package = scratch / f"{least}.pt2"
         torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
             _export(EagerStep(loaded.model), least, most or MOST_TOKENS),
             package_path=str(package),
-            inductor_configs=INDUCTOR,
+            inductor_configs=options,
         )
         graphs.append(Graph(_unpack(package, result), most))
         package.unlink()

@@ -1,0 +1,147 @@
+"""The compiled step: it says what the eager one says, for any number of tokens, and is kept."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.config import EngineSettings
+from engine.executor.compilation import Compiler, Recipe, locate
+from engine.executor.compilation.artifact import MANIFEST
+from engine.startup import build
+from tests.engine.stepper import Stepper
+
+LENGTHS = (1, 2, 3, 5, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small model whose layers fit 4 bits too, and whose draws are decided."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    made.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTAVO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def engine(model, mode, dtype, quantization):
+    settings = {"num_blocks": 64, "swap_space": 0, "compile": mode, "dtype": dtype}
+    return Stepper(build(EngineSettings(model=str(model), quantization=quantization, **settings)))
+
+
+def outputs(stepper):
+    """Logits' top log-probabilities of prompts of many lengths, one at a time and together."""
+    groups = []
+    for length in LENGTHS:
+        groups.append(stepper.submit(range(3, 3 + length), 6, logprobs=3))
+        stepper.run()
+    groups += [stepper.submit(range(7, 7 + length), 6, logprobs=3) for length in LENGTHS]
+    stepper.run()
+    drawn = {group.request.request_id: [] for group in groups}
+    for draw in stepper.draws:
+        drawn[draw.group.request.request_id].append((draw.token_id, draw.logprob.logprob))
+    return list(drawn.values())
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [("float32", "none", 1e-4), ("bfloat16", "int4", 0.1)],
+)
+def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
+    expected = outputs(engine(model, "off", dtype, quantization))
+    compiled = engine(model, "wait", dtype, quantization)
+    assert compiled.parts.executor.compiled
+    found = outputs(compiled)
+    check(found, expected, tolerance)
+    manifest = locate(Recipe(str(model), dtype, quantization, 16)).path / MANIFEST
+    written = manifest.stat().st_mtime_ns
+    again = engine(model, "auto", dtype, quantization)
+    assert again.parts.executor.compiled
+    assert outputs(again) == found
+    assert manifest.stat().st_mtime_ns == written
+
+
+def check(found, expected, tolerance):
+    for drawn, wanted in zip(found, expected, strict=True):
+        for (token, logprob), (wanted_token, wanted_logprob) in zip(drawn, wanted, strict=True):
+            assert abs(logprob - wanted_logprob) < tolerance
+            if token != wanted_token:  # a tie within the tolerance: what follows differs
+                assert tolerance > 1e-3
+                break
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_service_neither_traces_nor_loads_the_model(model):
+    """Nothing that could recompile is even imported."""
+    program = f"""
+import sys
+from engine.config import EngineSettings
+from engine.startup import build
+settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="float32")
+parts = build(EngineSettings(model={str(model)!r}, **settings))
+assert parts.executor.compiled
+assert not {{"torch._inductor.compile_fx", "transformers"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.usefixtures("_cache")
+def test_what_is_damaged_is_not_used(model, monkeypatch):
+    recipe = Recipe(str(model), "float16", "none", 16)
+    artifact = locate(recipe)
+    artifact.path.mkdir(parents=True)
+    (artifact.path / MANIFEST).write_text("{}")
+    monkeypatch.setattr(Compiler, "__init__", _no_compiler)
+    loaded = engine(model, "auto", "float16", "none")
+    assert not loaded.parts.executor.compiled
+    shutil.rmtree(artifact.path)
+
+
+def _no_compiler(compiler, artifact):
+    compiler.step, compiler.state = None, "failed"
+
+
+@pytest.mark.usefixtures("_cache")
+def test_a_model_that_cannot_be_compiled_stays_eager(model, monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    stepper = engine(model, "wait", "float16", "none")
+    assert not stepper.parts.executor.compiled
+    group = stepper.submit([1, 2, 3], 4)
+    stepper.run()
+    assert group.sequences[0].num_output == 4
+
+
+@pytest.mark.usefixtures("_cache")
+def test_the_key_follows_the_model_and_the_settings(model, tmp_path):
+    one = locate(Recipe(str(model), "float32", "none", 16))
+    assert one == locate(Recipe(str(model), "float32", "none", 16))
+    assert one.path != locate(Recipe(str(model), "bfloat16", "none", 16)).path
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    assert one.path == locate(Recipe(str(other), "float32", "none", 16)).path
+    (other / "config.json").touch()
+    assert one.path != locate(Recipe(str(other), "float32", "none", 16)).path
+    assert locate(Recipe("nobody/nothing", "float32", "none", 16)) is None
