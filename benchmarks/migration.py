@@ -194,6 +194,7 @@ async def run(
                 found = await ask(client, request)
             except Error as error:
                 outcome.failures.append(f"{request.kind}: {error}")
+                await asyncio.sleep(0.5)
             else:
                 outcome.completed += 1
                 outcome.tokens += sum(len(output.token_ids) for output in found.outputs)

@@ -1,4 +1,4 @@
-"""How long an engine that was lost stays out of use: longer each time that it soon fails again."""
+"""How long an engine that was lost is passed over: longer each time that it soon fails again."""
 
 import time
 from collections.abc import Callable
@@ -6,35 +6,38 @@ from collections.abc import Callable
 PROBATION_SECONDS = 60.0
 """An engine that was in use for this long is as good as one that never failed."""
 FIRST_SECONDS = 0.5
-MAX_SECONDS = 10.0
-"""Little enough that the only engine of a model is not missed for long."""
+MAX_SECONDS = 30.0
 
 
 class CircuitBreaker:
-    """Counts an engine's failures in a row.
+    """Counts an engine's failures in a row, and opens for a time after each but the first.
 
-    The first costs nothing, as a restart should not; each that follows before
-    `PROBATION_SECONDS` of use doubles the time out, up to `MAX_SECONDS`.
+    The first costs nothing, as a restart should not; the time doubles with each
+    that follows before `PROBATION_SECONDS` of use, up to `MAX_SECONDS`. An open
+    breaker says that others are to be preferred, not that the engine is gone:
+    where there are no others, it is used.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failures = 0
-        self._closed_at = 0.0
+        self._up_since = 0.0
+        self._open_until = 0.0
 
-    def close(self) -> None:
-        """The engine is in use from now on."""
-        self._closed_at = self._clock()
+    @property
+    def remaining(self) -> float:
+        """Seconds for which it is open yet; 0 if it is closed."""
+        return max(self._open_until - self._clock(), 0.0)
 
-    def trip(self) -> float:
-        """The engine failed while in use.
+    def connected(self) -> None:
+        """The engine can be used from now on."""
+        self._up_since = self._clock()
 
-        Returns:
-            Seconds to keep it out of use.
-        """
-        if self._clock() - self._closed_at >= PROBATION_SECONDS:
+    def trip(self) -> None:
+        """The engine failed."""
+        now = self._clock()
+        if now - self._up_since >= PROBATION_SECONDS:
             self._failures = 0
         self._failures += 1
-        if self._failures == 1:
-            return 0.0
-        return min(FIRST_SECONDS * 2.0 ** (self._failures - 2), MAX_SECONDS)
+        if self._failures > 1:
+            self._open_until = now + min(FIRST_SECONDS * 2.0 ** (self._failures - 2), MAX_SECONDS)

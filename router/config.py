@@ -7,6 +7,15 @@ from pydantic import Field, field_validator
 from octavo.common.settings import Settings
 from router.balancing import PolicyName
 
+DNS_SCHEME = "dns:///"
+"""Before a name whose every address is an engine, as in gRPC's own targets."""
+
+
+def is_address(text: str) -> bool:
+    """Says whether a text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+
 
 class RouterSettings(Settings):
     """What `octavo router` can be told."""
@@ -14,13 +23,20 @@ class RouterSettings(Settings):
     table: ClassVar[str] = "router"
 
     engine: list[str] = Field(
-        ["127.0.0.1:50052"], description="An engine's HOST:PORT. May be given several times."
+        ["127.0.0.1:50052"],
+        description="An engine's HOST:PORT, or dns:///NAME:PORT for every address of a name. "
+        "May be given several times.",
+    )
+    dns_interval: float = Field(
+        5.0, gt=0, description="Seconds between look-ups of the engines' names."
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     metrics_port: int = Field(
         9151, ge=0, le=65535, description="Port of the Prometheus metrics; 0 turns them off."
     )
+    admin_host: str = Field("127.0.0.1", description="Address to listen on for AdminService.")
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 turns it off.")
     tokenizer: str | None = Field(
         None,
         description="Hub name, directory or 'demo' to load the tokenizer from, "
@@ -68,13 +84,15 @@ class RouterSettings(Settings):
     @field_validator("engine")
     @classmethod
     def _addresses(cls, addresses: list[str]) -> list[str]:
-        """Refuses what is no HOST:PORT, and repetitions, which would share one engine twice."""
+        """Refuses what is neither, and repetitions, which would share one engine twice."""
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(f"{address!r} is no HOST:PORT, such as 127.0.0.1:50052")
+            if not is_address(address.removeprefix(DNS_SCHEME)):
+                raise ValueError(
+                    f"{address!r} is neither HOST:PORT, such as 127.0.0.1:50052, nor "
+                    f"{DNS_SCHEME}NAME:PORT"
+                )
         if len(set(addresses)) != len(addresses):
             raise ValueError("names an engine twice")
         return addresses

@@ -1,80 +1,23 @@
-"""The engines: connecting to each, knowing what it serves, noticing when it is gone."""
+"""The engines: which there are, which can be used, what they can take together."""
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import grpc
-import grpc.aio
-import structlog
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
-from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc
 from octavo.common.limits import Limits
-from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2
-from router.balancing.prefixes import Prefixes
-from router.balancing.prompt import Prompt
-from router.breaker import CircuitBreaker
+from octavo.v1 import generation_pb2
 from router.config import RouterSettings
-from router.session import Session
+from router.engine_link import Engine, EngineLink
 from router.tokenization import Tokenizer, Tokenizers
-
-log = structlog.get_logger(__name__)
-
-BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
-"""Seconds between attempts to connect: short, as an engine that comes back is needed."""
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """One connection to one engine, from its opening to its end.
-
-    Attributes:
-        address: Where it is.
-        info: What it said it is.
-        tokenizer: Its model's tokenizer.
-        load: What it reported last.
-        session: The stream.
-        sequences: Sequences given to it that have not ended.
-        prefixes: What its prefix cache is believed to hold.
-        up: Whether it can be used: from its core's first sign of life to the
-            connection's end.
-    """
-
-    address: str
-    info: engine_pb2.GetEngineInfoResponse
-    tokenizer: Tokenizer
-    load: engine_pb2.Load
-    session: Session
-    sequences: int = 0
-    prefixes: Prefixes = field(default_factory=Prefixes)
-    up: bool = False
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in its running batch."""
-        return self.info.max_num_seqs
-
-    def cached_tokens(self, prompt: Prompt) -> int:
-        """Returns how many of a prompt's tokens it is believed to have in its cache."""
-        if not self.info.features.prefix_caching:
-            return 0
-        keys = prompt.keys(self.info.block_size)
-        return self.prefixes.match(keys) * self.info.block_size
-
-    def expect(self, prompt: Prompt) -> None:
-        """Believes from now on that it has the prompt in its cache: it is to compute it."""
-        if self.info.features.prefix_caching:
-            self.prefixes.expect(prompt.keys(self.info.block_size))
 
 
 class EnginePool:
-    """Holds a connection to every configured engine.
+    """Holds a connection to every engine that it is told of.
 
     Args:
-        settings: Addresses and timeouts.
+        settings: Timeouts.
         tokenizers: Where engines' tokenizers are loaded.
         on_change: Called with a model's name whenever one of its engines comes,
             goes or starts to drain.
@@ -83,31 +26,81 @@ class EnginePool:
     def __init__(
         self, settings: RouterSettings, tokenizers: Tokenizers, on_change: Callable[[str], None]
     ) -> None:
-        self._links = [
-            _Link(address, settings, tokenizers, on_change) for address in settings.engine
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._settings = settings
+        self._tokenizers = tokenizers
+        self._on_change = on_change
+        self._links: dict[str, EngineLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def start(self) -> None:
-        """Begins to connect to every engine."""
-        self._tasks = [
-            asyncio.create_task(link.run(), name=f"engine:{link.address}") for link in self._links
-        ]
+    def __contains__(self, address: str) -> bool:
+        return address in self._links
+
+    @property
+    def links(self) -> list[EngineLink]:
+        """Every engine, connected or not, by address."""
+        return [self._links[address] for address in sorted(self._links)]
+
+    def add(self, address: str) -> EngineLink:
+        """Begins to connect to an engine; one that is drained takes requests again.
+
+        Raises:
+            rpc.RpcError: ALREADY_EXISTS if it is there and not drained.
+        """
+        link = self._links.get(address)
+        if link is None:
+            link = EngineLink(address, self._settings, self._tokenizers, self._on_change)
+            self._links[address] = link
+            self._tasks[address] = asyncio.create_task(link.run(), name=f"engine:{address}")
+        elif link.draining:
+            link.draining = False
+            self._changed(link)
+        else:
+            raise rpc.RpcError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"engine {address} is there already",
+                field="address",
+            )
+        return link
+
+    def drain(self, address: str) -> EngineLink:
+        """Gives an engine no new requests; those that it has go on there.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        link = self._link(address)
+        link.draining = True
+        self._changed(link)
+        return link
+
+    async def remove(self, address: str) -> None:
+        """Forgets an engine; requests that it has go on at others.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        link = self._link(address)
+        task = self._tasks.pop(address)
+        del self._links[address]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._changed(link)
 
     async def close(self) -> None:
         """Closes every connection."""
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def up(self, model: str | None = None) -> list[Engine]:
         """Returns the engines that are connected, of one model or of all."""
-        engines = (link.engine for link in self._links)
-        return [e for e in engines if e and e.up and model in {None, e.info.model}]
+        engines = (link.up for link in self._links.values())
+        return [e for e in engines if e and model in {None, e.info.model}]
 
     def models(self) -> list[str]:
         """Returns the names of the models that engines serve, or served when last seen."""
-        return sorted({link.engine.info.model for link in self._links if link.engine})
+        return sorted({link.engine.info.model for link in self.links if link.engine})
 
     def resolve(self, name: str) -> str:
         """Returns the model that a request's `model` means.
@@ -131,13 +124,19 @@ class EnginePool:
     def candidates(self, model: str) -> Sequence[Engine]:
         """Returns the engines of `model` that take new requests.
 
+        Those that failed of late are among them only where there are no others.
+
         Raises:
             rpc.RpcError: UNAVAILABLE if there are none.
         """
-        engines = [engine for engine in self.up(model) if not engine.load.draining]
-        if not engines:
+        taking = [
+            (engine, link.breaker.remaining)
+            for link in self._links.values()
+            if (engine := link.taking) is not None and engine.info.model == model
+        ]
+        if not taking:
             raise self._none_up(model)
-        return engines
+        return [engine for engine, open_for in taking if not open_for] or [e for e, _ in taking]
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Returns the tokenizer of a resolved model."""
@@ -187,139 +186,35 @@ class EnginePool:
         )
 
     def _known(self, model: str) -> list[Engine]:
-        """Returns the model's engines that are up, or else those that last were."""
-        engines = [link.engine for link in self._links if link.engine]
-        return self.up(model) or [e for e in engines if e.info.model == model]
+        """Returns the model's engines that are up, or else those that last were.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if there are none.
+        """
+        engines = [link.engine for link in self.links if link.engine]
+        known = self.up(model) or [e for e in engines if e.info.model == model]
+        if not known:  # it was removed a moment ago
+            raise self._none_up(model)
+        return known
+
+    def _link(self, address: str) -> EngineLink:
+        if address not in self._links:
+            there = ", ".join(sorted(self._links)) or "none"
+            raise rpc.not_found(
+                "address", f"there is no engine {address[:256]!r}; there is: {there}"
+            )
+        return self._links[address]
+
+    def _changed(self, link: EngineLink) -> None:
+        """Tells that an engine takes requests again, or no more."""
+        if link.engine is not None:
+            self._on_change(link.engine.info.model)
 
     def _none_up(self, model: str) -> rpc.RpcError:
         name = f" for model {model!r}" if model else ""
-        addresses = ", ".join(link.address for link in self._links)
+        addresses = ", ".join(sorted(self._links)) or "none"
         return rpc.unavailable(
             f"no engine is up{name}; {len(self._links)} configured ({addresses}); "
             "retry when one is, or start one with `octavo engine`",
             retry_after=1.0,
         )
-
-
-class _DisconnectedError(Exception):
-    """An engine could not be reached, or gave no sign of life."""
-
-
-class _Link:
-    """Keeps the router connected to one address.
-
-    Attributes:
-        address: HOST:PORT.
-        engine: The connection, or the last one there was.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        settings: RouterSettings,
-        tokenizers: Tokenizers,
-        on_change: Callable[[str], None],
-    ) -> None:
-        self.address = address
-        self.engine: Engine | None = None
-        self._settings = settings
-        self._tokenizers = tokenizers
-        self._on_change = on_change
-        self._breaker = CircuitBreaker()
-        self._options = rpc.channel_options(
-            keepalive_time=settings.keepalive_time, keepalive_timeout=settings.keepalive_timeout
-        )
-
-    async def run(self) -> None:
-        """Connects, again and again, until cancelled."""
-        while True:
-            async for attempt in AsyncRetrying(
-                wait=BACKOFF,
-                retry=retry_if_exception_type(_DisconnectedError),
-                before_sleep=self._tell,
-            ):
-                with attempt:
-                    await self._hold()
-
-    async def _hold(self) -> None:
-        """Connects and stays connected; then waits for as long as the engine is not to be used.
-
-        Raises:
-            _DisconnectedError: The engine never came up.
-        """
-        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
-            engine = await self._connect(channel)
-            try:
-                reason = await engine.session.run()
-            finally:
-                was_up, engine.up = engine.up, False
-                if was_up:
-                    self._on_change(engine.info.model)
-        if not was_up:
-            raise _DisconnectedError(reason)
-        pause = 0.0 if engine.load.draining else self._breaker.trip()
-        log.warning("engine_down", engine=self.address, reason=reason, pause=pause)
-        await asyncio.sleep(pause)
-
-    async def _connect(self, channel: grpc.aio.Channel) -> Engine:
-        stub: engine_pb2_grpc.EngineServiceAsyncStub
-        stub = engine_pb2_grpc.EngineServiceStub(channel)  # type: ignore[assignment]
-        try:
-            info = await stub.GetEngineInfo(
-                engine_pb2.GetEngineInfoRequest(), timeout=self._settings.connect_timeout
-            )
-        except grpc.aio.AioRpcError as error:
-            raise _DisconnectedError(f"{error.code().name}: {error.details()}") from error
-        source = self._settings.tokenizer or info.tokenizer
-        try:
-            tokenizer = await self._tokenizers.load(source)
-        except Exception as error:
-            raise _DisconnectedError(
-                f"its tokenizer {source!r} cannot be loaded ({error}); "
-                "name one that can be with --tokenizer"
-            ) from error
-        call: Any = stub.Session()
-        session = Session(
-            call,
-            self.address,
-            lambda response: self._note(engine, response),
-            self._settings.heartbeat_timeout,
-        )
-        engine = Engine(self.address, info, tokenizer, info.load, session)
-        return engine
-
-    def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
-        """Takes in what an engine says of itself."""
-        engine.prefixes.apply(response.prefixes)
-        if not response.HasField("load"):
-            return
-        drains = response.load.draining and not engine.load.draining
-        engine.load = response.load
-        if not engine.up:
-            self._use(engine)
-        elif drains:
-            log.info("engine_draining", engine=self.address)
-            self._on_change(engine.info.model)
-
-    def _use(self, engine: Engine) -> None:
-        """The engine has shown life: requests may go to it."""
-        log.info(
-            "engine_up",
-            engine=self.address,
-            model=engine.info.model,
-            device=engine.info.device,
-            version=engine.info.version,
-            blocks=engine.load.total_blocks,
-        )
-        engine.up = True
-        self._breaker.close()
-        before, self.engine = self.engine, engine
-        if before is not None and before.info.model != engine.info.model:
-            self._on_change(before.info.model)
-        self._on_change(engine.info.model)
-
-    def _tell(self, state: RetryCallState) -> None:
-        """Logs why there is no connection: once, not at every attempt."""
-        error = state.outcome.exception() if state.outcome else None
-        write = log.warning if state.attempt_number == 1 else log.debug
-        write("engine_unreachable", engine=self.address, reason=str(error), retrying=True)

@@ -17,7 +17,8 @@ from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
 from router.admission import Admission, Ticket
 from router.config import RouterSettings
-from router.engine_pool import Engine, EnginePool
+from router.engine_link import Engine
+from router.engine_pool import EnginePool
 from router.metrics import RouterMetrics
 from router.request import Request
 from router.session import EngineLostError

@@ -12,17 +12,21 @@ from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
 from octavo.common.metrics import serve_metrics
-from octavo.v1 import generation_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
+from router.admin import AdminService
 from router.admission import Admission
 from router.balancing import POLICIES
-from router.config import RouterSettings
-from router.engine_pool import Engine, EnginePool
+from router.config import DNS_SCHEME, RouterSettings
+from router.discovery import Discovery
+from router.engine_link import Engine
+from router.engine_pool import EnginePool
 from router.generation import GenerationService
 from router.tokenization import Tokenizers
 
 log = structlog.get_logger(__name__)
 
 SERVICE = "octavo.v1.GenerationService"
+ADMIN = "octavo.v1.AdminService"
 CLOSE_SECONDS = 1.0
 """What calls that have been failed have to say so."""
 
@@ -52,6 +56,8 @@ class Router:
         self._stopping = False
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
+        self._discovery: asyncio.Task[None] | None = None
+        self._admin: grpc.aio.Server | None = None
         self._open = ExitStack()  # what is left to close: the metrics' server
 
     async def start(self) -> None:
@@ -70,10 +76,17 @@ class Router:
             max_message_bytes=settings.max_message_bytes,
         )
         self.address = _bind(self._server, settings.host, settings.port)
+        if settings.admin_port:
+            self._admin = await self._make_admin()
         self._open.enter_context(serve_metrics(self.registry, settings.host, settings.metrics_port))
         await self._server.start()
+        if self._admin is not None:
+            await self._admin.start()
         self._watcher = asyncio.create_task(self._watch(), name="health")
-        self.pool.start()
+        for address in settings.engine:
+            if not address.startswith(DNS_SCHEME):
+                self.pool.add(address)
+        self._discovery = asyncio.create_task(self._discover(), name="discovery")
         log.info("router_listening", address=self.address, engines=settings.engine)
 
     async def drain(self) -> None:
@@ -86,11 +99,13 @@ class Router:
         """Ends everything, at once."""
         self._stopping = True
         self.service.fail_all("the router shut down before the request was complete; retry it")
-        if self._server is not None:
-            await self._server.stop(CLOSE_SECONDS)
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        for server in (self._server, self._admin):
+            if server is not None:
+                await server.stop(CLOSE_SECONDS)
+        for task in (self._watcher, self._discovery):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self.pool.close()
         self._tokenizers.close()
         await asyncio.to_thread(self._open.close)
@@ -101,6 +116,32 @@ class Router:
         self.service.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
+
+    async def _make_admin(self) -> grpc.aio.Server:
+        """Makes the server of AdminService; not yet started.
+
+        Raises:
+            OSError: The address is taken or not this machine's.
+        """
+        settings = self._settings
+        service = AdminService(self.pool)
+        server, health = await rpc.create_server(
+            {
+                ADMIN: lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(
+                    service, server
+                )
+            },
+            max_message_bytes=settings.max_message_bytes,
+        )
+        _bind(server, settings.admin_host, settings.admin_port, flag="--admin-port")
+        await rpc.set_serving(health, ["", ADMIN], serving=True)
+        return server
+
+    async def _discover(self) -> None:
+        """Follows the names among the engines."""
+        settings = self._settings
+        names = [target for target in settings.engine if target.startswith(DNS_SCHEME)]
+        await Discovery(names, self.pool, settings.dns_interval).run()
 
     async def _watch(self) -> None:
         """Keeps the health service saying whether there is an engine to serve with."""
@@ -149,14 +190,14 @@ async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | N
             loop.remove_signal_handler(number)
 
 
-def _bind(server: grpc.aio.Server, host: str, port: int) -> str:
+def _bind(server: grpc.aio.Server, host: str, port: int, flag: str = "--port") -> str:
     """Listens on a host and port, 0 for a free one; returns HOST:PORT."""
     name = f"[{host}]" if ":" in host else host
     try:
         bound = server.add_insecure_port(f"{name}:{port}")
     except RuntimeError as error:
         raise OSError(
-            f"cannot listen on {name}:{port}; is the port taken? Choose another --port, "
+            f"cannot listen on {name}:{port}; is the port taken? Choose another {flag}, "
             f"or 0 for a free one ({error})"
         ) from error
     return f"{name}:{bound}"

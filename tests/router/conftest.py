@@ -306,8 +306,8 @@ async def make_stand(*engines: ScriptedEngine, addresses=(), client_options=(), 
                 **settings,
             )
         )
-        await router.start()
         stack.push_async_callback(router.stop)
+        await router.start()
         channel = await stack.enter_async_context(
             grpc.aio.insecure_channel(router.address, options=client_options)
         )

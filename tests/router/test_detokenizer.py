@@ -83,9 +83,9 @@ def test_cost_of_bytes_that_never_make_a_character(byte):
     tokenizer = Backend(backend_models.BPE(vocab={byte: 0, "a": 1}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     token_ids = [0] * 5000
-    began = time.perf_counter()
+    began = time.process_time()
     shown = stream(backend_pieces(tokenizer), token_ids)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
     assert "".join(shown) == tokenizer.decode(token_ids)
     assert max(map(len, shown)) <= 40
 

@@ -220,16 +220,37 @@ async def test_a_hung_engine_is_left_and_readmitted(scripted, stand):
         await s.clean()
 
 
+async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(scripted, stand):
+    flaky, sound = scripted(), scripted()
+    async with stand(flaky, sound) as s:
+        await s.up(2)
+        (link,) = [link for link in s.router.pool.links if link.address == flaky.address]
+        for _ in range(4):
+            link.breaker.trip()
+        assert link.breaker.remaining > 1
+        for _ in range(4):
+            await collect(s.stub.Generate(ask()))
+        assert (len(flaky.submits), len(sound.submits)) == (0, 4)
+        await sound.kill()
+        await s.up(1)
+        assert link.breaker.remaining
+        await collect(s.stub.Generate(ask()))
+        assert len(flaky.submits) == 1
+
+
 def test_the_breaker_opens_for_longer_each_time():
-    now = 0.0
+    now = 1000.0
     breaker = CircuitBreaker(lambda: now)
     pauses = []
-    for _ in range(8):
-        breaker.close()
+    for _ in range(9):
+        breaker.connected()
         now += 1
-        pauses.append(breaker.trip())
+        breaker.trip()
+        pauses.append(breaker.remaining)
+        now += breaker.remaining
     assert pauses[:4] == [0, FIRST_SECONDS, 2 * FIRST_SECONDS, 4 * FIRST_SECONDS]
     assert pauses[-1] == MAX_SECONDS
-    breaker.close()
+    breaker.connected()
     now += PROBATION_SECONDS
-    assert breaker.trip() == 0
+    breaker.trip()
+    assert breaker.remaining == 0

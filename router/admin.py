@@ -1,0 +1,85 @@
+"""AdminService: engines added, drained and removed while the router runs."""
+
+from typing import Any
+
+import grpc.aio
+import structlog
+
+from octavo.common import rpc
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+from router.config import is_address
+from router.engine_link import EngineLink
+from router.engine_pool import EnginePool
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    """Changes which engines a pool has.
+
+    Args:
+        pool: The engines.
+    """
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+
+    async def ListEngines(  # noqa: N802 - the contract's name
+        self,
+        request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - says nothing
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.ListEnginesResponse:
+        """Lists every engine with its state."""
+        return admin_pb2.ListEnginesResponse(engines=map(_status, self._pool.links))
+
+    async def AddEngine(  # noqa: N802
+        self,
+        request: admin_pb2.AddEngineRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.AddEngineResponse:
+        """Adds an engine, or has a drained one take requests again."""
+        if not is_address(request.address):
+            raise rpc.invalid(
+                "address", f"address must be HOST:PORT; got {request.address[:256]!r}"
+            )
+        link = self._pool.add(request.address)
+        log.info("engine_added", engine=request.address)
+        return admin_pb2.AddEngineResponse(engine=_status(link))
+
+    async def DrainEngine(  # noqa: N802
+        self,
+        request: admin_pb2.DrainEngineRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.DrainEngineResponse:
+        """Gives an engine no new requests."""
+        link = self._pool.drain(request.address)
+        log.info("engine_drained", engine=request.address)
+        return admin_pb2.DrainEngineResponse(engine=_status(link))
+
+    async def RemoveEngine(  # noqa: N802
+        self,
+        request: admin_pb2.RemoveEngineRequest,
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.RemoveEngineResponse:
+        """Forgets an engine; its requests go on at others."""
+        await self._pool.remove(request.address)
+        log.info("engine_removed", engine=request.address)
+        return admin_pb2.RemoveEngineResponse()
+
+
+def _status(link: EngineLink) -> admin_pb2.EngineStatus:
+    engine = link.up
+    state = admin_pb2.ENGINE_STATE_CONNECTING
+    if engine is not None:
+        state = admin_pb2.ENGINE_STATE_SERVING
+        if link.taking is None:
+            state = admin_pb2.ENGINE_STATE_DRAINING
+    return admin_pb2.EngineStatus(
+        address=link.address,
+        state=state,
+        model=engine.info.model if engine else "",
+        sequences=link.sequences,
+        load=engine.load if engine else None,
+    )
