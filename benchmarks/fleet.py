@@ -82,6 +82,7 @@ class Node:
 
         Raises:
             TimeoutError: it does not.
+            EOFError: it ended instead; it has printed why.
         """
         ours, theirs = self._context.Pipe(duplex=False)
         self._process = self._context.Process(
@@ -142,14 +143,14 @@ def _run_engine(settings: dict[str, Any], port: int, ready: Connection) -> None:
     from engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     torch.set_num_threads(1)
-    logging.configure("json", "error")
+    logging.configure("console", "error")
     asyncio.run(serve(EngineSettings(**settings, port=port), on_ready=ready.send))
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
     from router.server import serve  # noqa: PLC0415 - imported in the process that forks
 
-    logging.configure("json", "error")
+    logging.configure("console", "error")
     asyncio.run(serve(RouterSettings(**settings, port=port), on_ready=ready.send))
 
 

@@ -206,10 +206,16 @@ async def run(
     async def trouble_engines() -> None:
         lasts = max(every, 2.5 * HEARTBEAT_SECONDS)
         victims = itertools.cycle(range(len(cluster.engines)))
+        sound = [asyncio.Lock() for _ in cluster.engines]
+
+        async def strike(victim: int) -> None:
+            async with sound[victim]:  # it may have been slow to come back
+                await trouble(cluster, victim, lasts)
+
         async with asyncio.TaskGroup() as group:
             for victim in itertools.islice(victims, times):
                 await asyncio.sleep(every)
-                group.create_task(trouble(cluster, victim, lasts))
+                group.create_task(strike(victim))
         over.set()
 
     async with AsyncClient(cluster.router.address) as client:

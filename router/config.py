@@ -77,6 +77,12 @@ class RouterSettings(Settings):
     write_timeout: float = Field(
         60.0, gt=0, description="Seconds that a client may go without reading its stream."
     )
+    max_unread_tokens: int = Field(
+        4096,
+        ge=1,
+        description="Most tokens of an output that wait for a client slow to read it; "
+        "then the request is cancelled.",
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests have to finish on SIGTERM."
     )

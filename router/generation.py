@@ -192,6 +192,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             pieces=tokenizer.pieces,
             arrival=call.arrival,
             metrics=self.metrics.of(call.model),
+            max_unread_tokens=self._settings.max_unread_tokens,
         )
 
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:

@@ -42,6 +42,7 @@ class Output:
         "_pieces",
         "_reported",
         "_stop_strings",
+        "_taken",
         "_text",
         "first_time",
         "index",
@@ -70,6 +71,7 @@ class Output:
         self._min_tokens = stop.min_tokens
         self._options = options
         self._text: list[str] = []  # not yet sent
+        self._taken = 0  # tokens that came before the last `take`
         self._reported = 0  # tokens whose ids were sent
         self._delta = generation_pb2.Delta(index=index)  # log-probabilities not yet sent
         self._finish_sent = False
@@ -83,6 +85,11 @@ class Output:
     def finished(self) -> bool:
         """Whether all has been taken by `take`, its end included."""
         return self._finish_sent
+
+    @property
+    def unread(self) -> int:
+        """Tokens that came since the last `take`: the client is slow if they are many."""
+        return len(self.token_ids) - self._taken
 
     def push(
         self,
@@ -106,6 +113,7 @@ class Output:
 
     def take(self) -> generation_pb2.Delta | None:
         """Returns what came since the last call as one Delta; None if nothing did."""
+        self._taken = len(self.token_ids)
         delta = self._delta
         if self._text:
             delta.text = "".join(self._text)

@@ -1,10 +1,13 @@
 """One Generate call on its way: what it asked for, what came, what is still to be sent."""
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Iterator
 from functools import cached_property
+
+import grpc
 
 from octavo.common import rpc
 from octavo.v1 import engine_pb2, generation_pb2
@@ -46,6 +49,7 @@ class Request:
         pieces: Pieces,
         arrival: float,
         metrics: ModelMetrics,
+        max_unread_tokens: int,
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -59,6 +63,8 @@ class Request:
         ]
         self._message = message
         self._metrics = metrics
+        # A search's outputs come whole, however fast the client reads.
+        self._max_unread = math.inf if message.HasField("beam") else max_unread_tokens
         self._event = asyncio.Event()
         self._error: rpc.RpcError | None = None
         self._accepted = generation_pb2.Accepted(
@@ -177,6 +183,9 @@ class Request:
         mine = self.outputs[output.index]
         if mine.ended:
             return  # drawn before the engine heard of the end
+        if mine.unread >= self._max_unread:
+            self._give_up()
+            return
         if output.index == 0 and not self._begun:
             self._accepted.prompt_logprobs.extend(output.prompt_logprobs)
             self._begin()
@@ -197,6 +206,13 @@ class Request:
         if self._error is None or isinstance(self._error, EngineLostError):
             self._error = error
         self._event.set()
+
+    def _give_up(self) -> None:
+        """Stops at once what the client does not read; it hears of it when it does."""
+        if self._session is not None:
+            self._session.abort(self._session_id)
+        message = f"the client did not read its stream for {self._max_unread} tokens"
+        self.failed(rpc.RpcError(grpc.StatusCode.CANCELLED, message))
 
     async def wait(self) -> None:
         """Waits until there is something to take."""

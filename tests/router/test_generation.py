@@ -382,6 +382,39 @@ async def test_client_that_never_reads_is_cancelled(scripted, stand, encode):
         call.cancel()
 
 
+async def test_what_a_client_does_not_read_is_bounded(scripted, stand, encode):
+    engine = scripted(interval=None, max_model_len=1_000_000)
+    engine.info.load.total_blocks = 1_000_000
+    window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    limit, chunk = 2000, 500
+    async with stand(engine, client_options=window, max_unread_tokens=limit) as s:
+        await s.up()
+        call = s.stub.Generate(ask(output={"token_ids": True}))
+        await s.until(lambda: engine.submits)
+        name = engine.submits[0].request_id
+        engine.send(started=[engine_pb2.Started(request_id=name)])
+        (request,) = s.router.service._requests
+        (output,) = request.outputs
+        most = sent = 0
+        while (name, None) not in engine.aborts:
+            engine.send_tokens(name, encode("x") * chunk)
+            sent += chunk
+            await asyncio.sleep(0.002)
+            most = max(most, output.unread)
+            assert sent < 500_000, "it was not cancelled"
+        assert limit <= most < limit + chunk
+        ids, error = [], None
+        try:
+            async for response in call:
+                ids += response.delta.token_ids
+        except grpc.aio.AioRpcError as raised:
+            error = raised
+        await s.clean()
+    assert error.code() is grpc.StatusCode.CANCELLED
+    assert "did not read" in error.details()
+    assert ids == output.token_ids, "what came before is neither lost nor repeated"
+
+
 async def test_invalid_utf8_through_the_router(scripted, stand):
     data = ask("QQ").SerializeToString().replace(b"QQ", b"\xff\xfe")
     async with stand(scripted()) as s:
