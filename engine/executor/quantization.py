@@ -64,15 +64,77 @@ def quantize(
     ranges = _input_ranges(model, shape, _calibration_tokens(path, shape))
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for name, parent in list(model.named_modules()):
-        for child_name, child in list(parent.named_children()):
-            if not isinstance(child, nn.Linear) or child is head:
-                continue
-            reach = ranges.get(f"{name}.{child_name}".lstrip("."))
-            if reach is None:  # not reached by the calibration text, as some experts may be
-                continue
-            small = quantization == "int4" and child.in_features % GROUP == 0
-            made = Int4Linear(child, reach) if small else Int8Linear(child, reach)
-            setattr(parent, child_name, made)
+        layers = {
+            child_name: (child, ranges[full])
+            for child_name, child in parent.named_children()
+            if isinstance(child, nn.Linear)
+            and child is not head
+            # Some experts may not be reached by the calibration text; they stay as they are.
+            and (full := f"{name}.{child_name}".lstrip(".")) in ranges
+        }
+        for names in _of_one_input(layers):
+            whole = _join([layers[child][0] for child in names])
+            reach = layers[names[0]][1]
+            small = quantization == "int4" and whole.in_features % GROUP == 0
+            made = Int4Linear(whole, reach) if small else Int8Linear(whole, reach)
+            start = 0
+            for child in names:
+                width = layers[child][0].out_features
+                setattr(parent, child, Part(made, start, width))
+                start += width
+
+
+class Part(nn.Module):
+    """One layer's share of the outputs of several that have the same input.
+
+    Each of them calls the whole; the compiler sees that the calls are one. Before the
+    model is compiled they are not, which makes eager steps slower.
+
+    Args:
+        whole: the layers joined.
+        start: the first output of this one.
+        width: how many it has.
+    """
+
+    def __init__(self, whole: nn.Module, start: int, width: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.start = start
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., in_features]` to `[..., width]`, of the same dtype."""
+        outputs: Tensor = self.whole(x)
+        return outputs.narrow(-1, self.start, self.width)
+
+
+def _of_one_input(layers: dict[str, tuple[nn.Linear, Tensor]]) -> list[list[str]]:
+    """Groups layers that saw the same values, such as Q, K and V.
+
+    Were two layers together by chance, they would still compute what they should: each
+    takes its part of the product of its own input.
+    """
+    groups: list[list[str]] = []
+    for name, (layer, reach) in layers.items():
+        for group in groups:
+            first, other = layers[group[0]]
+            if torch.equal(reach, other) and (layer.bias is None) == (first.bias is None):
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    return groups
+
+
+def _join(layers: list[nn.Linear]) -> nn.Linear:
+    """One layer with the outputs of all, in their order."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias.detach() for layer in layers])
+        joined.bias = nn.Parameter(bias, requires_grad=False)
+    return joined
 
 
 class Int8Linear(nn.Module):
