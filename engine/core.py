@@ -137,7 +137,7 @@ class EngineCore:
         self._report(result)
         self._report_searches(batch)
         self._learn(batch)
-        self._metrics.observe_step(batch, self._step_seconds)
+        self._metrics.observe_step(batch, self._step_seconds, compiled=self._executor.compiled)
 
     def _announce(self, batch: Batch) -> None:
         """Says of requests that are computed for the first time that they started."""

@@ -55,6 +55,7 @@ class EngineMetrics:
         )
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
+        self.compiled = gauge("compiled", "1 once steps run compiled, 0 while they run eagerly.")
         self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
         self.shared_blocks = gauge(
             "shared_blocks", "Blocks on the device that several block-table entries hold."
@@ -64,8 +65,9 @@ class EngineMetrics:
         )
         self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
 
-    def observe_step(self, batch: Batch, seconds: float) -> None:
+    def observe_step(self, batch: Batch, seconds: float, *, compiled: bool) -> None:
         """Counts a step."""
+        self.compiled.set(compiled)
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
         self.batch_sequences.set(len(batch.slices))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import psutil
 import structlog
 import torch
 
@@ -9,6 +10,9 @@ from engine.config import EngineSettings
 from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe, locate
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
+
+COMPILER_COPIES = 4
+GIB = 1 << 30
 
 log = structlog.get_logger(__name__)
 
@@ -65,11 +69,25 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         quantization=settings.quantization,
     )
     artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
-    compiler = Compiler(artifact) if artifact else None
+    compiler = Compiler(artifact) if artifact and _room_to_compile(loaded.model) else None
     if compiler and settings.compile == "wait":
         compiler.join()
     step = EagerStep(loaded.model)
     return LoadedStep(loaded.shape, loaded.dtype, loaded.device, compiler, step)
+
+
+def _room_to_compile(model: torch.nn.Module) -> bool:
+    """Whether memory allows for it: the compiler holds the weights three times over."""
+    size = sum(weights.nbytes for weights in model.parameters())
+    available = psutil.virtual_memory().available
+    if COMPILER_COPIES * size <= available:
+        return True
+    log.warning(
+        "too little memory to compile the model",
+        needed_gib=round(COMPILER_COPIES * size / GIB, 1),
+        available_gib=round(available / GIB, 1),
+    )
+    return False
 
 
 def _load_compiled(artifact: Artifact) -> LoadedStep | None:

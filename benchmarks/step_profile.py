@@ -1,0 +1,217 @@
+"""Says where a decode step's time goes, for a few sizes of batch.
+
+    python -m benchmarks.step_profile [--model demo] [--quantization none] [--batch 1 8 48]
+
+Each batch runs in a process of its own: prompts of random tokens are computed, then
+decode steps are timed part by part. Matrix products are what oneDNN says of itself
+(`ONEDNN_VERBOSE`); 4-bit ones are not oneDNN's and count as the rest of the model.
+Then a server is started and as many streams are read from it: what its time per
+output token is more than the step's is the router, gRPC and the loop between steps.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PROMPT = 160
+STEPS = 40
+WARM_STEPS = 5
+OUTPUT = 64
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention and cache writes",
+    "rest": "rest of the model",
+    "sample": "sampling",
+    "prepare": "batch to tensors",
+    "schedule": "scheduling",
+    "update": "taking tokens",
+    "other": "between the parts",
+    "served": "router, gRPC, core loop",
+}
+
+
+def main() -> None:
+    """Profiles every batch and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 48])
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        print(json.dumps(_profile(arguments.model, arguments.quantization, arguments.inside)))
+        return
+    columns = []
+    for batch in arguments.batch:
+        parts = _profile_in_child(arguments.model, arguments.quantization, batch)
+        served = asyncio.run(_serve(arguments.model, arguments.quantization, batch))
+        columns.append(parts | {"served": max(0.0, served - sum(parts.values()))})
+    _print(arguments.batch, columns, arguments.quantization)
+    if arguments.json:
+        rows = dict(zip(map(str, arguments.batch), columns, strict=True))
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def _print(batches: list[int], columns: list[dict[str, float]], quantization: str) -> None:
+    table = Table(title=f"A decode step, milliseconds (quantization {quantization})")
+    table.add_column("part")
+    for batch in batches:
+        table.add_column(f"batch {batch}", justify="right")
+        table.add_column("share", justify="right")
+    for part, name in PARTS.items():
+        cells = []
+        for column in columns:
+            share = column[part] / sum(column.values())
+            cells += [f"{column[part] * 1e3:.2f}", f"{share:.1%}"]
+        table.add_row(name, *cells)
+    totals = [cell for c in columns for cell in (f"{sum(c.values()) * 1e3:.2f}", "")]
+    table.add_row("time per output token", *totals, style="bold")
+    Console().print(table)
+
+
+def _profile_in_child(model: str, quantization: str, batch: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.step_profile", "--model", model]
+    command += ["--quantization", quantization, "--inside", str(batch)]
+    done = subprocess.run(
+        command,
+        env=os.environ | {"ONEDNN_VERBOSE": "profile_exec"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    parts: dict[str, float] = json.loads(line)
+    return parts
+
+
+def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
+    """Mean seconds of each part of a decode step."""
+    from engine.config import EngineSettings  # noqa: PLC0415 - the child's alone
+    from engine.executor import executor, paged_attention  # noqa: PLC0415
+    from engine.startup import build  # noqa: PLC0415
+    from tests.engine.stepper import Stepper  # noqa: PLC0415
+
+    settings: dict[str, Any] = {"model": model, "quantization": quantization, "compile": "wait"}
+    needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
+    with _onednn():  # what it says before the steps is of no interest
+        parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
+    stepper: Any = Stepper(parts)
+    stepper.cache.check = lambda: None  # tests look at every block after every step
+    spent: defaultdict[str, float] = defaultdict(float)
+    for owner, name, part in (
+        (parts.scheduler, "schedule", "schedule"),
+        (parts.scheduler, "update", "update"),
+        (executor, "prepare", "prepare"),
+        (executor, "sample", "sample"),
+        (parts.executor, "_forward", "model"),
+        (paged_attention, "write_kv", "attention"),
+        (paged_attention, "paged_attention", "attention"),
+    ):
+        setattr(owner, name, _timed(getattr(owner, name), spent, part))
+    draw = random.Random(0)
+    for _ in range(batch):
+        prompt = [draw.randrange(256, parts.limits.vocab_size) for _ in range(PROMPT)]
+        stepper.submit(prompt, WARM_STEPS + STEPS + 8)
+    while any(group.sequences[0].num_output < WARM_STEPS for group in _live(parts.scheduler)):
+        stepper.step()
+    spent.clear()
+    began = time.perf_counter()
+    with _onednn() as products:
+        for _ in range(STEPS):
+            stepper.step()
+    total = time.perf_counter() - began
+    model_seconds, attention = spent.pop("model"), spent["attention"]
+    spent["products"] = products()
+    spent["rest"] = model_seconds - attention - spent["products"]
+    spent["other"] = total - sum(spent.values())
+    return {part: seconds / STEPS for part, seconds in spent.items()}
+
+
+def _live(scheduler: Any) -> list[Any]:  # noqa: ANN401
+    return [*scheduler.running, *scheduler.waiting]
+
+
+def _timed(
+    function: Callable[..., Any], spent: defaultdict[str, float], part: str
+) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            spent[part] += time.perf_counter() - began
+
+    return timed
+
+
+@contextmanager
+def _onednn() -> Any:  # noqa: ANN401
+    """Collects what oneDNN prints; what it yields gives the seconds it was at work."""
+    sys.stdout.flush()
+    with tempfile.TemporaryFile("w+") as sink:
+        kept = os.dup(1)
+        os.dup2(sink.fileno(), 1)
+        seconds = 0.0
+
+        def total() -> float:
+            return seconds
+
+        try:
+            yield total
+        finally:
+            ctypes.CDLL(None).fflush(None)  # oneDNN's words wait in C's own buffer
+            os.dup2(kept, 1)
+            os.close(kept)
+            sink.seek(0)
+            lines = [line.strip().split(",") for line in sink if ",exec," in line]
+            seconds = sum(float(line[-1]) for line in lines) / 1e3
+
+
+async def _serve(model: str, quantization: str, batch: int) -> float:
+    """Seconds per output token of so many streams at once, from a real server."""
+    from octavo import AsyncClient  # noqa: PLC0415
+    from octavo.cli.local_server import local_server  # noqa: PLC0415
+
+    flags = ("--quantization", quantization, "--compile", "wait")
+    with local_server(model, *flags) as address:
+        async with AsyncClient(address) as client:
+            await _streams(client, batch)
+            return statistics.median([await _streams(client, batch) for _ in range(3)])
+
+
+async def _streams(client: Any, batch: int) -> float:  # noqa: ANN401
+    """Seconds per token once every stream has begun, and before any ends."""
+    arrivals: list[list[float]] = []
+    draw = random.Random(time.monotonic_ns())
+
+    async def one() -> None:
+        prompt = [draw.randrange(256, 40000) for _ in range(PROMPT)]
+        stream = client.generate(prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+        arrivals.append([time.perf_counter() async for _ in stream])
+
+    await asyncio.gather(*(one() for _ in range(batch)))
+    all_began = max(times[0] for times in arrivals)
+    gaps = [b - a for times in arrivals for a, b in pairwise(times) if a >= all_began]
+    return statistics.mean(gaps)
+
+
+if __name__ == "__main__":
+    main()
