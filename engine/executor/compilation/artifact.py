@@ -15,7 +15,8 @@ from engine.executor.shape import ModelShape
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
-SOURCES = ("artifact.py", "export.py", "../attention.py", "../quantization.py", "../model.py")
+SOURCES = ("artifact.py", "export.py", "../attention.py", "../model.py")
+QUANTIZATION = "../quantization.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ def locate(recipe: Recipe) -> Artifact | None:
     files = _model_files(recipe.model)
     if files is None:
         return None
+    sources = SOURCES if recipe.quantization == "none" else (*SOURCES, QUANTIZATION)
     facts = {
         "recipe": asdict(recipe) | {"model": ""},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
@@ -158,7 +160,7 @@ def locate(recipe: Recipe) -> Artifact | None:
         "transformers": version("transformers"),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
-        "code": [_digest((Path(__file__).parent / name).read_bytes()) for name in SOURCES],
+        "code": [_digest((Path(__file__).parent / name).read_bytes()) for name in sources],
     }
     key = _digest(json.dumps(facts, sort_keys=True).encode())
     return Artifact(recipe, cache_dir() / "compiled" / key[:24])
