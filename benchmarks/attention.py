@@ -26,9 +26,11 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
     "decode, 1 x 200": [(1, 200)],
     "decode, 8 x 200": [(1, 200)] * 8,
     "decode, 48 x 200": [(1, 200)] * 48,
+    "decode, 4 x 2048": [(1, 2048)] * 4,
     "decode, 1 x 4096": [(1, 4096)],
     "prefill, 1 x 64": [(64, 64)],
     "prefill, 1 x 512": [(512, 512)],
+    "prefill, 512 of 1024": [(512, 1024)],
     "prefill, 512 of 2048": [(512, 2048)],
     "mixed, 47 x 200 + 256 of 512": [(1, 200)] * 47 + [(256, 512)],
 }
@@ -69,22 +71,28 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=10, help="walks over all layers")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    attend = fallback.paged_attention if args.fallback else ops.paged_attention
+    kernels = fallback if args.fallback else ops
     scale = HEAD_DIM**-0.5
     for name, lengths in BATCHES.items():
         query, cache, metadata = make_batch(lengths, dtype, device)
         layers = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(NUM_LAYERS)]
+        # What an implementation wrote itself, it can be held to the reference for.
+        num_slots = cache.shape[0] * BLOCK_SIZE
+        rows = torch.randn((2, num_slots, NUM_KV_HEADS, HEAD_DIM), dtype=dtype, device=device)
+        kernels.write_kv(*rows, *layers[0], torch.arange(num_slots, device=device))
+        plain = rows.unflatten(1, (-1, BLOCK_SIZE)).transpose(2, 3)
         times = []
         for _ in range(args.repeat):
             start = time.perf_counter()
             for keys, values in layers:
-                attend(query, keys, values, metadata, scale=scale)
+                kernels.paged_attention(query, keys, values, metadata, scale=scale)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append((time.perf_counter() - start) / NUM_LAYERS)
         seconds = statistics.median(times)
-        expected = reference.paged_attention(query, *layers[0], metadata, scale=scale)
-        error = (attend(query, *layers[0], metadata, scale=scale) - expected).abs().max()
+        expected = reference.paged_attention(query, *plain, metadata, scale=scale)
+        result = kernels.paged_attention(query, *layers[0], metadata, scale=scale)
+        error = (result - expected).abs().max()
         kv_bytes = sum(seq_len for _, seq_len in lengths) * NUM_KV_HEADS * HEAD_DIM * 2
         products = sum(q * (2 * n - q + 1) / 2 for q, n in lengths) * NUM_HEADS * HEAD_DIM * 4
         print(

@@ -3,7 +3,9 @@
 The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size,
 head_dim]`, so that a block (all layers, keys and values) is contiguous: to copy or
 swap one is a single move. Layer l's keys are `cache[:, l, 0]` and its values
-`cache[:, l, 1]`: strided over blocks, contiguous inside one.
+`cache[:, l, 1]`: strided over blocks, contiguous inside one. In which order a block
+keeps its elements is each device's own matter: only `write_kv` and `paged_attention`
+look inside.
 
 Triton is imported only where CUDA tensors come; a machine without it runs on CPU.
 """

@@ -16,7 +16,7 @@ from pathlib import Path
 import platformdirs
 
 SOURCES = ("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp")
-HEADERS = ("vector.h",)
+HEADERS = ("cache.h", "fetcher.h", "plan.h", "product.h", "vector.h")
 FLAGS = (
     "-O3",
     "-march=native",

@@ -1,6 +1,20 @@
-"""The compiled kernels on CPU: tensors in, pointers and strides through to C++."""
+"""The compiled kernels on CPU: tensors in, pointers and strides through to C++.
 
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+A model calls these once a layer, so what the layers of a step have in common is
+looked at once: each cache when it is first seen, the batch when it changes.
+"""
+
+import weakref
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 
 import torch
 from torch import Tensor
@@ -9,40 +23,116 @@ from kernels.cpu.build import load_library
 from kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_UNIT = 8  # what block and head sizes are multiples of
 
 
-class _Attention(Structure):
-    """What `octavo_paged_attention` takes; mirrors its struct of that name."""
+class _Cache(Structure):
+    """One layer's cache; mirrors the struct in cache.h."""
 
     _fields_ = (
-        ("query", c_void_p),
-        ("key_cache", c_void_p),
-        ("value_cache", c_void_p),
-        ("out", c_void_p),
-        ("query_starts", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("alibi_slopes", c_void_p),
-        ("query_token_stride", c_int64),
-        ("query_head_stride", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
         ("block_stride", c_int64),
-        ("table_stride", c_int64),
-        ("table_width", c_int32),
-        ("num_seqs", c_int32),
         ("num_blocks", c_int32),
-        ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("block_size", c_int32),
-        ("sliding_window", c_int32),
-        ("threads", c_int32),
-        ("scale", c_float),
-        ("soft_cap", c_float),
+        ("dtype", c_int32),
     )
 
 
+class _Batch(Structure):
+    """A batch's sequences; mirrors the struct in plan.h."""
+
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("table_width", c_int32),
+        ("num_seqs", c_int32),
+    )
+
+
+class _KnownCache:
+    """A layer's cache that was found fit, and its struct. Does not keep it alive."""
+
+    __slots__ = ("dtype", "head_dim", "keys", "num_kv_heads", "num_slots", "struct", "values")
+
+    def __init__(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        num_blocks, self.num_kv_heads, block_size, self.head_dim = key_cache.shape
+        self.dtype = key_cache.dtype
+        self.num_slots = num_blocks * block_size
+        if value_cache.dtype != self.dtype or self.dtype not in _DTYPES:
+            raise ValueError(
+                f"keys are {self.dtype} and values {value_cache.dtype}: they must be one of "
+                f"{', '.join(str(known) for known in _DTYPES)}, the same"
+            )
+        inner = (block_size * self.head_dim, self.head_dim, 1)
+        if key_cache.stride()[1:] != inner or value_cache.stride() != key_cache.stride():
+            raise ValueError(
+                f"a block must be contiguous: strides are {key_cache.stride()} of keys "
+                f"and {value_cache.stride()} of values"
+            )
+        if value_cache.shape != key_cache.shape:
+            raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
+        if block_size & (block_size - 1) or block_size < _UNIT or self.head_dim % _UNIT:
+            raise ValueError(
+                f"block size {block_size} must be a power of two from {_UNIT}, and head size "
+                f"{self.head_dim} a multiple of {_UNIT}"
+            )
+        self.keys, self.values = weakref.ref(key_cache), weakref.ref(value_cache)
+        self.struct = byref(
+            _Cache(
+                key_cache.data_ptr(),
+                value_cache.data_ptr(),
+                key_cache.stride(0),
+                num_blocks,
+                self.num_kv_heads,
+                self.head_dim,
+                block_size,
+                _DTYPES[self.dtype],
+            )
+        )
+
+
+class _KnownBatch:
+    """A batch that was found fit, and its struct."""
+
+    __slots__ = ("metadata", "struct")
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        tables = metadata.block_tables
+        for name in ("query_starts", "seq_lens", "block_tables"):
+            tensor = getattr(metadata, name)
+            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+                raise ValueError(f"{name} must be contiguous int32")
+        self.metadata = metadata
+        self.struct = byref(
+            _Batch(
+                metadata.query_starts.data_ptr(),
+                metadata.seq_lens.data_ptr(),
+                tables.data_ptr(),
+                tables.stride(0),
+                tables.shape[1],
+                metadata.seq_lens.shape[0],
+            )
+        )
+
+
+class _KnownSlots:
+    """A slot mapping that was found fit."""
+
+    __slots__ = ("count", "pointer", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError("slot_mapping must be contiguous int64")
+        self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
+
+
 class NativeKernels:
-    """The kernels of `kernels.ops`, in C++.
+    """The kernels of `kernels.ops`, in C++. Several threads may call them.
 
     Raises:
         OSError: they cannot be compiled here.
@@ -50,19 +140,22 @@ class NativeKernels:
 
     def __init__(self) -> None:
         library = load_library()
+        rows = (c_void_p, c_int64, c_int64)
         self._attend = library.octavo_paged_attention
-        self._attend.argtypes = (POINTER(_Attention), c_int)
+        self._attend.argtypes = (
+            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_void_p),
+            *(c_float, c_int, c_float, c_void_p, c_int),
+        )
         self._attend.restype = c_int
         self._write = library.octavo_write_kv
-        self._write.argtypes = (
-            *(c_void_p, c_int64, c_int64) * 2,
-            *(c_void_p, c_void_p, c_int64, c_int64, c_int64),
-            *(c_void_p, c_int64, c_int64, c_int64),
-        )
+        self._write.argtypes = (POINTER(_Cache), *rows, *rows, c_void_p, c_int64, c_int)
         self._write.restype = c_int64
         self._copy = library.octavo_copy_blocks
         self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
         self._copy.restype = None
+        self._caches: dict[int, _KnownCache] = {}
+        self._batch: _KnownBatch | None = None  # the latest
+        self._slots: _KnownSlots | None = None  # the latest
 
     def write_kv(
         self,
@@ -73,42 +166,35 @@ class NativeKernels:
         slot_mapping: Tensor,
     ) -> None:
         """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
-        num_tokens, num_kv_heads, head_dim = key.shape
-        num_blocks, cache_heads, block_size, cache_dim = key_cache.shape
-        _check_cache(key_cache, value_cache, key.dtype)
-        if (num_kv_heads, head_dim) != (cache_heads, cache_dim) or value.shape != key.shape:
+        cache = self._know_cache(key_cache, value_cache)
+        slots = self._slots
+        if slots is None or slots.tensor is not slot_mapping:
+            slots = self._slots = _KnownSlots(slot_mapping)
+        shape = key.shape
+        if shape != (slots.count, cache.num_kv_heads, cache.head_dim) or value.shape != shape:
             raise ValueError(
-                f"key {list(key.shape)} and value {list(value.shape)} do not fit a cache of "
-                f"{cache_heads} heads of {cache_dim}"
+                f"key {list(shape)} and value {list(value.shape)} do not fit {slots.count} slots "
+                f"of a cache of {cache.num_kv_heads} heads of {cache.head_dim}"
             )
-        if value.dtype != key.dtype:
-            raise ValueError(f"key is {key.dtype} and value is {value.dtype}")
-        if slot_mapping.dtype != torch.int64 or slot_mapping.shape != (num_tokens,):
-            raise ValueError(f"slot_mapping must be {num_tokens} int64")
+        _check_dtype(key, cache)
+        _check_dtype(value, cache)
         key, value = _rows(key), _rows(value)
-        slot_mapping = slot_mapping.contiguous()
-        size = key.element_size()
+        key_strides, value_strides = key.stride(), value.stride()
         bad = self._write(
+            cache.struct,
             key.data_ptr(),
-            key.stride(0) * size,
-            key.stride(1) * size,
+            key_strides[0],
+            key_strides[1],
             value.data_ptr(),
-            value.stride(0) * size,
-            value.stride(1) * size,
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            key_cache.stride(0) * size,
-            num_blocks,
-            block_size,
-            slot_mapping.data_ptr(),
-            num_tokens,
-            num_kv_heads,
-            head_dim * size,
+            value_strides[0],
+            value_strides[1],
+            slots.pointer,
+            slots.count,
+            torch.get_num_threads(),
         )
         if bad:
             raise IndexError(
-                f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, "
-                f"of {num_blocks * block_size}"
+                f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
             )
 
     def paged_attention(
@@ -124,65 +210,53 @@ class NativeKernels:
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
-        num_tokens, num_heads, head_dim = query.shape
-        num_blocks, num_kv_heads, block_size, cache_dim = key_cache.shape
-        _check_cache(key_cache, value_cache, query.dtype)
-        if head_dim != cache_dim or num_heads % num_kv_heads:
+        cache = self._know_cache(key_cache, value_cache)
+        batch = self._batch
+        if batch is None or batch.metadata is not metadata:
+            batch = self._batch = _KnownBatch(metadata)
+        shape = query.shape
+        _, num_heads, head_dim = shape
+        if head_dim != cache.head_dim or num_heads % cache.num_kv_heads:
             raise ValueError(
                 f"{num_heads} query heads of {head_dim} do not fit a cache of "
-                f"{num_kv_heads} heads of {cache_dim}"
+                f"{cache.num_kv_heads} heads of {cache.head_dim}"
             )
-        query_starts, seq_lens = metadata.query_starts, metadata.seq_lens
-        block_tables = metadata.block_tables
-        num_seqs = seq_lens.shape[0]
-        for name, tensor in (
-            ("query_starts", query_starts),
-            ("seq_lens", seq_lens),
-            ("block_tables", block_tables),
-        ):
-            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be contiguous int32")
+        _check_dtype(query, cache)
         query = _rows(query)
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
+        token_stride, head_stride, _ = query.stride()
+        out = torch.empty(shape, dtype=cache.dtype)
         if alibi_slopes is not None:
             alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
         bad = self._attend(
-            byref(
-                _Attention(
-                    query.data_ptr(),
-                    key_cache.data_ptr(),
-                    value_cache.data_ptr(),
-                    out.data_ptr(),
-                    query_starts.data_ptr(),
-                    seq_lens.data_ptr(),
-                    block_tables.data_ptr(),
-                    alibi_slopes.data_ptr() if alibi_slopes is not None else None,
-                    query.stride(0),
-                    query.stride(1),
-                    key_cache.stride(0),
-                    block_tables.stride(0),
-                    block_tables.shape[1],
-                    num_seqs,
-                    num_blocks,
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    block_size,
-                    sliding_window or 0,
-                    torch.get_num_threads(),
-                    scale,
-                    soft_cap or 0.0,
-                )
-            ),
-            _DTYPES[query.dtype],
+            cache.struct,
+            batch.struct,
+            query.data_ptr(),
+            token_stride,
+            head_stride,
+            num_heads,
+            out.data_ptr(),
+            scale,
+            sliding_window or 0,
+            soft_cap or 0.0,
+            None if alibi_slopes is None else alibi_slopes.data_ptr(),
+            torch.get_num_threads(),
         )
         if bad:
             raise IndexError(
-                f"the block table of sequence {bad - 1}, {int(seq_lens[bad - 1])} tokens long, "
-                f"does not hold enough blocks out of {num_blocks}: "
-                f"{block_tables[bad - 1].tolist()}"
+                f"the block table of sequence {bad - 1}, {int(metadata.seq_lens[bad - 1])} tokens "
+                f"long, does not hold enough blocks out of {key_cache.shape[0]}: "
+                f"{metadata.block_tables[bad - 1].tolist()}"
             )
         return out
+
+    def _know_cache(self, key_cache: Tensor, value_cache: Tensor) -> _KnownCache:
+        """Returns what is known of a layer's cache, after a look at it the first time."""
+        cache = self._caches.get(id(key_cache))
+        if cache is None or cache.keys() is not key_cache or cache.values() is not value_cache:
+            cache = _KnownCache(key_cache, value_cache)
+            self._caches[id(key_cache)] = cache
+            weakref.finalize(key_cache, self._caches.pop, id(key_cache), None)
+        return cache
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
         """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
@@ -213,20 +287,10 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError if C++ would read the caches' memory wrongly."""
-    if key_cache.dtype != dtype or value_cache.dtype != dtype or dtype not in _DTYPES:
-        raise ValueError(
-            f"tokens are {dtype}, keys {key_cache.dtype} and values {value_cache.dtype}: "
-            f"they must be one of {', '.join(str(known) for known in _DTYPES)}, the same"
-        )
-    _, _, block_size, head_dim = key_cache.shape
-    inner = (block_size * head_dim, head_dim, 1)
-    if key_cache.stride()[1:] != inner or value_cache.stride() != key_cache.stride():
-        raise ValueError(
-            f"a block must be contiguous: strides are {key_cache.stride()} of keys "
-            f"and {value_cache.stride()} of values"
-        )
+def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:
+    """Raises ValueError if C++ would read the tokens' memory wrongly."""
+    if tokens.dtype != cache.dtype:
+        raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 
 
 __all__ = ["NativeKernels"]

@@ -37,22 +37,19 @@ inline void store(void* to, Vector v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-template <class Vector>
-inline Vector load_partial(const void* from, int bytes) {
-  Vector v{};
-  std::memcpy(&v, from, bytes);
-  return v;
-}
-
 inline Floats broadcast(float x) { return x - Floats{}; }
 inline Words broadcast(uint32_t x) { return x - Words{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 inline float reduce_max(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
   float result = v[0];
   for (int i = 1; i < kLanes; i++) result = v[i] > result ? v[i] : result;
   return result;
+#endif
 }
 
 inline float reduce_add(Floats v) {
@@ -66,7 +63,7 @@ inline float reduce_add(Floats v) {
 }
 
 // 2^x to 2 ulp; exactly 0 below the normal range, so for -inf too.
-inline Floats exp2(Floats x) {
+__attribute__((always_inline)) inline Floats exp2(Floats x) {
   const Floats magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats clamped = max(x, broadcast(-126.f));
   Floats shifted = clamped + magic;
@@ -172,43 +169,3 @@ struct BFloat16 {
   }
 #endif
 };
-
-// Transposes a square of words held in kLanes vectors, as log2(kLanes) rounds of
-// swapping ever larger sub-blocks across the diagonal.
-template <int kStep>
-inline Words interleave(Words a, Words b, bool high) {
-  // Lane i of the result: from a where bit kStep of i is clear, else from b.
-  typedef uint32_t Index __attribute__((vector_size(kLanes * 4)));
-  Index index;
-  for (int i = 0; i < kLanes; i++) {
-    int source = (i & ~kStep) + (high ? kStep : 0);
-    index[i] = (i & kStep) ? kLanes + source : source;
-  }
-#if defined(__AVX512F__)
-  return (Words)_mm512_permutex2var_epi32((__m512i)a, (__m512i)index, (__m512i)b);
-#elif defined(__clang__)
-  Words result;
-  for (int i = 0; i < kLanes; i++)
-    result[i] = index[i] < kLanes ? a[index[i]] : b[index[i] - kLanes];
-  return result;
-#else
-  return __builtin_shuffle(a, b, index);
-#endif
-}
-
-template <int kStep>
-inline void transpose_round(Words (&rows)[kLanes]) {
-  if constexpr (kStep < kLanes) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) {
-      if (i & kStep) continue;
-      Words low = interleave<kStep>(rows[i], rows[i + kStep], false);
-      Words high = interleave<kStep>(rows[i], rows[i + kStep], true);
-      rows[i] = low;
-      rows[i + kStep] = high;
-    }
-    transpose_round<kStep * 2>(rows);
-  }
-}
-
-inline void transpose(Words (&rows)[kLanes]) { transpose_round<1>(rows); }

@@ -112,11 +112,40 @@ def _build(case: Case, device: str = "cpu") -> Batch:
     )
 
 
+def _in_order_of(kernels: ModuleType, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a batch's caches with blocks in the order that an implementation keeps.
+
+    The order is its own: what is written here is what a model would have written.
+    """
+    shape = (batch.key_cache.shape[0], 2, *batch.key_cache.shape[1:])
+    both = torch.full(shape, torch.nan, dtype=batch.query.dtype, device=batch.query.device)
+    key_cache, value_cache = both[:, 0], both[:, 1]
+    rows = [cache.transpose(1, 2).flatten(0, 1) for cache in (batch.key_cache, batch.value_cache)]
+    (slots,) = torch.where(~rows[0].isnan().any(2).any(1))
+    kernels.write_kv(rows[0][slots], rows[1][slots], key_cache, value_cache, slots)
+    return key_cache, value_cache
+
+
+def _order(kernels: ModuleType, case: Case, device: str) -> torch.Tensor:
+    """Returns where in a block's head an implementation keeps each element.
+
+    `[2, block_size, head_dim]`, for keys and values: found by writing numbers.
+    """
+    size = case.block_size * case.head_dim
+    integer = torch.int32 if case.dtype == torch.float32 else torch.int16
+    numbers = torch.arange(size, dtype=integer).view(case.block_size, 1, case.head_dim)
+    tokens = numbers.view(case.dtype).to(device)
+    cache = torch.zeros((1, 2, 1, case.block_size, case.head_dim), dtype=case.dtype, device=device)
+    slots = torch.arange(case.block_size, device=device)
+    kernels.write_kv(tokens, tokens, cache[:, 0], cache[:, 1], slots)
+    order = cache.view(integer).view(2, size).long().argsort(1)
+    return order.view(2, case.block_size, case.head_dim)
+
+
 def _check_attention(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
     batch = _build(case, device)
-    out = kernels.paged_attention(
-        batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
-    )
+    caches = _in_order_of(kernels, batch)
+    out = kernels.paged_attention(batch.query, *caches, batch.metadata, **batch.options)
     # In float32 from the very same inputs, so that all error is the kernel's own.
     expected = reference.paged_attention(
         batch.query.float(),
@@ -148,7 +177,13 @@ def _check_write(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
     )
     _, key, value = fused.to(device).chunk(3, 1)
     kernels.write_kv(key, value, cache[:, 1, 0], cache[:, 1, 1], slots)
-    reference.write_kv(key, value, expected[:, 1, 0], expected[:, 1, 1], slots)
+    heads = expected.flatten(4)
+    places = _order(kernels, case, device)
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, case.block_size)
+        if slot >= 0:
+            heads[block, 1, 0][:, places[0, offset]] = key[token]
+            heads[block, 1, 1][:, places[1, offset]] = value[token]
     assert torch.equal(cache, expected)
 
 
