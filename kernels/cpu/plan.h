@@ -1,0 +1,95 @@
+// How a batch's attention is cut into pieces of work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cache.h"
+
+constexpr int kTile = 64;       // keys per step of the online softmax
+constexpr int kMaxRows = 48;    // query rows per item
+constexpr int kMinSplit = 256;  // the fewest keys worth an item of their own
+constexpr int kItemsPerThread = 4;
+
+// Which tokens and blocks are whose; mirrored by a ctypes.Structure.
+struct Batch {
+  const int32_t* query_starts;
+  const int32_t* seq_lens;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int32_t table_width;
+  int32_t num_seqs;
+
+  int query_count(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
+};
+
+// A row r is token r / group and head r % group of the sequence's tokens and of the
+// query heads that share the KV head.
+struct Item {
+  int seq, kv_head;
+  int row_begin, rows;
+  int key_begin, key_end;  // begins on a whole vector of keys
+  int part;                // where the unfinished result goes; -1: it is the whole
+};
+
+// The parts [part, part + parts) make up one result.
+struct Merge {
+  Item item;
+  int part, parts;
+};
+
+struct Plan {
+  std::vector<Item> items;
+  std::vector<Merge> merges;
+  int parts = 0;
+  int64_t work = 0;  // products of a query row and a key
+};
+
+// Cuts the batch into items, the last (longest) rows of a sequence first.
+inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int sliding_window) {
+  Plan plan;
+  for (int seq = 0; seq < batch.num_seqs; seq++) {
+    const int queries = batch.query_count(seq);
+    const int context = batch.seq_lens[seq] - queries;
+    const int rows = queries * group;
+    const int pieces = (rows + kMaxRows - 1) / kMaxRows;
+    for (int piece = pieces - 1; piece >= 0; piece--) {
+      Item item{seq, 0, piece * kMaxRows, std::min(kMaxRows, rows - piece * kMaxRows), 0, 0, -1};
+      const int first = context + item.row_begin / group;
+      const int last = context + (item.row_begin + item.rows - 1) / group;
+      if (sliding_window) item.key_begin = std::max(0, first - sliding_window + 1);
+      item.key_begin -= item.key_begin % kLanes;
+      item.key_end = std::max(item.key_begin, last + 1);
+      plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
+      for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++)
+        plan.items.push_back(item);
+    }
+  }
+  return plan;
+}
+
+// Splits long items by keys until every thread has a few.
+inline void split_items(Plan& plan, int threads) {
+  const int wanted = kItemsPerThread * threads;
+  if (threads == 1 || plan.items.empty() || int(plan.items.size()) >= wanted) return;
+  const int shares = (wanted + int(plan.items.size()) - 1) / int(plan.items.size());
+  std::vector<Item> whole;
+  whole.swap(plan.items);
+  for (Item item : whole) {
+    const int keys = item.key_end - item.key_begin, end = item.key_end;
+    const int parts = std::clamp(keys / kMinSplit, 1, shares);
+    if (parts == 1) {
+      plan.items.push_back(item);
+      continue;
+    }
+    plan.merges.push_back({item, plan.parts, parts});
+    const int step = ((keys + parts - 1) / parts + kTile - 1) / kTile * kTile;
+    for (int i = 0; i < parts; i++) {
+      item.key_end = std::min(end, item.key_begin + step);
+      item.part = plan.parts++;
+      plan.items.push_back(item);
+      item.key_begin = item.key_end;
+    }
+  }
+}

@@ -1,0 +1,91 @@
+// The matrix product, blocked for registers, of rows of words with words that lie
+// where a cache has them.
+#pragma once
+
+#include <cstdint>
+
+#include "fetcher.h"
+#include "vector.h"
+
+constexpr int kMicroRows = 6;  // the register block
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kMicroColumns = 4;  // vectors; 32 registers
+#else
+constexpr int kMicroColumns = 2;  // vectors; 16 registers
+#endif
+
+// c = rescale * c + a * b, for `rows` rows and `columns` vectors of columns.
+//
+// a has `depth` words a row. b.at(k, j) is where vector j of row k of b lies, in
+// elements of T. c counts as zero where rescale, one factor a row, is null.
+// The fetcher takes a step for each row of b.
+template <class T, class Matrix>
+class Product {
+ public:
+  Product(int depth, const uint32_t* a, int a_stride, Matrix b, float* c, int c_stride,
+          const float* rescale, const Fetcher& fetcher)
+      : depth_(depth), a_stride_(a_stride), c_stride_(c_stride), a_(a), b_(b), c_(c),
+        rescale_(rescale), fetcher_(fetcher) {}
+
+  void run(int rows, int columns) const {
+    int i = 0;
+    for (; i + kMicroRows <= rows; i += kMicroRows) run_rows<kMicroRows>(i, columns);
+    switch (rows - i) {
+      case 5: return run_rows<5>(i, columns);
+      case 4: return run_rows<4>(i, columns);
+      case 3: return run_rows<3>(i, columns);
+      case 2: return run_rows<2>(i, columns);
+      case 1: return run_rows<1>(i, columns);
+    }
+  }
+
+ private:
+  template <int kRows>
+  void run_rows(int row, int columns) const {
+    int column = 0;
+    for (; column + kMicroColumns <= columns; column += kMicroColumns)
+      if (row == 0 && column == 0)
+        run_block<kRows, kMicroColumns, true>(row, column);
+      else
+        run_block<kRows, kMicroColumns, false>(row, column);
+    for (; column < columns; column++) run_block<kRows, 1, false>(row, column);
+  }
+
+  template <int kRows, int kColumns, bool kFetches>
+  void run_block(int row, int column) const {
+    const uint32_t* a = a_ + row * a_stride_;
+    float* c = c_ + row * c_stride_ + column * kLanes;
+    Fetcher fetcher = fetcher_;  // by value, to live in registers
+    Floats sum[kRows][kColumns];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i++)
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; j++)
+        sum[i][j] = rescale_ ? load<Floats>(c + i * c_stride_ + j * kLanes) * rescale_[row + i]
+                             : Floats{};
+    for (int k = 0; k < depth_; k++) {
+      if constexpr (kFetches) fetcher.step();
+      Words vector[kColumns];
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; j++) vector[j] = T::load_words(b_.at(k, column + j));
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; i++) {
+        Words element = broadcast(a[i * a_stride_ + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < kColumns; j++)
+          sum[i][j] = T::multiply_add(sum[i][j], element, vector[j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; i++)
+#pragma GCC unroll 8
+      for (int j = 0; j < kColumns; j++) store(c + i * c_stride_ + j * kLanes, sum[i][j]);
+  }
+
+  int depth_, a_stride_, c_stride_;
+  const uint32_t* a_;
+  Matrix b_;
+  float* c_;
+  const float* rescale_;
+  const Fetcher fetcher_;
+};
