@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, engine, free_port, make_model, metric, router
+from benchmarks.fleet import EOS, Node, all_up, engine, free_port, make_model, metric, router
 from octavo import AsyncClient
 from router.balancing import POLICIES
 
@@ -77,8 +77,7 @@ async def measure(model: str, policy: str, engines: int, prompts: list[list[int]
         ]
         front = await start(router([node.address for node in nodes], balancing=policy))
         client = await stack.enter_async_context(AsyncClient(front.address))
-        while sum(m.engines for m in await client.list_models()) < engines:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await all_up(front, engines)
         places = asyncio.Semaphore(AT_ONCE)
 
         async def ask(prompt: list[int]) -> int:

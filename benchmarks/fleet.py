@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from engine.config import EngineSettings
+from octavo import AsyncClient
 from octavo.common import logging
 from router.config import RouterSettings
 
@@ -210,6 +211,13 @@ class Wire:
             pass
         if not self._dropping:
             sink.transport.abort()
+
+
+async def all_up(router: Node, engines: int) -> None:
+    """Waits until a router uses all engines."""
+    async with AsyncClient(router.address) as client:
+        while sum(m.engines for m in await client.list_models()) < engines:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 def metric(port: int, name: str, **labels: str) -> float:

@@ -8,10 +8,12 @@ what each must come to. Then, for each kind of trouble, while one engine after
 another has it:
 
     kill    SIGKILL, and the engine started again
+    drain   SIGTERM, with no time to finish, and the engine started again
     hang    SIGSTOP, and SIGCONT after a while
     cut     the link swallows all bytes, and carries new connections after a while
 
-The last lines say how many requests were completed, failed or came out different in
+The last lines say how many requests were completed, refused before they began
+(and asked again: no engine was up that moment), failed or came out different in
 any token, word, end or count, and how often requests moved.
 """
 
@@ -27,8 +29,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, Wire, engine, free_port, make_model, metric, router
-from octavo import AsyncClient, Completion, Error, Output
+from benchmarks.fleet import EOS, Node, Wire, all_up, engine, free_port, make_model, metric, router
+from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
 
 KINDS: dict[str, GenerateOptions] = {
@@ -56,10 +58,20 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """What became of a run's requests."""
+    """What became of a run's requests.
+
+    Attributes:
+        completed: that came to their end.
+        tokens: that these had.
+        refused: before anything was done for them; they were asked again.
+        moves: from one engine to another.
+        different: the kinds of those whose outputs were not the undisturbed ones.
+        failures: what became of the others.
+    """
 
     completed: int = 0
     tokens: int = 0
+    refused: int = 0
     moves: int = 0
     different: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -100,11 +112,9 @@ async def cluster(model: str, engines: int) -> AsyncIterator[Cluster]:
             failover_timeout=60,
             metrics_port=(metrics_port := free_port()),
         )
-        await start(front)
-        async with AsyncClient(front.address) as client:
-            while sum(m.engines for m in await client.list_models()) < engines:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        yield Cluster(front, nodes, wires, metrics_port)
+        served = Cluster(await start(front), nodes, wires, metrics_port)
+        await all_up(served.router, engines)
+        yield served
 
 
 # Trouble, with one engine after another.
@@ -113,6 +123,12 @@ async def cluster(model: str, engines: int) -> AsyncIterator[Cluster]:
 async def kill(cluster: Cluster, victim: int, _: float) -> None:
     """SIGKILL, and started again."""
     await cluster.engines[victim].kill()
+    await cluster.engines[victim].start()
+
+
+async def drain(cluster: Cluster, victim: int, _: float) -> None:
+    """SIGTERM, with no time for what runs, and started again."""
+    await cluster.engines[victim].terminate()
     await cluster.engines[victim].start()
 
 
@@ -131,7 +147,7 @@ async def cut(cluster: Cluster, victim: int, seconds: float) -> None:
 
 
 Trouble = Callable[[Cluster, int, float], Coroutine[None, None, None]]
-TROUBLES: dict[str, Trouble] = {"kill": kill, "hang": hang, "cut": cut}
+TROUBLES: dict[str, Trouble] = {"kill": kill, "drain": drain, "hang": hang, "cut": cut}
 
 
 # Load.
@@ -150,9 +166,17 @@ def make_asks(count: int, tokens: int) -> list[Ask]:
     return asks
 
 
-async def ask(client: AsyncClient, request: Ask) -> Completion:
-    """Has a request served."""
-    return await client.generate(request.prompt, timeout=300, **request.options).complete()
+async def ask(client: AsyncClient, request: Ask, outcome: Outcome) -> Completion:
+    """Has a request served; asks again where it was refused, as no engine was up that moment."""
+    while True:
+        stream = client.generate(request.prompt, timeout=300, **request.options)
+        try:
+            return await stream.complete()
+        except UnavailableError:
+            if stream.accepted is not None:
+                raise
+            outcome.refused += 1
+            await asyncio.sleep(0.5)
 
 
 def shown(output: Output) -> tuple[object, ...]:
@@ -171,7 +195,7 @@ def is_decided(completion: Completion) -> bool:
 
 async def settle(client: AsyncClient, asks: list[Ask]) -> list[Ask]:
     """Finds out what requests come to; drops those that rounding may decide."""
-    completions = await asyncio.gather(*(ask(client, request) for request in asks))
+    completions = await asyncio.gather(*(ask(client, request, Outcome()) for request in asks))
     return [
         Ask(request.kind, request.prompt, request.options, tuple(map(shown, found.outputs)))
         for request, found in zip(asks, completions, strict=True)
@@ -191,10 +215,9 @@ async def run(
         for i in itertools.count(number):
             request = asks[i % len(asks)]
             try:
-                found = await ask(client, request)
+                found = await ask(client, request, outcome)
             except Error as error:
                 outcome.failures.append(f"{request.kind}: {error}")
-                await asyncio.sleep(0.5)
             else:
                 outcome.completed += 1
                 outcome.tokens += sum(len(output.token_ids) for output in found.outputs)
@@ -239,14 +262,15 @@ async def measure(streams: int, seconds: float, every: float, engines: int) -> b
                 )
                 print(
                     f"{name:6} {times:4} times: {outcome.completed} completed "
-                    f"({outcome.tokens} tokens), {len(outcome.failures)} failed, "
+                    f"({outcome.tokens} tokens), {outcome.refused} refused at first, "
+                    f"{len(outcome.failures)} failed, "
                     f"{len(outcome.different)} different, {outcome.moves} moves",
                     flush=True,
                 )
                 for what in (outcome.failures + outcome.different)[:5]:
                     print(f"       {what}")
                 well &= not outcome.failures and not outcome.different
-                await asyncio.sleep(every)
+                await all_up(served.router, engines)
     return well
 
 
