@@ -98,6 +98,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             load=to_load(self.core.load),
         )
 
+    def close(self) -> None:
+        """Ends all sessions; the core has stopped and told them so."""
+        for session in self._sessions.values():
+            session.close()
+
     def _deliver(self, events: list[Event], load: Load) -> None:
         """Called by the core's thread after every step."""
         self._loop.call_soon_threadsafe(self._distribute, events, load)
@@ -157,6 +162,7 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
         await _drain(servicer.core, settings.drain_timeout)
         servicer.core.stop()
         await asyncio.to_thread(core.join)
+        servicer.close()
         await server.stop(grace=1.0)
     log.info("engine stopped")
 

@@ -28,16 +28,17 @@ class Session:
         self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # the pending ones
         self._prefixes: dict[bytes, bool] | None = None  # those to tell of, and if they are stored
         self._ready = asyncio.Event()
+        self._closing = False
 
     async def run(
         self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
-        """Serves until the router ends the stream; then its requests are stopped."""
+        """Serves until the router ends the stream, or `close`; then its requests are stopped."""
         reader = asyncio.create_task(self._read(session, orders), name=f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
         self._core.open_session(session)
         try:
-            while not reader.done():
+            while not (reader.done() or (self._closing and not self._pending.HasField("load"))):
                 await self._ready.wait()
                 self._ready.clear()
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
@@ -45,10 +46,16 @@ class Session:
                 self._put_prefixes(response)
                 if response.HasField("load"):
                     yield response
-            reader.result()
+            if reader.done():
+                reader.result()
         finally:
             reader.cancel()
             self._core.close_session(session)
+
+    def close(self) -> None:
+        """Ends the stream after what is to be said yet: the engine stops."""
+        self._closing = True
+        self._ready.set()
 
     async def _read(self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]) -> None:
         async for order in orders:

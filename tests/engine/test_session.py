@@ -98,3 +98,20 @@ async def test_a_new_session_hears_what_the_cache_holds(open_session):
         if any(output.finish_reason for output in response.outputs):
             break
     assert stored == {short_key(key) for key in reusable_keys(range(10, 50), 16)}
+
+
+async def test_what_is_to_be_said_is_said_before_a_session_closes(open_session):
+    core, orders, stream = open_session
+    session = stream.ag_frame.f_locals["self"]
+    await anext(stream)
+    submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[5] * 9, stop={"max_tokens": 400})
+    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    while not (await anext(stream)).started:
+        pass
+    core.stop()
+    async with asyncio.timeout(30):
+        while not session._pending.failures:
+            await asyncio.sleep(0.01)
+    session.close()
+    rest = [response async for response in stream]
+    assert [failure.request_id for response in rest for failure in response.failures] == ["r"]
