@@ -35,8 +35,6 @@ class Peer:
         form: of the model, as `model_files.provide` takes it.
         environment: None is this project's own.
         options: for its worker.
-        warm_seconds: how long it is warmed up at least, for peers that compile
-            while they serve.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Peer:
     form: str
     environment: Environment | None
     options: dict[str, str] = field(default_factory=dict)
-    warm_seconds: float = 0.0
 
     @property
     def is_octavo(self) -> bool:
@@ -64,7 +61,6 @@ def _octavo(weights: str) -> Peer:
         DIRECTORY,
         None,
         options,
-        warm_seconds=90.0,
     )
 
 

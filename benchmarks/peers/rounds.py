@@ -106,12 +106,9 @@ class Fleet:
         return worker
 
     def _warm_up(self, worker: WorkerProcess, peer: Peer) -> None:
-        began, number = time.monotonic(), WARM_UP
-        while number == WARM_UP or time.monotonic() - began < peer.warm_seconds:
-            self._say(f"{peer.title}: warming up")
-            worker.run(workloads.single(number).requests)
-            worker.run(workloads.mixed(number, self._share).requests)
-            number += 1
+        self._say(f"{peer.title}: warming up")
+        worker.run(workloads.single(WARM_UP).requests)
+        worker.run(workloads.mixed(WARM_UP, self._share).requests)
 
     def _workloads(self, number: int) -> list[Workload]:
         singles = [workloads.single(number * SINGLE_REPEATS + i) for i in range(SINGLE_REPEATS)]

@@ -12,7 +12,7 @@ from octavo.cli.output import err, fail
 from octavo.client import Client
 from octavo.common.ports import free_port
 
-START_SECONDS = 180.0
+START_SECONDS = 600.0  # a model may have to be compiled
 STOP_SECONDS = 40.0
 TAIL_LINES = 25
 """How much of the server's log is shown when it does not start."""
