@@ -9,6 +9,12 @@
 // are fewer items than threads would like, long ranges of keys are split and the parts
 // merged (Flash-Decoding, Dao et al. 2023).
 //
+// Packing K and V in every step, from a plain cache, took longer: 491 us a layer against
+// 399 for 48 decodes at 200 tokens, 409 against 325 for 4 at 2048, 3.89 ms against 3.79
+// for 512 tokens of 1024 (AMD EPYC 9004, two threads, bf16, 9 query heads, 3 KV heads of
+// 64; the least of three runs each, in turn, on a busy machine). To read the K and V of
+// those 48 and do no more took 306.
+//
 // Slots past the end of the keys may hold anything, NaN too: their logits are replaced,
 // not added to, and their values are left out of the products.
 
