@@ -2,9 +2,9 @@
 
 import asyncio
 import signal
-import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -140,11 +140,29 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    parts = await asyncio.to_thread(build, settings)
+    # One thread builds and computes: OpenMP keeps a pool for each thread that ever computed,
+    # and where pools have more threads than there are cores, it has them sleep between loops.
+    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-core")
+    parts = await loop.run_in_executor(thread, build, settings)
     metrics = EngineMetrics()
     servicer = EngineServicer(settings, parts, metrics)
-    core = threading.Thread(target=servicer.core.run, name="engine-core", daemon=True)
-    core.start()
+    core = loop.run_in_executor(thread, servicer.core.run)
+    try:
+        await _serve_core(settings, servicer, core, metrics, stopping, on_ready)
+    finally:
+        servicer.core.stop()  # or its thread would outlive an error
+    log.info("engine stopped")
+
+
+async def _serve_core(  # noqa: PLR0917 - the parts of one thing, taken apart once
+    settings: EngineSettings,
+    servicer: EngineServicer,
+    core: asyncio.Future[None],
+    metrics: EngineMetrics,
+    stopping: asyncio.Event,
+    on_ready: Callable[[str], None] | None,
+) -> None:
+    """Offers the running core over gRPC until told to stop, then drains it."""
     add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
     server, health = await create_server(
         {SERVICE: add}, max_message_bytes=settings.max_message_bytes
@@ -161,25 +179,24 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
         await set_serving(health, ["", SERVICE], serving=False)
         await _drain(servicer.core, settings.drain_timeout)
         servicer.core.stop()
-        await asyncio.to_thread(core.join)
+        await core
         servicer.close()
         await server.stop(grace=1.0)
-    log.info("engine stopped")
 
 
-async def _until_stopped(stopping: asyncio.Event, core: threading.Thread) -> None:
+async def _until_stopped(stopping: asyncio.Event, core: asyncio.Future[None]) -> None:
     """Waits for a signal.
 
     Raises:
-        RuntimeError: the core died; its thread has printed why.
+        RuntimeError: the core died, of its cause.
     """
     while not stopping.is_set():
         try:
             async with asyncio.timeout(1.0):
                 await stopping.wait()
         except TimeoutError:
-            if not core.is_alive():
-                raise RuntimeError("the engine's core stopped unexpectedly") from None
+            if core.done():
+                raise RuntimeError("the engine's core stopped unexpectedly") from core.exception()
 
 
 async def _drain(core: EngineCore, timeout: float) -> None:
