@@ -40,7 +40,7 @@ def main() -> None:
     where = Circumstances(
         date=f"{date:%Y-%m-%d}",
         machine=_machine(),
-        system=f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+        system=f"{platform.system()}, Python {platform.python_version()}",
         load=load,
         command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
         commit=_commit(),
