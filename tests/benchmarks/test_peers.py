@@ -109,7 +109,7 @@ def test_a_paused_worker_stands_still_with_its_children_and_goes_on(start):
     child = psutil.Process(int(worker.run(REQUESTS).note.split()[1]))
     worker.pause()
     assert _status(child, psutil.STATUS_STOPPED) == psutil.STATUS_STOPPED
-    assert child.parent().status() == psutil.STATUS_STOPPED
+    assert _status(child.parent(), psutil.STATUS_STOPPED) == psutil.STATUS_STOPPED
     worker.resume()
     assert _status(child, psutil.STATUS_SLEEPING) == psutil.STATUS_SLEEPING
     assert worker.run(REQUESTS).outputs == [[5, 6, 7, 5], [8, 8]]

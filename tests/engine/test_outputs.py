@@ -154,6 +154,8 @@ def test_a_prefix_that_was_evicted_comes_back_from_swap_space(stepper, prompt):
     engine = stepper(num_blocks=16)
     first = engine.submit(prompt[:100], 10)
     engine.run()
+    engine.submit(prompt[:100], 10)  # a hit: only those fall to swap space
+    engine.run()
     engine.submit(prompt[::-1][:120], 10)
     engine.run()
     engine.submit(prompt[1:130], 10)
