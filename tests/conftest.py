@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from octavo.common import models
 
@@ -11,6 +12,10 @@ KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
 
 # Compiling takes minutes of both cores: the tests that want it say so.
 os.environ["OCTAVO_COMPILE"] = "off"
+
+# How fast examples are drawn says how busy the machine is, not whether the code is right.
+settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("octavo")
 
 
 @pytest.fixture(scope="session")
