@@ -16,8 +16,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, all_up, engine, free_port, make_model, metric, router
+from benchmarks.fleet import EOS, Node, all_up, engine, make_model, metric, router
 from octavo import AsyncClient
+from octavo.common.ports import free_port
 from router.balancing import POLICIES
 
 BLOCK_SIZE = 16

@@ -9,7 +9,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import socket
 import urllib.request
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from engine.config import EngineSettings
 from octavo import AsyncClient
 from octavo.common import logging
+from octavo.common.ports import free_port
 from router.config import RouterSettings
 
 VOCABULARY = 257
@@ -230,11 +230,3 @@ def metric(port: int, name: str, **labels: str) -> float:
         for sample in family.samples
         if sample.name == name and labels.items() <= sample.labels.items()
     )
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

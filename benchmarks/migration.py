@@ -29,9 +29,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, Wire, all_up, engine, free_port, make_model, metric, router
+from benchmarks.fleet import EOS, Node, Wire, all_up, engine, make_model, metric, router
 from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
+from octavo.common.ports import free_port
 
 KINDS: dict[str, GenerateOptions] = {
     "greedy": {"temperature": 0, "logprobs": 2},

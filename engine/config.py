@@ -7,6 +7,8 @@ from pydantic import Field, model_validator
 from engine.preemption import PreemptionMode
 from octavo.common.settings import Settings
 
+Quantization = Literal["none", "int8", "int4"]
+
 
 class EngineSettings(Settings):
     """Settings of `octavo engine`; each is a flag, a variable and a TOML key."""
@@ -28,7 +30,7 @@ class EngineSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="Type of weights and KV cache. auto: what model and device are best at."
     )
-    quantization: Literal["none", "int8", "int4"] = Field(
+    quantization: Quantization = Field(
         "none", description="Bits of the weights, on a CPU; int8 and int4 cost a little quality."
     )
     compile: Literal["auto", "wait", "off"] = Field(

@@ -148,40 +148,28 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     servicer = EngineServicer(settings, parts, metrics)
     core = loop.run_in_executor(thread, servicer.core.run)
     try:
-        await _serve_core(settings, servicer, core, metrics, stopping, on_ready)
+        add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
+        server, health = await create_server(
+            {SERVICE: add}, max_message_bytes=settings.max_message_bytes
+        )
+        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
+        address = f"{settings.host}:{port}"
+        await server.start()
+        with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
+            await set_serving(health, ["", SERVICE], serving=True)
+            log.info("engine ready", address=address, model=settings.model_name)
+            if on_ready is not None:
+                on_ready(address)
+            await _until_stopped(stopping, core)
+            await set_serving(health, ["", SERVICE], serving=False)
+            await _drain(servicer.core, settings.drain_timeout)
+            servicer.core.stop()
+            await core
+            servicer.close()
+            await server.stop(grace=1.0)
     finally:
         servicer.core.stop()  # or its thread would outlive an error
     log.info("engine stopped")
-
-
-async def _serve_core(  # noqa: PLR0917 - the parts of one thing, taken apart once
-    settings: EngineSettings,
-    servicer: EngineServicer,
-    core: asyncio.Future[None],
-    metrics: EngineMetrics,
-    stopping: asyncio.Event,
-    on_ready: Callable[[str], None] | None,
-) -> None:
-    """Offers the running core over gRPC until told to stop, then drains it."""
-    add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
-    server, health = await create_server(
-        {SERVICE: add}, max_message_bytes=settings.max_message_bytes
-    )
-    port = server.add_insecure_port(f"{settings.host}:{settings.port}")
-    address = f"{settings.host}:{port}"
-    await server.start()
-    with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
-        await set_serving(health, ["", SERVICE], serving=True)
-        log.info("engine ready", address=address, model=settings.model_name)
-        if on_ready is not None:
-            on_ready(address)
-        await _until_stopped(stopping, core)
-        await set_serving(health, ["", SERVICE], serving=False)
-        await _drain(servicer.core, settings.drain_timeout)
-        servicer.core.stop()
-        await core
-        servicer.close()
-        await server.stop(grace=1.0)
 
 
 async def _until_stopped(stopping: asyncio.Event, core: asyncio.Future[None]) -> None:

@@ -9,7 +9,6 @@ import torch
 from engine.batch import Batch, Slice
 from engine.config import EngineSettings
 from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
-from engine.executor.compilation import CompiledStep
 from engine.executor.executor import Executor
 from engine.executor.loading import LoadedStep, load_step
 from engine.kv_cache import KVCacheManager
@@ -69,7 +68,7 @@ def build(settings: EngineSettings) -> Parts:
     log.info(
         "model loaded",
         model=settings.model,
-        compiled=isinstance(loaded.step, CompiledStep),
+        compiled=loaded.compiled,
         seconds=round(time.perf_counter() - began, 2),
     )
     batched = settings.max_num_batched_tokens or max(

@@ -4,7 +4,6 @@ import torch
 
 from engine.batch import Batch, StepResult
 from engine.executor.cache import CacheTensors
-from engine.executor.compilation import CompiledStep
 from engine.executor.inputs import StepInputs, prepare
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
@@ -58,7 +57,7 @@ class Executor:
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled by now."""
-        return isinstance(self._loaded.step, CompiledStep)
+        return self._loaded.compiled
 
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""

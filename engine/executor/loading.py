@@ -7,12 +7,12 @@ import structlog
 import torch
 
 from engine.config import EngineSettings
+from engine.executor.cache import GIB
 from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe, locate
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
 
 COMPILER_COPIES = 4
-GIB = 1 << 30
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +41,11 @@ class LoadedStep:
             self._step, self.compiler = self.compiler.step, None
         return self._step
 
+    @property
+    def compiled(self) -> bool:
+        """Whether steps run compiled by now."""
+        return isinstance(self.step, CompiledStep)
+
 
 def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     """Loads a model, or what was compiled of it.
@@ -57,7 +62,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     compiles = settings.compile != "off" and on_cpu
     artifact = locate(recipe) if compiles else None
-    if artifact and artifact.exists and (compiled := _load_compiled(artifact)):
+    if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
     from engine.executor.model import load  # noqa: PLC0415 - a compiled step does without
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from engine.config import Quantization
 from engine.executor.attention import PAGED_ATTENTION
 from engine.executor.paged_attention import ShapeProbe, attending
-from engine.executor.quantization import Quantization, quantize
+from engine.executor.quantization import quantize
 from engine.executor.shape import ModelShape
 from kernels.ops import check_supported
 

@@ -17,18 +17,16 @@ The last layer, from hidden states to logits, is the one that costs the most qua
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.library import register_fake
 from transformers import AutoTokenizer, PreTrainedModel
 
+from engine.config import Quantization
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.shape import ModelShape
 from kernels.metadata import AttentionMetadata
-
-Quantization = Literal["none", "int8", "int4"]
 
 FEW_TOKENS = 4
 """Steps of so many tokens read 4-bit weights. SmolLM2's products on 2 cores of an

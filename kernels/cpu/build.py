@@ -7,13 +7,14 @@ does not depend on PyTorch's version: it is called through a plain C ABI.
 import ctypes
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 import platformdirs
+
+from kernels.machine import cpu_identity
 
 SOURCES = ("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp")
 HEADERS = ("cache.h", "fetcher.h", "plan.h", "product.h", "vector.h")
@@ -58,20 +59,10 @@ def find_compiler() -> str | None:
 
 def _library_path(compiler: str) -> Path:
     """Returns where the library for these sources, flags and this CPU is kept."""
-    parts = [compiler, *FLAGS, _cpu(), str(_openmp_runtime())]
+    parts = [compiler, *FLAGS, cpu_identity(), str(_openmp_runtime())]
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("octavo")) / "kernels" / f"cpu-{digest[:16]}.so"
-
-
-def _cpu() -> str:
-    """Returns what tells this CPU's instruction set from another's."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
 def _openmp_runtime() -> Path | None:

@@ -44,7 +44,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f"{name}.lock")):
+    with FileLock(target.with_name(f"{target.name}.lock")):
         if target.is_dir():
             return target
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".preparing-") as work:

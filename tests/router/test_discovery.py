@@ -7,10 +7,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from octavo.common.ports import free_port
 from octavo.v1 import admin_pb2, admin_pb2_grpc, engine_pb2, generation_pb2
 from router.config import RouterSettings
 from router.discovery import Discovery, resolve
-from tests.router.test_server import free_port
 
 SERVING = admin_pb2.ENGINE_STATE_SERVING
 DRAINING = admin_pb2.ENGINE_STATE_DRAINING

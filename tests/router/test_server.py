@@ -8,15 +8,10 @@ import grpc
 import grpc.aio
 import pytest
 
+from octavo.common.ports import free_port
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router.config import RouterSettings
 from router.server import serve
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Process:

@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from engine.config import Quantization
 from engine.executor import paged_attention  # noqa: F401 - defines the operator
 from engine.executor.shape import ModelShape
+from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
@@ -32,7 +32,7 @@ class Recipe:
 
     model: str
     dtype: str
-    quantization: Literal["none", "int8", "int4"]
+    quantization: Quantization
     block_size: int
 
 
@@ -90,16 +90,16 @@ class Artifact:
 
     Attributes:
         recipe: of what.
-        path: its directory; it appears whole or not at all.
+        name: of its directory in the cache; it appears whole or not at all.
     """
 
     recipe: Recipe
-    path: Path
+    name: str
 
     @property
-    def exists(self) -> bool:
-        """Whether it has been compiled."""
-        return (self.path / MANIFEST).is_file()
+    def path(self) -> Path:
+        """Its directory."""
+        return cache_dir() / self.name
 
 
 class CompiledStep:
@@ -158,12 +158,12 @@ def locate(recipe: Recipe) -> Artifact | None:
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "cpu": _cpu(),
+        "cpu": cpu_identity(),
         "threads": torch.get_num_threads(),
         "code": [_digest((Path(__file__).parent / name).read_bytes()) for name in sources],
     }
     key = _digest(json.dumps(facts, sort_keys=True).encode())
-    return Artifact(recipe, cache_dir() / "compiled" / key[:24])
+    return Artifact(recipe, f"compiled/{key[:24]}")
 
 
 def _model_files(model: str) -> list[Path] | None:
@@ -176,14 +176,6 @@ def _model_files(model: str) -> list[Path] | None:
             return None
         directory = Path(config).parent
     return sorted(file for file in directory.iterdir() if file.is_file())
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
 
 
 def _digest(data: bytes) -> str:

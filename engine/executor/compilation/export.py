@@ -1,6 +1,6 @@
 """Compiles a model's step ahead of time; runs in a process of its own.
 
-    python -m engine.executor.compilation.export RECIPE DIRECTORY
+    python -m engine.executor.compilation.export RECIPE NAME
 
 It takes a minute or two, and memory for the model three times over, so it runs
 niced beside the service, which answers without it meanwhile.
@@ -8,22 +8,20 @@ niced beside the service, which answers without it meanwhile.
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch.export import Dim, ExportedProgram
 
-from engine.executor.compilation.artifact import MANIFEST, Artifact, Graph, Manifest, Recipe
+from engine.executor.compilation.artifact import MANIFEST, Graph, Manifest, Recipe
 from engine.executor.model import load
 from engine.executor.quantization import graph_limits
 from engine.executor.step import EagerStep
+from octavo.common.model_cache import prepare
 
 NICENESS = 19
 MOST_TOKENS = 1 << 20
@@ -42,31 +40,22 @@ CONCAT: dict[str, Any] = {
 
 def main() -> None:
     """Compiles the recipe in the arguments; ends early when its parent ends."""
-    recipe, path = Recipe(**json.loads(sys.argv[1])), Path(sys.argv[2])
+    recipe, name = Recipe(**json.loads(sys.argv[1])), sys.argv[2]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(NICENESS)
-    artifact = Artifact(recipe, path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):  # of several engines that start at once, one compiles
-        if not artifact.exists:
-            _make(artifact)
+
+    def make(result: Path, _: object) -> None:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(result.with_name("inductor"))
+        result.mkdir()
+        compile_step(recipe, result, result.parent)
+
+    prepare(name, make)  # of several engines that start at once, one compiles
 
 
 def _end_with_parent() -> None:
     """Waits for the pipe that the parent holds to close: it has ended or given up."""
     os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at the end
     os._exit(1)
-
-
-def _make(artifact: Artifact) -> None:
-    """Compiles into a scratch directory and moves the result into place."""
-    with tempfile.TemporaryDirectory(dir=artifact.path.parent, prefix="scratch-") as scratch:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{scratch}/inductor"
-        result = Path(scratch, "result")
-        result.mkdir()
-        compile_step(artifact.recipe, result, Path(scratch))
-        shutil.rmtree(artifact.path, ignore_errors=True)
-        result.rename(artifact.path)
 
 
 @torch.no_grad()
