@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.fleet import EOS, Node, Wire, all_up, engine, make_model, metric, router
+from benchmarks.rounding import Judge
 from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
 from octavo.common.ports import free_port
@@ -42,8 +43,6 @@ KINDS: dict[str, GenerateOptions] = {
     "three outputs": {"temperature": 0.9, "n": 3},
     "beams": {"beam_width": 2},
 }
-MARGIN = 1e-3
-"""Of natural-log probability: where a greedy choice is nearer to a tie, rounding decides it."""
 HEARTBEAT_SECONDS = 2.0
 
 
@@ -185,22 +184,14 @@ def shown(output: Output) -> tuple[object, ...]:
     return output.token_ids, output.text, output.reason, output.usage.output_tokens
 
 
-def is_decided(completion: Completion) -> bool:
-    """Whether every greedy choice was clear enough not to hang on rounding."""
-    return all(
-        token.top[0].logprob - token.top[1].logprob > MARGIN
-        for output in completion.outputs
-        for token in output.logprobs
-    )
-
-
-async def settle(client: AsyncClient, asks: list[Ask]) -> list[Ask]:
+async def settle(client: AsyncClient, asks: list[Ask], model: str) -> list[Ask]:
     """Finds out what requests come to; drops those that rounding may decide."""
+    judge = Judge(model)
     completions = await asyncio.gather(*(ask(client, request, Outcome()) for request in asks))
     return [
         Ask(request.kind, request.prompt, request.options, tuple(map(shown, found.outputs)))
         for request, found in zip(asks, completions, strict=True)
-        if is_decided(found)
+        if judge.is_decided(request.prompt, request.options, found)
     ]
 
 
@@ -254,7 +245,7 @@ async def measure(streams: int, seconds: float, every: float, engines: int) -> b
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))
         async with cluster(model, engines) as served, AsyncClient(served.router.address) as client:
-            asks = await settle(client, make_asks(2 * streams, tokens=200))
+            asks = await settle(client, make_asks(2 * streams, tokens=200), model)
             print(f"{len(asks)} requests, {streams} streams, {engines} engines")
             for name, trouble in TROUBLES.items():
                 times = round(seconds / every)

@@ -13,7 +13,7 @@ async def test_every_output_is_the_undisturbed_one(tmp_path):
     model = migration.make_model(tmp_path)
     async with migration.cluster(model, 3) as cluster:
         async with AsyncClient(cluster.router.address) as client:
-            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=100))
+            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=100), model)
         assert {ask.kind for ask in asks} == migration.KINDS.keys()
         for name, trouble in migration.TROUBLES.items():
             outcome = await migration.run(cluster, asks, trouble, streams=STREAMS, times=2, every=2)

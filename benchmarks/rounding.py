@@ -1,0 +1,74 @@
+"""Which outputs hang on rounding.
+
+A step's shape decides in which order float32 sums are taken, so the last bits of
+its logits differ with the company a sequence has. Nearly never does a token
+hang on them: where two logits all but tie, or a draw falls on the very edge
+between two tokens. Outputs that do are no measure of anything else.
+"""
+
+from dataclasses import fields
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.executor.sampler import Drawer, sample
+from engine.request import Request, SamplingParams
+from engine.sequence import Sequence, SequenceGroup
+from octavo import Completion
+from octavo.client.requests import GenerateOptions
+
+NOISE = 2e-5
+"""Standard deviation of what is added to logits: some ten times what rounding does to them."""
+COPIES = 32
+"""How often each token is chosen anew."""
+
+
+class Judge:
+    """Chooses every token of an output again, many times, from slightly other logits.
+
+    Args:
+        model: directory of the model, as saved by transformers.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32
+        ).eval()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def is_decided(
+        self, prompt: list[int], options: GenerateOptions, completion: Completion
+    ) -> bool:
+        """Whether all choices of a request come out the same each time.
+
+        Beam searches count as decided: their scores are sums over whole outputs.
+
+        Args:
+            prompt: token ids.
+            options: what was asked.
+            completion: what came of it, with token ids.
+        """
+        if "beam_width" in options:
+            return True
+        names = {field.name for field in fields(SamplingParams)} & options.keys()
+        params = SamplingParams(**{name: options[name] for name in names})  # type: ignore[literal-required]
+        return all(
+            self._is_decided(prompt, params, output.index, list(output.token_ids))
+            for output in completion.outputs
+        )
+
+    @torch.inference_mode()
+    def _is_decided(
+        self, prompt: list[int], params: SamplingParams, index: int, output: list[int]
+    ) -> bool:
+        tokens = prompt + output
+        logits = self._model(torch.tensor([tokens])).logits[0, len(prompt) - 1 : -1]
+        logits = logits.repeat_interleave(COPIES, dim=0)
+        logits += NOISE * torch.randn(logits.shape, generator=self._generator)
+        request = Request(0, "", tuple(prompt), params, len(output), 0.0)
+        drawers = []
+        for place in range(len(prompt), len(tokens)):
+            sequence = Sequence(0, index, tokens[:place], len(prompt))
+            drawers += [Drawer(SequenceGroup(request, [sequence]), sequence)] * COPIES
+        chosen = torch.tensor([draw.token_id for draw in sample(logits, drawers)])
+        return bool((chosen.view(-1, COPIES) == torch.tensor(output)[:, None]).all())
