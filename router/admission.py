@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from octavo.common import rpc
 from router.balancing.policy import Candidate, Policy
 from router.balancing.prompt import Prompt
+from router.tenants import ANONYMOUS, Tenant
 
 PRIORITY_SECONDS = 10.0
 """What one unit of priority is worth, in seconds of waiting."""
@@ -32,6 +33,7 @@ class Ticket:
         moved: Whether it had an engine and lost it. It is then refused neither
             for a full queue nor for want of engines.
         prompt: Its prompt, for policies that go by it.
+        tenant: Whose it is.
     """
 
     model: str
@@ -40,6 +42,7 @@ class Ticket:
     arrival: float
     moved: bool = False
     prompt: Prompt | None = None
+    tenant: Tenant = ANONYMOUS
 
     @property
     def virtual_arrival(self) -> float:
