@@ -5,12 +5,12 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from engine.preemption import PreemptionMode
-from octavo.common.settings import Settings
+from octavo.common.connections import ConnectionSettings
 
 Quantization = Literal["none", "int8", "int4"]
 
 
-class EngineSettings(Settings):
+class EngineSettings(ConnectionSettings):
     """Settings of `octavo engine`; each is a flag, a variable and a TOML key."""
 
     table: ClassVar[str] = "engine"

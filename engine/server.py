@@ -150,7 +150,9 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     try:
         add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
         server, health = await create_server(
-            {SERVICE: add}, max_message_bytes=settings.max_message_bytes
+            {SERVICE: add},
+            max_message_bytes=settings.max_message_bytes,
+            limits=settings.connection_limits,
         )
         port = server.add_insecure_port(f"{settings.host}:{settings.port}")
         address = f"{settings.host}:{port}"

@@ -1,10 +1,11 @@
 """The router's settings."""
 
+from dataclasses import replace
 from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from octavo.common.settings import Settings
+from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from router.balancing import PolicyName
 
 DNS_SCHEME = "dns:///"
@@ -17,7 +18,7 @@ def is_address(text: str) -> bool:
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
-class RouterSettings(Settings):
+class RouterSettings(ConnectionSettings):
     """What `octavo router` can be told."""
 
     table: ClassVar[str] = "router"
@@ -53,6 +54,24 @@ class RouterSettings(Settings):
     max_message_bytes: int = Field(
         4 << 20, ge=1024, description="Longest message that clients may send, in bytes."
     )
+    max_calls_per_peer: int = Field(
+        0,
+        ge=0,
+        description="Most calls in progress of one address; 0 is no limit, as behind a proxy, "
+        "whose address all have.",
+    )
+    max_connection_idle: float = Field(
+        0.0, ge=0, description="Seconds without a call until a connection is closed; 0 is never."
+    )
+    max_connection_age: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds, give or take a tenth, after which a client has to connect anew, "
+        "so that load balancers spread clients again; 0 is never.",
+    )
+    max_connection_age_grace: float = Field(
+        600.0, ge=0, description="Seconds that calls in progress then have to end."
+    )
     connect_timeout: float = Field(
         5.0, gt=0, description="Seconds that an engine may take to answer when connected to."
     )
@@ -86,6 +105,16 @@ class RouterSettings(Settings):
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests have to finish on SIGTERM."
     )
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """As `create_server` takes them."""
+        return replace(
+            super().connection_limits,
+            max_idle=self.max_connection_idle,
+            max_age=self.max_connection_age,
+            age_grace=self.max_connection_age_grace,
+        )
 
     @field_validator("engine")
     @classmethod

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
 from octavo.common.metrics import serve_metrics
+from octavo.common.peer_limit import limit_calls
 from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
 from router.admin import AdminService
 from router.admission import Admission
@@ -74,6 +75,8 @@ class Router:
                 )
             },
             max_message_bytes=settings.max_message_bytes,
+            limits=settings.connection_limits,
+            interceptors=limit_calls(settings.max_calls_per_peer),
         )
         self.address = _bind(self._server, settings.host, settings.port)
         if settings.admin_port:
@@ -132,6 +135,7 @@ class Router:
                 )
             },
             max_message_bytes=settings.max_message_bytes,
+            limits=settings.connection_limits,
         )
         _bind(server, settings.admin_host, settings.admin_port, flag="--admin-port")
         await rpc.set_serving(health, ["", ADMIN], serving=True)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from engine.config import EngineSettings
-from octavo.cli.options import describe
+from octavo.cli.options import declaring, describe
+from octavo.common.connections import ConnectionSettings
 from octavo.common.settings import Settings, flag
 from router.config import RouterSettings
 
@@ -11,6 +12,7 @@ BEGIN = "<!-- flags: made by `make readme` -->"
 END = "<!-- /flags -->"
 TITLES = (
     ("All three", Settings),
+    ("All three, on the connections that they take", ConnectionSettings),
     ("`octavo router` and `octavo serve`", RouterSettings),
     ("`octavo engine` and `octavo serve`", EngineSettings),
 )
@@ -22,7 +24,7 @@ def markdown() -> str:
     for title, cls in TITLES:
         rows = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
         for name, field in cls.model_fields.items():
-            if cls is not Settings and name in Settings.model_fields:
+            if declaring(cls, name) is not cls:
                 continue
             kind, default = describe(field)
             shown = flag(name)

@@ -40,7 +40,7 @@ def settings_options(
     for cls in classes:
         for name, field in cls.model_fields.items():
             if name not in hidden:
-                panel = cls.table if name not in Settings.model_fields else "common"
+                panel = declaring(cls, name).table or "common"
                 fields.setdefault(name, (field, panel))
 
     def decorate(command: Callable[[Flags], None]) -> Callable[..., None]:
@@ -67,6 +67,12 @@ def load(cls: type[S], flags: Flags) -> S:
         return cls.load(**{name: flags[name] for name in flags if name in cls.model_fields})
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def declaring(cls: type[Settings], name: str) -> type[Settings]:
+    """Returns the settings class, `cls` or what it inherits from, that has a field first."""
+    bases = (base for base in reversed(cls.__mro__) if issubclass(base, Settings))
+    return next(base for base in bases if name in base.model_fields)
 
 
 def describe(field: FieldInfo) -> tuple[str, str]:

@@ -23,6 +23,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
+
 log = structlog.get_logger(__name__)
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
@@ -151,19 +153,40 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = (
-            f"{'stream' if handler.request_streaming else 'unary'}"
-            f"_{'stream' if handler.response_streaming else 'unary'}"
+        wrapped = _wrap(
+            behaviour(handler), bool(handler.request_streaming), handler_call_details.method
         )
-        behaviour = getattr(handler, kind)
-        wrapped = _wrap(behaviour, bool(handler.request_streaming), handler_call_details.method)
         if wrapped is None:
             return handler
-        make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, _safely(handler.request_deserializer), handler.response_serializer)
+        return with_behaviour(handler, wrapped, _safely(handler.request_deserializer))
 
 
-def _wrap(behaviour: Callable[..., Any], streaming: bool, method: str) -> Callable[..., Any] | None:
+def behaviour(handler: "grpc.RpcMethodHandler[Any, Any]") -> Callable[..., Any]:
+    """Returns the function that handles a method's calls."""
+    function: Callable[..., Any] = getattr(handler, _kind(handler))
+    return function
+
+
+def with_behaviour(
+    handler: "grpc.RpcMethodHandler[Any, Any]",
+    function: Callable[..., Any],
+    deserializer: Callable[[bytes], Any] | None,
+) -> "grpc.RpcMethodHandler[Any, Any]":
+    """Returns a handler like `handler` that runs `function` on what `deserializer` gives."""
+    make = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
+    made: grpc.RpcMethodHandler[Any, Any] = make(
+        function, deserializer, handler.response_serializer
+    )
+    return made
+
+
+def _kind(handler: "grpc.RpcMethodHandler[Any, Any]") -> str:
+    requests = "stream" if handler.request_streaming else "unary"
+    responses = "stream" if handler.response_streaming else "unary"
+    return f"{requests}_{responses}"
+
+
+def _wrap(function: Callable[..., Any], streaming: bool, method: str) -> Callable[..., Any] | None:
     """Returns the handler with its exceptions turned into statuses; None if it is synchronous."""
 
     def checked(request: Any) -> Any:  # noqa: ANN401 - a message or an iterator of them
@@ -175,7 +198,7 @@ def _wrap(behaviour: Callable[..., Any], streaming: bool, method: str) -> Callab
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: ANN401
         try:
-            return await behaviour(checked(request), context)
+            return await function(checked(request), context)
         except Exception as error:  # noqa: BLE001 - answered below
             await _answer(context, error, method)
 
@@ -184,14 +207,14 @@ def _wrap(behaviour: Callable[..., Any], streaming: bool, method: str) -> Callab
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[Any]:
         try:
-            async for response in behaviour(checked(request), context):
+            async for response in function(checked(request), context):
                 yield response
         except Exception as error:  # noqa: BLE001 - answered below
             await _answer(context, error, method)
 
-    if inspect.isasyncgenfunction(behaviour):
+    if inspect.isasyncgenfunction(function):
         return iterate
-    return call if inspect.iscoroutinefunction(behaviour) else None
+    return call if inspect.iscoroutinefunction(function) else None
 
 
 async def _parsed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
@@ -300,11 +323,11 @@ def _byte_fields(message: Message, prefix: str = "") -> Iterator[tuple[str, byte
                 yield from _byte_fields(item, f"{path}.")
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def server_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
     """Returns the channel arguments of a server.
 
-    A peer that stops answering pings is gone after 20 s, even in the middle of
-    a silent stream; peers may ping as often as once a second.
+    A peer that stops answering pings is gone after 20 s, whether it has calls
+    in progress, silent or not, or none: nobody takes a place for nothing.
     """
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -313,8 +336,9 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        *limits.options(),
     ]
 
 
@@ -342,6 +366,7 @@ async def create_server(
     services: Mapping[str, Callable[[grpc.aio.Server], None]],
     *,
     max_message_bytes: int,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     """Makes a server of `services` with health and reflection, not yet started.
@@ -349,6 +374,7 @@ async def create_server(
     Args:
         services: Full name of each service, and the call that adds it to a server.
         max_message_bytes: Longest message that is received.
+        limits: What peers may take.
         interceptors: Further ones, inside of `RpcInterceptor`.
 
     Returns:
@@ -356,7 +382,8 @@ async def create_server(
         says NOT_SERVING until the owner says otherwise.
     """
     server = grpc.aio.server(
-        interceptors=[RpcInterceptor(), *interceptors], options=server_options(max_message_bytes)
+        interceptors=[RpcInterceptor(), *interceptors],
+        options=server_options(max_message_bytes, limits),
     )
     for add in services.values():
         add(server)

@@ -1,0 +1,94 @@
+"""What a server lets its peers take: connections, streams, headers, pings, time."""
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from octavo.common.settings import Settings
+
+HANDSHAKE_SECONDS = 20.0
+"""What a connection has from its opening to its HTTP/2 preface, TLS included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Limits of one server, kept by gRPC itself before any handler runs.
+
+    Attributes:
+        max_connections: Open ones, over all peers; more are closed at once.
+        max_streams: Calls in progress on a connection; peers hold back more.
+        max_metadata_bytes: Headers of a call; more is RESOURCE_EXHAUSTED.
+        min_ping_interval: Seconds between a peer's pings; the connection of one
+            that pings faster is closed with ENHANCE_YOUR_CALM.
+        max_idle: Seconds without a call until a connection is closed; 0 is never.
+        max_age: Seconds until a connection takes no more calls; 0 is never.
+        age_grace: Seconds that calls on it then have to end.
+    """
+
+    max_connections: int = 4096
+    max_streams: int = 1024
+    max_metadata_bytes: int = 16 << 10
+    min_ping_interval: float = 1.0
+    max_idle: float = 0.0
+    max_age: float = 0.0
+    age_grace: float = 0.0
+
+    def options(self) -> list[tuple[str, int]]:
+        """Returns the channel arguments."""
+        options = [
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_concurrent_streams", self.max_streams),
+            # Between the two, gRPC would refuse calls at random.
+            ("grpc.max_metadata_size", self.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
+            ("grpc.http2.min_ping_interval_without_data_ms", _ms(self.min_ping_interval)),
+            ("grpc.server_handshake_timeout_ms", _ms(HANDSHAKE_SECONDS)),
+        ]
+        if self.max_idle:
+            options.append(("grpc.max_connection_idle_ms", _ms(self.max_idle)))
+        if self.max_age:
+            options.append(("grpc.max_connection_age_ms", _ms(self.max_age)))
+            options.append(("grpc.max_connection_age_grace_ms", _ms(self.age_grace)))
+        return options
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
+
+class ConnectionSettings(Settings):
+    """What router and engine can both be told about their peers."""
+
+    max_connections: int = Field(
+        DEFAULT_LIMITS.max_connections,
+        ge=1,
+        description="Most connections, over all peers; more are closed as they come.",
+    )
+    max_streams: int = Field(
+        DEFAULT_LIMITS.max_streams,
+        ge=1,
+        description="Most calls in progress on one connection; the peer holds back more.",
+    )
+    max_metadata_bytes: int = Field(
+        DEFAULT_LIMITS.max_metadata_bytes,
+        ge=1024,
+        description="Most bytes of metadata that a call may come with.",
+    )
+    min_ping_interval: float = Field(
+        DEFAULT_LIMITS.min_ping_interval,
+        ge=0,
+        description="Seconds between a peer's pings; one that pings faster is cut off.",
+    )
+
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """As `create_server` takes them."""
+        return ConnectionLimits(
+            max_connections=self.max_connections,
+            max_streams=self.max_streams,
+            max_metadata_bytes=self.max_metadata_bytes,
+            min_ping_interval=self.min_ping_interval,
+        )
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)

@@ -1,0 +1,84 @@
+"""How many calls one address may have in progress."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from inspect import isasyncgenfunction, iscoroutinefunction
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health
+
+from octavo.common import rpc
+
+RETRY_SECONDS = 1.0
+"""When a refused call may be tried again: nothing tells when one of the others will end."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def limit_calls(most: int) -> list[grpc.aio.ServerInterceptor]:
+    """Returns the interceptors that hold every address to `most` calls; none for 0."""
+    return [PeerLimit(most)] if most else []
+
+
+class PeerLimit(grpc.aio.ServerInterceptor):
+    """Refuses an address's calls beyond so many in progress, whatever its connections.
+
+    Health checks are never refused: who asks for them is no client.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._calls: Counter[str] = Counter()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:  # noqa: ANN401 - the stubs do not know that it may be None
+        """Wraps the handler that `continuation` finds, if it is an asyncio one."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
+            return handler
+        function = rpc.behaviour(handler)
+
+        async def call(request: Any, context: Context) -> Any:  # noqa: ANN401
+            with self._counted(context):
+                return await function(request, context)
+
+        async def iterate(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
+            with self._counted(context):
+                async for response in function(request, context):
+                    yield response
+
+        if isasyncgenfunction(function):
+            return rpc.with_behaviour(handler, iterate, handler.request_deserializer)
+        if iscoroutinefunction(function):
+            return rpc.with_behaviour(handler, call, handler.request_deserializer)
+        return handler
+
+    @contextmanager
+    def _counted(self, context: Context) -> Iterator[None]:
+        address = _address(context.peer())
+        if self._calls[address] >= self._most:
+            raise rpc.exhausted(
+                f"{self._most} calls of {address} are in progress, the most that one address "
+                "may have (--max-calls-per-peer); retry when one has ended",
+                RETRY_SECONDS,
+            )
+        self._calls[address] += 1
+        try:
+            yield
+        finally:
+            self._calls[address] -= 1
+            if not self._calls[address]:
+                del self._calls[address]
+
+
+def _address(peer: str) -> str:
+    """Cuts the port, another for each connection, off what gRPC calls a peer."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
