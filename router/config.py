@@ -1,6 +1,7 @@
 """The router's settings."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -38,6 +39,11 @@ class RouterSettings(ConnectionSettings):
     )
     admin_host: str = Field("127.0.0.1", description="Address to listen on for AdminService.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 turns it off.")
+    tenants: Path | None = Field(
+        None,
+        description="TOML file of those who may use the router, with their keys and limits; "
+        "read anew when it changes. Default: anybody may.",
+    )
     tokenizer: str | None = Field(
         None,
         description="Hub name, directory or 'demo' to load the tokenizer from, "

@@ -1,7 +1,7 @@
 """The engines: which there are, which can be used, what they can take together."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import grpc
 
@@ -102,14 +102,18 @@ class EnginePool:
         """Returns the names of the models that engines serve, or served when last seen."""
         return sorted({link.engine.info.model for link in self.links if link.engine})
 
-    def resolve(self, name: str) -> str:
+    def resolve(self, name: str, among: Collection[str] | None = None) -> str:
         """Returns the model that a request's `model` means.
+
+        Args:
+            name: What it says; empty: the only one.
+            among: Models that there are for who asks; None: all.
 
         Raises:
             rpc.RpcError: NOT_FOUND for an unknown one, INVALID_ARGUMENT for none
                 among several, UNAVAILABLE while no engine has ever been up.
         """
-        models = self.models()
+        models = [model for model in self.models() if among is None or model in among]
         if not models:
             raise self._none_up("")
         if not name and len(models) == 1:

@@ -16,10 +16,12 @@ from octavo.common.limits import check_token_ids
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
 from router.admission import Admission, Ticket
+from router.auth import caller, check_model, check_priority
 from router.config import RouterSettings
 from router.engine_link import Engine
 from router.engine_pool import EnginePool
 from router.metrics import RouterMetrics
+from router.quota import Account, Accounts
 from router.request import Request
 from router.session import EngineLostError
 from router.tokenization import Tokenizers
@@ -60,6 +62,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self.metrics = RouterMetrics(
             registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
         )
+        self._accounts = Accounts(self.metrics)
 
     @property
     def in_flight(self) -> int:
@@ -70,14 +73,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> None:
         """Generates outputs and streams them."""
-        call = _Call()
+        call = _Call(self._accounts.of(caller()))
         self._calls += 1
         self._idle.clear()
         try:
             self._refuse_when_draining()
             validation.check_request_id(request.request_id)
             call.request_id = request.request_id or call.request_id
-            with bound_contextvars(request_id=call.request_id):
+            with bound_contextvars(request_id=call.request_id), call.account.request():
                 await self._generate(call, request, context)
             call.outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
@@ -100,7 +103,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         """Turns text or a chat into tokens."""
         self._refuse_when_draining()
-        model = self._pool.resolve(request.model)
+        self._accounts.of(caller()).call()
+        model = self._resolve(request.model)
         validation.check_chat(request)
         token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), request)
         limits = self._pool.limits(model)
@@ -115,7 +119,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.DetokenizeResponse:
         """Turns tokens into text."""
         self._refuse_when_draining()
-        model = self._pool.resolve(request.model)
+        self._accounts.of(caller()).call()
+        model = self._resolve(request.model)
         limits = self._pool.limits(model)
         check_token_ids("token_ids", request.token_ids, limits.vocab_size)
         text = await self._tokenizers.decode(
@@ -130,8 +135,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         request: generation_pb2.ListModelsRequest,  # noqa: ARG002
         context: Context,  # noqa: ARG002
     ) -> generation_pb2.ListModelsResponse:
-        """Lists the models that are served now."""
-        served = sorted({engine.info.model for engine in self._pool.up()})
+        """Lists the models that are served now and that the caller may use."""
+        served = sorted(filter(caller().may_use, {e.info.model for e in self._pool.up()}))
         return generation_pb2.ListModelsResponse(
             models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
         )
@@ -160,12 +165,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if self._draining:
             raise rpc.unavailable("the router is shutting down; retry with another")
 
+    def _resolve(self, name: str) -> str:
+        """Returns the model that the caller means."""
+        check_model(caller(), name)
+        return self._pool.resolve(name, among=caller().models)
+
     async def _generate(
         self, call: "_Call", message: generation_pb2.GenerateRequest, context: Context
     ) -> None:
         remaining: float | None = context.time_remaining()
         call.deadline = None if remaining is None else call.arrival + remaining
-        call.model = self._pool.resolve(message.model)
+        call.model = self._resolve(message.model)
+        check_priority(caller(), message.priority)
         request = call.request = await self._prepare(call, message)
         self._requests.add(request)
         try:
@@ -192,6 +203,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             pieces=tokenizer.pieces,
             arrival=call.arrival,
             metrics=self.metrics.of(call.model),
+            account=call.account,
             max_unread_tokens=self._settings.max_unread_tokens,
         )
 
@@ -252,12 +264,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Counts and logs a call that has ended."""
         duration = time.monotonic() - call.arrival
         self.metrics.requests.labels(call.model, call.outcome.name).inc()
+        call.account.ended(call.outcome)
         if call.model:
             self.metrics.of(call.model).duration.observe(duration)
         request = call.request
         log.info(
             "request_done",
             request_id=call.request_id,
+            tenant=call.account.tenant.name,
             model=call.model,
             engine=call.engine,
             outcome=call.outcome.name,
@@ -275,7 +289,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 class _Call:
     """What is known of a Generate call, for its log line, however far it came."""
 
-    def __init__(self) -> None:
+    def __init__(self, account: Account) -> None:
+        self.account = account
         self.request_id = uuid.uuid4().hex
         self.model = ""
         self.engine = ""

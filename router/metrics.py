@@ -59,6 +59,15 @@ class RouterMetrics:
         self.requests = counter(
             "requests", "Generate calls that ended, by gRPC status.", "model", "code"
         )
+        self.tenant_requests = counter(
+            "tenant_requests", "Generate calls of each tenant, by gRPC status.", "tenant", "code"
+        )
+        self.tenant_tokens = counter(
+            "tenant_tokens",
+            "Tokens of each tenant, of prompts and outputs.",
+            "tenant",
+            "kind",
+        )
         self.moves = counter(
             "moves", "Times that a request lost its engine and went on at another.", "model"
         )

@@ -16,6 +16,7 @@ from router.balancing.prompt import Prompt
 from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
 from router.output import STOP_STRING, Output
+from router.quota import Account
 from router.session import EngineLostError, Session
 from router.validation import num_outputs
 
@@ -49,6 +50,7 @@ class Request:
         pieces: Pieces,
         arrival: float,
         metrics: ModelMetrics,
+        account: Account,
         max_unread_tokens: int,
     ) -> None:
         self.request_id = request_id
@@ -63,6 +65,8 @@ class Request:
         ]
         self._message = message
         self._metrics = metrics
+        self._account = account
+        self._cache_salt = account.tenant.salt(message.cache_salt)
         # A search's outputs come whole, however fast the client reads.
         self._max_unread = math.inf if message.HasField("beam") else max_unread_tokens
         self._event = asyncio.Event()
@@ -87,7 +91,8 @@ class Request:
             self._message.priority,
             self.arrival,
             moved=self.moves > 0,
-            prompt=Prompt(self.prompt, self._message.cache_salt),
+            prompt=Prompt(self.prompt, self._cache_salt),
+            tenant=self._account.tenant,
         )
 
     @property
@@ -129,7 +134,7 @@ class Request:
             stop=message.stop,
             output=message.output,
             priority=message.priority,
-            cache_salt=message.cache_salt,
+            cache_salt=self._cache_salt,
         )
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")
@@ -173,6 +178,7 @@ class Request:
             return  # once more, elsewhere
         self._started = True
         self.cached_tokens = self._accepted.cached_tokens = cached_tokens
+        self._account.prompt(len(self.prompt))
         self._metrics.prompt_tokens.inc(len(self.prompt))
         self._metrics.cached_tokens.inc(cached_tokens)
         if not self._message.output.HasField("prompt_logprobs"):
@@ -258,6 +264,7 @@ class Request:
             self._metrics.itl.observe((now - output.last_time) / tokens)
         output.last_time = now
         self._metrics.output_tokens.inc(tokens)
+        self._account.output(tokens)
 
     def _note_tpot(self, output: Output) -> None:
         if len(output.token_ids) > 1:

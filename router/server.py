@@ -16,6 +16,7 @@ from octavo.common.peer_limit import limit_calls
 from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
 from router.admin import AdminService
 from router.admission import Admission
+from router.auth import Gate
 from router.balancing import POLICIES
 from router.config import DNS_SCHEME, RouterSettings
 from router.discovery import Discovery
@@ -35,15 +36,20 @@ CLOSE_SECONDS = 1.0
 class Router:
     """A router that can be started and stopped.
 
+    Raises:
+        SettingsError: The tenants' file cannot be read, or is wrong.
+
     Attributes:
         address: HOST:PORT that it listens on, once started.
         registry: Its metrics.
+        gate: Who may use it.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.address = ""
         self.registry = CollectorRegistry()
         self._settings = settings
+        self.gate = Gate(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
         self.pool = EnginePool(settings, self._tokenizers, self._engines_changed)
         self.admission: Admission[Engine] = Admission(
@@ -58,6 +64,7 @@ class Router:
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._discovery: asyncio.Task[None] | None = None
+        self._reloading: asyncio.Task[None] | None = None
         self._admin: grpc.aio.Server | None = None
         self._open = ExitStack()  # what is left to close: the metrics' server
 
@@ -77,6 +84,7 @@ class Router:
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
             interceptors=limit_calls(settings.max_calls_per_peer),
+            guard=self.gate.check,
         )
         self.address = _bind(self._server, settings.host, settings.port)
         if settings.admin_port:
@@ -86,6 +94,7 @@ class Router:
         if self._admin is not None:
             await self._admin.start()
         self._watcher = asyncio.create_task(self._watch(), name="health")
+        self._reloading = asyncio.create_task(self.gate.watch(), name="tenants")
         for address in settings.engine:
             if not address.startswith(DNS_SCHEME):
                 self.pool.add(address)
@@ -105,7 +114,7 @@ class Router:
         for server in (self._server, self._admin):
             if server is not None:
                 await server.stop(CLOSE_SECONDS)
-        for task in (self._watcher, self._discovery):
+        for task in (self._watcher, self._discovery, self._reloading):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -136,6 +145,7 @@ class Router:
             },
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
+            guard=self.gate.check_admin,
         )
         _bind(server, settings.admin_host, settings.admin_port, flag="--admin-port")
         await rpc.set_serving(health, ["", ADMIN], serving=True)

@@ -1,9 +1,26 @@
-"""Whose a request is."""
+"""Whose a request is, what they may do, and the file that says so."""
 
-from dataclasses import dataclass
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic.dataclasses import dataclass
+
+from octavo.common.settings import SettingsError
+
+SALT_BYTES = 32
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, StringConstraints(pattern=NAME)]
+KeyHash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
+Rate = Annotated[float, Field(ge=0.001, allow_inf_nan=False)]
+Identity = Annotated[str, StringConstraints(pattern=r"^(uri|dns|cn):.+$")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Tenant:
     """Somebody whose requests are counted together.
 
@@ -11,10 +28,108 @@ class Tenant:
         name: Unique; empty for those who need not say who they are.
         weight: Its share of the engines beside the other tenants', when all
             want more than there is.
+        keys: Hashes of its API keys, as `hash_key` makes them.
+        certificates: Its names in clients' certificates: "uri:", "dns:" (subject
+            alternative names) or "cn:" and the name.
+        requests_per_second: Calls that it may begin, a second's worth at once; None: any.
+        tokens_per_minute: Tokens of prompts and outputs, a minute's worth at once; None: any.
+        max_concurrency: Requests that it may have in progress; None: any.
+        max_priority: The highest that its requests may ask for; None: any.
+        models: Those that it may use; None: all.
+        share_prefixes: Cached prefixes are shared with the tenants that name
+            the same group; None: with nobody.
+        admin: Whether it may call AdminService.
     """
 
     name: str = ""
-    weight: float = 1.0
+    weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    keys: tuple[KeyHash, ...] = ()
+    certificates: tuple[Identity, ...] = ()
+    requests_per_second: Rate | None = None
+    tokens_per_minute: Rate | None = None
+    max_concurrency: Annotated[int, Field(ge=1)] | None = None
+    max_priority: int | None = 0
+    models: frozenset[str] | None = None
+    share_prefixes: Name | None = None
+    admin: bool = False
+
+    def may_use(self, model: str) -> bool:
+        """Says whether it may use a model."""
+        return self.models is None or model in self.models
+
+    def salt(self, requested: str) -> str:
+        """Returns the salt that its prefixes are cached under.
+
+        No salt that another tenant asks for gives the same, unless they share
+        prefixes. The same in every router, for as long as the names stay.
+
+        Args:
+            requested: The request's own.
+        """
+        if not self.name:
+            return requested
+        owner = f"group {self.share_prefixes}" if self.share_prefixes else f"tenant {self.name}"
+        digest = hashlib.blake2b(digest_size=SALT_BYTES, person=b"octavo.tenant")
+        digest.update(f"{owner}\n{requested}".encode())  # a name has no line's end
+        return digest.hexdigest()
 
 
-ANONYMOUS = Tenant()
+ANONYMOUS = Tenant(max_priority=None)
+
+
+def hash_key(key: str) -> str:
+    """Returns an API key as the tenants' file has it.
+
+    One plain SHA-256 is enough: keys are random, so there is nothing to guess.
+    """
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+def read_tenants(path: Path) -> tuple[Tenant, ...]:
+    """Returns the tenants in a TOML file: one table each, named after it.
+
+    Raises:
+        SettingsError: The file cannot be read, or is wrong; the message says
+            where, and repeats no value, which may be a key.
+    """
+    try:
+        tables = tomllib.loads(path.expanduser().read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path} (--tenants): {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} (--tenants) is not valid TOML: {error}") from None
+    tenants = tuple(_tenant(path, name, table) for name, table in tables.items())
+    for what in ("keys", "certificates"):
+        owners: dict[str, str] = {}
+        for tenant in tenants:
+            for item in getattr(tenant, what):
+                other = owners.setdefault(item, tenant.name)
+                if other != tenant.name:
+                    raise SettingsError(
+                        f"{path}: {other!r} and {tenant.name!r} have one of their {what} in common"
+                    )
+    return tenants
+
+
+def _tenant(path: Path, name: str, table: Any) -> Tenant:  # noqa: ANN401 - whatever TOML has
+    if not isinstance(table, dict):
+        raise SettingsError(f"{path}: {name!r} must be a table, [{name}], of one tenant")
+    if not re.fullmatch(NAME, name) or "name" in table:
+        raise SettingsError(
+            f"{path}: a tenant's name is that of its table, [{name}]: letters, digits, '.', '_' "
+            "and '-', 64 at most"
+        )
+    try:
+        return Tenant(name=name, **table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        what = HINTS.get(str(first["loc"][0]), first["msg"])
+        raise SettingsError(f"{path}: [{name}] {where}: {what}") from None
+
+
+HINTS = {
+    "keys": "must be hashes of keys, sha256:...; `octavo key` makes a key and its hash",
+    "certificates": "must be names in certificates: uri:..., dns:... or cn:...",
+}
+"""What to say instead of naming a pattern, by field."""

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from octavo.cli.output import INTERRUPTED, fail
 from octavo.common.models import ModelError
+from octavo.common.settings import SettingsError
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +25,7 @@ class StartError(Exception):
 
 
 # Failures whose message says it all; others are shown with their traceback.
-EXPECTED = (StartError, ModelError, OSError)
+EXPECTED = (StartError, ModelError, SettingsError, OSError)
 
 
 class Progress:

@@ -105,6 +105,11 @@ def unimplemented(field: str, message: str) -> RpcError:
     return RpcError(grpc.StatusCode.UNIMPLEMENTED, message, field=field)
 
 
+def denied(message: str, field: str | None = None) -> RpcError:
+    """PERMISSION_DENIED: it is known who asks, and that they may not."""
+    return RpcError(grpc.StatusCode.PERMISSION_DENIED, message, field=field)
+
+
 def unavailable(message: str, retry_after: float | None = None) -> RpcError:
     """UNAVAILABLE: nobody can serve now; trying again may succeed."""
     return RpcError(grpc.StatusCode.UNAVAILABLE, message, retry_after=retry_after)
@@ -124,6 +129,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) ->
     await context.abort_with_status(rpc_status.to_status(error.to_status()))
 
 
+Guard = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
+
+
 class _Unparsable:
     """Stands where a request should be, for bytes that are not one."""
 
@@ -140,7 +148,14 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
     with the exception's text to a handler that raises. Here the first becomes
     INVALID_ARGUMENT naming the field, `RpcError` becomes its own status, and
     any other exception is logged and answered with a bare INTERNAL.
+
+    Args:
+        guard: Called before each call is looked into, with the method's path
+            and the call's context; may raise `RpcError`.
     """
+
+    def __init__(self, guard: Guard | None = None) -> None:
+        self._guard = guard or (lambda _method, _context: None)
 
     async def intercept_service(
         self,
@@ -153,9 +168,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        wrapped = _wrap(
-            behaviour(handler), bool(handler.request_streaming), handler_call_details.method
-        )
+        streaming, method = bool(handler.request_streaming), handler_call_details.method
+        wrapped = _wrap(behaviour(handler), streaming, method, self._guard)
         if wrapped is None:
             return handler
         return with_behaviour(handler, wrapped, _safely(handler.request_deserializer))
@@ -186,7 +200,9 @@ def _kind(handler: "grpc.RpcMethodHandler[Any, Any]") -> str:
     return f"{requests}_{responses}"
 
 
-def _wrap(function: Callable[..., Any], streaming: bool, method: str) -> Callable[..., Any] | None:
+def _wrap(
+    function: Callable[..., Any], streaming: bool, method: str, guard: Guard
+) -> Callable[..., Any] | None:
     """Returns the handler with its exceptions turned into statuses; None if it is synchronous."""
 
     def checked(request: Any) -> Any:  # noqa: ANN401 - a message or an iterator of them
@@ -198,6 +214,7 @@ def _wrap(function: Callable[..., Any], streaming: bool, method: str) -> Callabl
 
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: ANN401
         try:
+            guard(method, context)
             return await function(checked(request), context)
         except Exception as error:  # noqa: BLE001 - answered below
             await _answer(context, error, method)
@@ -207,6 +224,7 @@ def _wrap(function: Callable[..., Any], streaming: bool, method: str) -> Callabl
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[Any]:
         try:
+            guard(method, context)
             async for response in function(checked(request), context):
                 yield response
         except Exception as error:  # noqa: BLE001 - answered below
@@ -367,6 +385,7 @@ async def create_server(
     *,
     max_message_bytes: int,
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    guard: Guard | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     """Makes a server of `services` with health and reflection, not yet started.
@@ -375,6 +394,7 @@ async def create_server(
         services: Full name of each service, and the call that adds it to a server.
         max_message_bytes: Longest message that is received.
         limits: What peers may take.
+        guard: Who may call what, as `RpcInterceptor` takes it; None: anybody anything.
         interceptors: Further ones, inside of `RpcInterceptor`.
 
     Returns:
@@ -382,7 +402,7 @@ async def create_server(
         says NOT_SERVING until the owner says otherwise.
     """
     server = grpc.aio.server(
-        interceptors=[RpcInterceptor(), *interceptors],
+        interceptors=[RpcInterceptor(guard), *interceptors],
         options=server_options(max_message_bytes, limits),
     )
     for add in services.values():

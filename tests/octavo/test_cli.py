@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
+from router.tenants import hash_key, read_tenants
 
 runner = CliRunner()
 
@@ -50,6 +51,17 @@ def test_generate_prints_errors(octavo, service, bad_request, retry_info):
     assert "RESOURCE_EXHAUSTED: full" in result.stderr
     assert "stop: too many" in result.stderr
     assert "try again in 1.5 s" in result.stderr
+
+
+def test_a_key_and_the_tenant_it_is_for(tmp_path):
+    result = runner.invoke(app, ["key", "alice"])
+    key, *table = result.stdout.splitlines()
+    file = tmp_path / "tenants.toml"
+    file.write_text("\n".join(table))
+    (tenant,) = read_tenants(file)
+    assert (tenant.name, tenant.keys) == ("alice", (hash_key(key),))
+    assert len(key) > 40
+    assert runner.invoke(app, ["key"]).stdout.splitlines()[0] != key
 
 
 def test_nobody_there():
