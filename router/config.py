@@ -57,6 +57,14 @@ class RouterSettings(ConnectionSettings):
     max_queue_size: int = Field(
         1024, ge=0, description="Most requests that wait in the router for an engine."
     )
+    max_queue_tokens: int = Field(
+        1 << 20,
+        ge=0,
+        description="Most tokens that these have together, expected output included.",
+    )
+    max_queue_time: float = Field(
+        600.0, gt=0, description="Seconds that a request waits at most while engines are busy."
+    )
     max_message_bytes: int = Field(
         4 << 20, ge=1024, description="Longest message that clients may send, in bytes."
     )
@@ -97,7 +105,10 @@ class RouterSettings(ConnectionSettings):
         5, ge=0, description="Most times that a request goes on at another engine; 0 is never."
     )
     failover_timeout: float = Field(
-        30.0, ge=0, description="Seconds that requests of a lost engine wait for any to be up."
+        30.0,
+        ge=0,
+        description="Seconds that requests wait for an engine to be up, from when the last one "
+        "was; then they are refused, and those that come at once.",
     )
     write_timeout: float = Field(
         60.0, gt=0, description="Seconds that a client may go without reading its stream."

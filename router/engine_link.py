@@ -13,6 +13,7 @@ from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc
 from octavo.v1 import engine_pb2, engine_pb2_grpc
+from router.admission.claims import Claims
 from router.balancing.prefixes import Prefixes
 from router.balancing.prompt import Prompt
 from router.breaker import CircuitBreaker
@@ -36,7 +37,7 @@ class Engine:
         tokenizer: Its model's tokenizer.
         load: What it reported last.
         session: The stream.
-        sequences: Sequences given to it that have not ended.
+        claims: The requests given to it that have not ended.
         prefixes: What its prefix cache is believed to hold.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
@@ -47,9 +48,14 @@ class Engine:
     tokenizer: Tokenizer
     load: engine_pb2.Load
     session: Session
-    sequences: int = 0
+    claims: Claims
     prefixes: Prefixes = field(default_factory=Prefixes)
     up: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences given to it that have not ended."""
+        return self.claims.sequences
 
     @property
     def max_num_seqs(self) -> int:
@@ -89,6 +95,7 @@ class EngineLink:
         settings: RouterSettings,
         tokenizers: Tokenizers,
         on_change: Callable[[str], None],
+        on_load: Callable[[str], None],
     ) -> None:
         self.address = address
         self.engine: Engine | None = None
@@ -96,6 +103,7 @@ class EngineLink:
         self._settings = settings
         self._tokenizers = tokenizers
         self._on_change = on_change
+        self._on_load = on_load
         self.breaker = CircuitBreaker()
         self._options = rpc.channel_options(
             keepalive_time=settings.keepalive_time, keepalive_timeout=settings.keepalive_timeout
@@ -174,7 +182,8 @@ class EngineLink:
             lambda response: self._note(engine, response),
             self._settings.heartbeat_timeout,
         )
-        engine = Engine(self.address, info, tokenizer, info.load, session)
+        claims = Claims(info.block_size)
+        engine = Engine(self.address, info, tokenizer, info.load, session, claims)
         return engine
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
@@ -189,6 +198,8 @@ class EngineLink:
         elif drains:
             log.info("engine_draining", engine=self.address)
             self._on_change(engine.info.model)
+        else:
+            self._on_load(engine.info.model)
 
     def _use(self, engine: Engine) -> None:
         """The engine has shown life: requests may go to it."""

@@ -21,14 +21,21 @@ class EnginePool:
         tokenizers: Where engines' tokenizers are loaded.
         on_change: Called with a model's name whenever one of its engines comes,
             goes or starts to drain.
+        on_load: Called with a model's name whenever one of its engines has
+            reported its load.
     """
 
     def __init__(
-        self, settings: RouterSettings, tokenizers: Tokenizers, on_change: Callable[[str], None]
+        self,
+        settings: RouterSettings,
+        tokenizers: Tokenizers,
+        on_change: Callable[[str], None],
+        on_load: Callable[[str], None],
     ) -> None:
         self._settings = settings
         self._tokenizers = tokenizers
         self._on_change = on_change
+        self._on_load = on_load
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -48,7 +55,9 @@ class EnginePool:
         """
         link = self._links.get(address)
         if link is None:
-            link = EngineLink(address, self._settings, self._tokenizers, self._on_change)
+            link = EngineLink(
+                address, self._settings, self._tokenizers, self._on_change, self._on_load
+            )
             self._links[address] = link
             self._tasks[address] = asyncio.create_task(link.run(), name=f"engine:{address}")
         elif link.draining:

@@ -15,7 +15,7 @@ from octavo.common import rpc
 from octavo.common.limits import check_token_ids
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
-from router.admission import Admission, Ticket
+from router.admission import Admission
 from router.auth import caller, check_model, check_priority
 from router.config import RouterSettings
 from router.engine_link import Engine
@@ -188,7 +188,6 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Validates and tokenizes."""
         limits = self._pool.limits(call.model)
         validation.check_request(message, limits)
-        self._pool.candidates(call.model)  # fails now if there are none
         tokenizer = self._pool.tokenizer(call.model)
         if message.WhichOneof("prompt") == "tokens":
             prompt = list(message.tokens.token_ids)
@@ -202,6 +201,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             max_tokens=validation.output_length(message, len(prompt), limits),
             pieces=tokenizer.pieces,
             arrival=call.arrival,
+            deadline=call.deadline,
             metrics=self.metrics.of(call.model),
             account=call.account,
             max_unread_tokens=self._settings.max_unread_tokens,
@@ -210,8 +210,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
         """Waits for an engine, then passes on what it makes; again if it is lost meanwhile."""
         while not request.done:
-            ticket = request.ticket
-            engine = await self._find_engine(request, ticket)
+            grant = await self._admission.admit(request.ticket)
+            engine = grant.engine
             call.engine = engine.address
             if call.queued is None:
                 call.queued = time.monotonic() - call.arrival
@@ -226,18 +226,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 log.warning("request_moves", engine=engine.address, reason=error.message)
             finally:
                 request.close()
-                self._admission.release(engine, ticket)
-
-    async def _find_engine(self, request: Request, ticket: Ticket) -> Engine:
-        """Waits for an engine: for one that was lost, also while none is up, for a while."""
-        while True:
-            try:
-                async with asyncio.timeout(
-                    self._settings.failover_timeout if ticket.moved else None
-                ):
-                    return await self._admission.admit(ticket)
-            except TimeoutError:
-                self._pool.candidates(request.model)  # if all were busy, it waits on
+                self._admission.release(grant)
 
     async def _pass_on(
         self, call: "_Call", request: Request, engine: Engine, context: Context

@@ -22,7 +22,7 @@ from router.validation import num_outputs
 
 
 class Request:
-    """A valid request; the receiver of its session's events.
+    """A valid request; the receiver of its session's events, and its own progress.
 
     It knows the prompt, the seed and every token drawn, which is all that
     another engine needs to go on from there: `submit` may be called again when
@@ -34,6 +34,7 @@ class Request:
         prompt: The prompt's tokens.
         max_tokens: Most tokens of each output.
         arrival: When it came, by the monotonic clock.
+        deadline: When the client gives up, by the same clock; None for never.
         outputs: One for each of `n`.
         cached_tokens: Prompt tokens that the first engine found in its cache.
         moves: How many engines it has lost.
@@ -49,6 +50,7 @@ class Request:
         max_tokens: int,
         pieces: Pieces,
         arrival: float,
+        deadline: float | None,
         metrics: ModelMetrics,
         account: Account,
         max_unread_tokens: int,
@@ -58,6 +60,7 @@ class Request:
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.arrival = arrival
+        self.deadline = deadline
         self.cached_tokens = 0
         self.moves = 0
         self.outputs = [
@@ -84,15 +87,21 @@ class Request:
     @property
     def ticket(self) -> Ticket:
         """What admission needs to know."""
-        running = sum(not output.ended for output in self.outputs)
+        stop = self._message.stop
+        endless = stop.ignore_eos and not (stop.strings or stop.token_ids)
         return Ticket(
             self.model,
-            running,
-            self._message.priority,
-            self.arrival,
+            sequences=sum(not output.ended for output in self.outputs),
+            priority=self._message.priority,
+            arrival=self.arrival,
+            prompt_tokens=len(self.prompt),
+            min_tokens=self.max_tokens if endless else stop.min_tokens,
+            max_tokens=self.max_tokens,
+            deadline=self.deadline,
             moved=self.moves > 0,
             prompt=Prompt(self.prompt, self._cache_salt),
             tenant=self._account.tenant,
+            progress=self,
         )
 
     @property
@@ -101,15 +110,31 @@ class Request:
         return all(output.finished for output in self.outputs)
 
     @property
+    def first_time(self) -> float | None:
+        """When the first token came, if one did."""
+        times = [output.first_time for output in self.outputs if output.token_ids]
+        return min(times, default=None)
+
+    @property
+    def last_time(self) -> float:
+        """When the newest token came."""
+        return max(output.last_time for output in self.outputs)
+
+    @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token, if one came."""
-        times = [output.first_time for output in self.outputs if output.token_ids]
-        return min(times) - self.arrival if times else None
+        first = self.first_time
+        return None if first is None else first - self.arrival
 
     @property
     def output_tokens(self) -> int:
         """Tokens drawn for all outputs."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each output once all have ended of themselves; empty until then."""
+        return [len(output.token_ids) for output in self.outputs] if self.done else []
 
     @cached_property
     def _seed(self) -> int:

@@ -15,7 +15,7 @@ from octavo.common.metrics import serve_metrics
 from octavo.common.peer_limit import limit_calls
 from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
 from router.admin import AdminService
-from router.admission import Admission
+from router.admission import Admission, QueueLimits
 from router.auth import Gate
 from router.balancing import POLICIES
 from router.config import DNS_SCHEME, RouterSettings
@@ -51,9 +51,19 @@ class Router:
         self._settings = settings
         self.gate = Gate(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
-        self.pool = EnginePool(settings, self._tokenizers, self._engines_changed)
+        self.pool = EnginePool(
+            settings,
+            self._tokenizers,
+            self._engines_changed,
+            self._load_reported,
+        )
         self.admission: Admission[Engine] = Admission(
-            self.pool.candidates, settings.max_queue_size, POLICIES[settings.balancing]()
+            self.pool.candidates,
+            POLICIES[settings.balancing](),
+            QueueLimits(
+                settings.max_queue_size, settings.max_queue_tokens, settings.max_queue_time
+            ),
+            outage_seconds=settings.failover_timeout,
         )
         self.service = GenerationService(
             settings, self.pool, self.admission, self._tokenizers, self.registry
@@ -128,6 +138,10 @@ class Router:
         self.service.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
+
+    def _load_reported(self, model: str) -> None:
+        """An engine of `model` said what it has free."""
+        self.admission.dispatch(model)
 
     async def _make_admin(self) -> grpc.aio.Server:
         """Makes the server of AdminService; not yet started.

@@ -10,10 +10,12 @@ from router.balancing.prompt import Prompt
 class Candidate(Protocol):
     """An engine as policies see it."""
 
-    sequences: int
-    """Sequences that this router has given it and that have not ended."""
     load: engine_pb2.Load
     """What it reported last."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that this router has given it and that have not ended."""
 
     @property
     def max_num_seqs(self) -> int:

@@ -215,7 +215,8 @@ async def test_routers_share_engines_without_knowing_of_each_other(scripted, sta
         await two.up(2)
         engines[0].info.load.MergeFrom(engine_pb2.Load(running=6))
         reported = engines[0].address
-        await two.until(lambda: any(e.load.running == 6 for e in two.router.pool.up()))
+        for told in (one, two):
+            await told.until(lambda s=told: any(e.load.running for e in s.router.pool.up()))
         stubs = [one.stub, two.stub] * 4
         texts = await asyncio.gather(*(text_of(stub.Generate(ask())) for stub in stubs))
         assert texts == ["shared"] * 8

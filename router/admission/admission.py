@@ -1,0 +1,327 @@
+"""The door: who goes in now, who waits, who is turned away."""
+
+import asyncio
+import itertools
+import time
+from asyncio import TimerHandle
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from octavo.common import rpc
+from router.admission import refusals
+from router.admission.claims import Claim, Claims
+from router.admission.fairness import TenantCounters
+from router.admission.output_lengths import OutputLengths
+from router.admission.queue import FairQueue, Waiter
+from router.admission.rates import Clock, DrainRate, Pace
+from router.admission.refusals import QueueLimits
+from router.admission.ticket import Ticket
+from router.balancing.policy import Candidate, Policy
+
+
+class Replica(Candidate, Protocol):
+    """An engine as admission sees it."""
+
+    claims: Claims
+    """What this router has given it."""
+
+
+E = TypeVar("E", bound=Replica)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grant(Generic[E]):
+    """An engine for a request, until it is given back by `Admission.release`."""
+
+    engine: E
+    claim: Claim
+
+
+class _Line(Generic[E]):
+    """One model's queue, and what is known of its requests."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.counters = TenantCounters()
+        self.queue: FairQueue[Grant[E]] = FairQueue(self.counters)
+        self.running: set[Claim] = set()
+        self.lengths = OutputLengths()
+        self.drain = DrainRate(clock)
+        self.pace = Pace(clock)
+        self.outage: TimerHandle | None = None  # ends the waiting, while no engine is up
+        self.given_up = False  # it has
+
+
+class Admission(Generic[E]):
+    """Gives each request an engine: at once while one has room, else in turn.
+
+    Args:
+        candidates: The engines of a model that take requests; raises RpcError
+            UNAVAILABLE if there are none.
+        policy: Which of several engines it is.
+        limits: How much may wait, and how long.
+        outage_seconds: How long requests wait while no engine is up, from when
+            the last one went; after that they are refused at once.
+        clock: Tells the time in seconds, as tickets have it.
+    """
+
+    def __init__(
+        self,
+        candidates: Callable[[str], Sequence[E]],
+        policy: Policy,
+        limits: QueueLimits,
+        *,
+        outage_seconds: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._candidates = candidates
+        self._policy = policy
+        self._limits = limits
+        self._outage_seconds = outage_seconds
+        self._clock = clock
+        self._lines: defaultdict[str, _Line[E]] = defaultdict(lambda: _Line(clock))
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return sum(len(line.queue) for line in self._lines.values())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompts and expected outputs of those who wait."""
+        return sum(line.queue.tokens for line in self._lines.values())
+
+    def waiting(self, model: str) -> int:
+        """Returns how many requests wait for engines of `model`."""
+        return len(self._lines[model].queue) if model in self._lines else 0
+
+    async def admit(self, ticket: Ticket) -> Grant[E]:
+        """Returns an engine, with the ticket counted on it until `release`.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED, with a time to come back, if too
+                much waits already, or the ticket's deadline could not be met,
+                at once or after it has waited; UNAVAILABLE if no engine has
+                been up for too long.
+        """
+        line = self._lines[ticket.model]
+        claim = Claim(ticket, line.lengths)
+        engines = self._engines(line, ticket.model)
+        engine = None if line.queue else self._choose(engines, claim)
+        if engine is None:
+            return await self._wait(line, claim)
+        self._check_deadline(line, claim)
+        return self._grant(line, claim, engine)
+
+    def release(self, grant: Grant[E]) -> None:
+        """Takes a request off its engine, learns from it, and lets the next one go."""
+        claim = grant.claim
+        ticket, line = claim.ticket, self._lines[claim.ticket.model]
+        grant.engine.claims.remove(claim)
+        line.running.remove(claim)
+        line.counters.settle(claim)
+        line.pace.add(claim)
+        if ticket.min_tokens < ticket.max_tokens:  # else its length says nothing of others'
+            for length in ticket.progress.lengths:
+                line.lengths.add(length, ticket.max_tokens)
+        self.dispatch(ticket.model)
+
+    def dispatch(self, model: str) -> None:
+        """Gives engines to those who wait, in turn, while there is room.
+
+        Called whenever an engine may have come to have room, or to be no more.
+        """
+        line = self._lines[model]
+        try:
+            engines = self._engines(line, model)
+        except rpc.RpcError as error:
+            self._refuse_line(line, error)
+            return
+        if line.queue.tenants > 1:
+            for claim in line.running:
+                line.counters.correct(claim)
+        while (waiter := line.queue.first(self._clock())) is not None:
+            if waiter.granted.done():  # cancelled in this instant, and about to leave
+                self._remove(line, waiter)
+                continue
+            engine = self._choose(engines, waiter.claim)
+            if engine is None:  # those behind wait too, or a wide request would starve
+                return
+            try:
+                self._check_deadline(line, waiter.claim)
+            except rpc.RpcError as error:
+                self._refuse(line, waiter, error)
+                continue
+            line.drain.add(waiter.claim.tokens)
+            self._remove(line, waiter)
+            waiter.granted.set_result(self._grant(line, waiter.claim, engine))
+
+    def refuse_all(self, error: rpc.RpcError) -> None:
+        """Fails all who wait."""
+        for line in self._lines.values():
+            self._refuse_line(line, error)
+
+    # Engines.
+
+    def _engines(self, line: _Line[E], model: str) -> Sequence[E]:
+        """Returns the engines that take requests; none, while that may be for a moment.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if none has been up for too long.
+        """
+        try:
+            engines = self._candidates(model)
+        except rpc.RpcError:
+            if line.outage is None:
+                loop = asyncio.get_running_loop()
+                line.outage = loop.call_later(self._outage_seconds, self._give_up, model)
+                line.drain.end()
+            if line.given_up:
+                raise
+            return ()
+        if line.outage is not None:
+            line.outage.cancel()
+            line.outage, line.given_up = None, False
+        if line.queue:
+            line.drain.begin()
+        return engines
+
+    def _give_up(self, model: str) -> None:
+        """No engine has been up for too long: whoever wants one hears so from now on."""
+        self._lines[model].given_up = True
+        self.dispatch(model)
+
+    def _choose(self, engines: Sequence[E], claim: Claim) -> E | None:
+        """Returns an engine with room, or None."""
+        return self._policy.choose([e for e in engines if _fits(e, claim)], claim.ticket)
+
+    def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:
+        claim.since = self._clock()
+        engine.claims.add(claim, _cached_tokens(engine, claim.ticket))
+        line.running.add(claim)
+        line.counters.admit(claim)
+        return Grant(engine, claim)
+
+    # Waiting.
+
+    async def _wait(self, line: _Line[E], claim: Claim) -> Grant[E]:
+        granted: asyncio.Future[Grant[E]] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(claim.ticket.virtual_arrival, next(self._numbers), claim, granted)
+        if not claim.ticket.moved:
+            self._check_deadline(line, claim, line.queue.ahead(waiter) + claim.tokens)
+            self._make_room(line, waiter)
+            self._set_timer(line, waiter)
+        line.queue.push(waiter)
+        if line.outage is None:
+            line.drain.begin()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._leave(line, waiter)
+            raise
+
+    def _leave(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
+        """Forgets one who no longer waits, wherever that found it."""
+        granted = waiter.granted
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            self.release(granted.result())  # granted in the same instant
+            return
+        if waiter in line.queue:
+            self._remove(line, waiter)
+        self.dispatch(waiter.claim.ticket.model)  # it may be the one that all waited behind
+
+    def _remove(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
+        if waiter.timer is not None:
+            waiter.timer.cancel()
+        line.queue.remove(waiter)
+        if not line.queue:
+            line.drain.end()
+
+    def _refuse(self, line: _Line[E], waiter: Waiter[Grant[E]], error: rpc.RpcError) -> None:
+        self._remove(line, waiter)
+        if not waiter.granted.done():
+            waiter.granted.set_exception(error)
+
+    def _refuse_line(self, line: _Line[E], error: rpc.RpcError) -> None:
+        for waiter in line.queue.waiters():
+            self._refuse(line, waiter, error)
+
+    # Limits.
+
+    def _make_room(self, line: _Line[E], newcomer: Waiter[Grant[E]]) -> None:
+        """Has others leave a full queue, if they burden it more.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that has to.
+        """
+        requests = len(self) + 1 - self._limits.requests
+        tokens = self.tokens + newcomer.claim.tokens - self._limits.tokens
+        if requests <= 0 and tokens <= 0:
+            return
+        error = refusals.queue_full(self._limits, self._half_gone(line))
+        leaving = line.queue.displaced(newcomer, requests, tokens)
+        if leaving is None:
+            raise error
+        for waiter in leaving:
+            self._refuse(line, waiter, error)
+
+    def _half_gone(self, line: _Line[E]) -> float | None:
+        """Returns the seconds until half of a queue will have gone, if that can be told.
+
+        By then there is room, and the engines still have work.
+        """
+        rate = line.drain.per_second()
+        return line.queue.tokens / 2 / rate if rate else None
+
+    def _check_deadline(self, line: _Line[E], claim: Claim, before: float = 0.0) -> None:
+        """Checks that a request can be complete by its deadline, as far as can be told.
+
+        Args:
+            line: Where it is.
+            claim: The request.
+            before: Tokens that must leave the queue for it to have an engine.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if it cannot; DEADLINE_EXCEEDED if
+                that has passed.
+        """
+        deadline = claim.ticket.deadline
+        if deadline is None or claim.ticket.moved:
+            return
+        rate = line.drain.per_second()
+        wait = before / rate if rate else 0.0
+        run = line.pace.seconds(claim.likely) or 0.0
+        left = deadline - self._clock()
+        if wait + run > left:
+            raise refusals.too_late(wait, run, left)
+
+    def _set_timer(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
+        """Has a waiter leave when it has waited too long, or can no longer meet its deadline."""
+        claim = waiter.claim
+        seconds = self._limits.seconds
+        run = line.pace.seconds(claim.likely)
+        if claim.ticket.deadline is not None and run is not None:
+            seconds = min(seconds, claim.ticket.deadline - run - self._clock())
+
+        def expire() -> None:
+            try:
+                self._check_deadline(line, claim)
+                error = refusals.waited(self._limits, self._half_gone(line))
+            except rpc.RpcError as too_late:
+                error = too_late
+            self._refuse(line, waiter, error)
+            self.dispatch(claim.ticket.model)
+
+        waiter.timer = asyncio.get_running_loop().call_later(seconds, expire)
+
+
+def _cached_tokens(engine: Replica, ticket: Ticket) -> int:
+    return engine.cached_tokens(ticket.prompt) if ticket.prompt else 0
+
+
+def _fits(engine: Replica, claim: Claim) -> bool:
+    """Says whether an engine's memory has room for a request; an empty one always has."""
+    if not engine.sequences:
+        return True
+    cached_tokens = _cached_tokens(engine, claim.ticket)
+    return engine.claims.fits(claim, cached_tokens, engine.load)

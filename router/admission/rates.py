@@ -1,0 +1,97 @@
+"""How fast requests leave the queue and how fast engines serve them, measured of late."""
+
+import math
+import time
+from collections.abc import Callable
+
+from router.admission.claims import Claim
+
+Clock = Callable[[], float]
+
+MEMORY_SECONDS = 15.0
+"""What was measured this long ago counts e times less than what is measured now."""
+ENOUGH = 8
+"""Fewer requests than this tell nothing."""
+SHARE = 0.1
+"""What each request counts in the running means of `Pace`."""
+FORGOTTEN_SECONDS = 30.0
+"""Means that nothing has been added to for this long say nothing of now."""
+
+
+class DrainRate:
+    """How much leaves a queue per second, measured only while somebody waits in it.
+
+    At other times it is the clients who set the pace, not the engines.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._since: float | None = None  # up to when it is accounted for, while anybody waits
+        self._tokens = self._seconds = 0.0
+        self._requests = 0.0
+
+    def begin(self) -> None:
+        """Somebody waits now."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def end(self) -> None:
+        """Nobody waits any more."""
+        self._pass_time()
+        self._since = None
+
+    def add(self, tokens: int) -> None:
+        """Notes that a request of so many expected tokens went from the queue to an engine."""
+        self._pass_time()
+        self._tokens += tokens
+        self._requests += 1
+
+    def per_second(self) -> float | None:
+        """Returns the rate in tokens, or None where too few have left to tell."""
+        self._pass_time()
+        if self._requests < ENOUGH or not self._seconds:
+            return None
+        return self._tokens / self._seconds
+
+    def _pass_time(self) -> None:
+        if self._since is None:
+            return
+        now = self._clock()
+        passed, self._since = now - self._since, now
+        kept = math.exp(-passed / MEMORY_SECONDS)
+        self._tokens *= kept
+        self._requests *= kept
+        self._seconds = self._seconds * kept + passed
+
+
+class Pace:
+    """How long requests that have an engine take, as running means over those that ended."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._count = 0
+        self._first = self._token = 0.0  # seconds to the first token, and for each further one
+        self._newest = -math.inf
+
+    def add(self, claim: Claim) -> None:
+        """Notes how long a request took that has ended."""
+        progress = claim.ticket.progress
+        steps = max(progress.lengths, default=0) - 1
+        if claim.ticket.moved or steps < 1 or progress.first_time is None:
+            return
+        seconds = progress.last_time - progress.first_time
+        if seconds <= 0:  # a search's outputs come whole
+            return
+        if self._clock() - self._newest > FORGOTTEN_SECONDS:
+            self._count = 0
+        self._newest = self._clock()
+        self._count += 1
+        share = max(SHARE, 1 / self._count)
+        self._first += share * (progress.first_time - claim.since - self._first)
+        self._token += share * (seconds / steps - self._token)
+
+    def seconds(self, tokens: int) -> float | None:
+        """Returns how long outputs of `tokens` tokens take on an engine; None if unknown."""
+        if self._count < ENOUGH or self._clock() - self._newest > FORGOTTEN_SECONDS:
+            return None
+        return self._first + self._token * (tokens - 1)

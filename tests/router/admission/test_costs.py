@@ -1,0 +1,199 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.v1 import engine_pb2
+from router.admission.claims import Claim, Claims
+from router.admission.output_lengths import ENOUGH, SAFE, UNKNOWN, WINDOW, OutputLengths
+from router.admission.rates import DrainRate, Pace
+from router.admission.ticket import NoProgress, Ticket
+
+BLOCK = 16
+
+
+def claim(prompt=BLOCK, output=BLOCK, *, sequences=1, lengths=None, **fields) -> Claim:
+    ticket = Ticket(
+        "m",
+        sequences,
+        0,
+        0.0,
+        prompt_tokens=prompt,
+        min_tokens=output,
+        max_tokens=output,
+        progress=NoProgress(),
+        **fields,
+    )
+    return Claim(ticket, lengths or OutputLengths())
+
+
+# Output lengths.
+
+
+def test_lengths_unknown_are_a_guess_within_the_limits():
+    lengths = OutputLengths()
+    assert lengths.expected(10_000) == UNKNOWN
+    assert lengths.expected(100) == 100
+    assert lengths.expected(10_000, min_tokens=1_000) == 1_000
+    assert lengths.expected(10_000, drawn=UNKNOWN) == 2 * UNKNOWN
+
+
+def test_lengths_are_learned_from_those_that_ended():
+    lengths = OutputLengths()
+    for length in range(1, 101):
+        lengths.add(length, max_tokens=1000)
+    assert lengths.expected(1000) == pytest.approx(100 * SAFE, abs=1)
+    assert lengths.expected(1000, quantile=0.5) == pytest.approx(50, abs=1)
+    assert lengths.expected(1000, drawn=90) == pytest.approx(98, abs=1), "of those longer than 90"
+    assert lengths.expected(600, drawn=100) == 200, "longer than all before it"
+    assert lengths.expected(513) == pytest.approx(80, abs=1)
+    assert lengths.expected(4000) == UNKNOWN, "another kind of request"
+
+
+def test_only_late_lengths_count():
+    lengths = OutputLengths()
+    for _ in range(WINDOW):
+        lengths.add(10, max_tokens=1000)
+    for _ in range(WINDOW):
+        lengths.add(500, max_tokens=1000)
+    assert lengths.expected(1000, quantile=0.0) == 500
+
+
+@given(
+    st.lists(st.integers(1, 1000), max_size=ENOUGH + 20),
+    st.integers(1, 1000),
+    st.integers(0, 999),
+    st.integers(0, 1000),
+)
+def test_expected_lengths_keep_to_the_limits(known, max_tokens, drawn, min_tokens):
+    lengths = OutputLengths()
+    for length in known:
+        lengths.add(length, max_tokens)
+    drawn, min_tokens = min(drawn, max_tokens - 1), min(min_tokens, max_tokens)
+    expected = lengths.expected(max_tokens, min_tokens=min_tokens, drawn=drawn)
+    assert max(drawn + 1, min_tokens) <= expected <= max_tokens
+
+
+# Blocks.
+
+
+def test_outputs_share_the_prompts_full_blocks():
+    one = claim(prompt=40, sequences=1)
+    four = claim(prompt=40, sequences=4)
+    assert (one.blocks(BLOCK), four.blocks(BLOCK)) == (3, 6)
+    four.ticket.progress.output_tokens = 4 * 9  # 8 + 9 tokens outside of the shared blocks
+    assert four.blocks(BLOCK) == 2 + 4 * 2
+
+
+def test_a_request_fits_by_what_it_will_need():
+    claims = Claims(BLOCK)
+    load = engine_pb2.Load(free_blocks=6, cached_blocks=2)
+    assert claims.fits(claim(output=7 * BLOCK), 0, load)
+    assert not claims.fits(claim(output=8 * BLOCK), 0, load)
+    assert claims.fits(claim(prompt=5 * BLOCK, output=7 * BLOCK), 4 * BLOCK, load), "4 are cached"
+    load.used_swap_blocks = 1  # these come back before anybody new
+    assert not claims.fits(claim(output=7 * BLOCK), 0, load)
+
+
+def test_what_the_report_does_not_know_yet_counts():
+    claims = Claims(BLOCK)
+    load = engine_pb2.Load(free_blocks=8)
+    given_before = claim(prompt=3 * BLOCK, output=2 * BLOCK)
+    claims.add(given_before, 0)
+    assert not claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
+    given_before.ticket.progress.output_tokens = 1  # now the report has its prompt
+    assert claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
+    load.waiting = 4  # another router's
+    assert not claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
+
+
+def test_those_that_end_before_make_room():
+    """Three blocks are free; two more are when the one that is nearly done ends."""
+    load = engine_pb2.Load(free_blocks=3)
+    claims = Claims(BLOCK)
+    ending = claim(prompt=BLOCK, output=2 * BLOCK)
+    claims.add(ending, 0)
+    ending.ticket.progress.output_tokens = 2 * BLOCK - 1
+    assert claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
+    ending.ticket.progress.output_tokens = 1
+    assert not claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
+
+
+RUNNING = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(2, 60), st.integers(1, 3), st.floats(0, 0.99)),
+    max_size=8,
+)
+
+
+@given(RUNNING)
+def test_the_peak_is_that_of_playing_it_through(running):
+    """Stepping through the future, token by token, needs what was foreseen, but for rounding."""
+    claims = Claims(1)
+    held, left = [], []
+    for prompt, output, sequences, done in running:
+        c = claim(prompt, output, sequences=sequences)
+        claims.add(c, 0)
+        drawn = max(1, int(done * output))
+        c.ticket.progress.output_tokens = drawn * sequences
+        held.append([c.blocks(1), sequences])
+        left.append(output - drawn)
+    newcomer = claim(5, 20)
+    held.append([newcomer.blocks(1), 1])
+    left.append(20)
+    in_use = sum(blocks for blocks, _ in held[:-1])
+    most, alive = sum(blocks for blocks, _ in held), list(range(len(held)))
+    for step in range(1, 61):
+        for i in alive:
+            held[i][0] += held[i][1]
+        most = max(most, sum(held[i][0] for i in alive))
+        alive = [i for i in alive if left[i] > step]
+    needed = most - in_use
+    assert claims.fits(newcomer, 0, engine_pb2.Load(free_blocks=needed))
+    assert not claims.fits(newcomer, 0, engine_pb2.Load(free_blocks=needed - 1))
+
+
+# Rates.
+
+
+def test_the_queue_drains_at_the_rate_of_when_somebody_waits():
+    now = [0.0]
+    rate = DrainRate(lambda: now[0])
+    assert rate.per_second() is None
+    rate.begin()
+    for _ in range(20):
+        now[0] += 0.5
+        rate.add(100)
+    assert rate.per_second() == pytest.approx(200, rel=0.1)
+    rate.end()
+    now[0] += 1000.0
+    assert rate.per_second() == pytest.approx(200, rel=0.1), "nobody waited"
+    rate.begin()
+    for _ in range(100):
+        now[0] += 1.0
+        rate.add(100)
+    assert rate.per_second() == pytest.approx(100, rel=0.1), "of late it was less"
+    now[0] += 60.0
+    assert math.isclose(rate.per_second() or 0.0, 0.0, abs_tol=10.0), "nothing leaves any more"
+
+
+def test_pace_is_learned_from_whole_requests():
+    now = [100.0]
+    pace = Pace(lambda: now[0])
+
+    def end(first, last, tokens, **fields):
+        c = claim(output=tokens, **fields)
+        c.since = now[0]
+        progress = c.ticket.progress
+        progress.lengths = [tokens, tokens // 2]
+        progress.first_time, progress.last_time = now[0] + first, now[0] + last
+        pace.add(c)
+
+    end(9.0, 9.0, 50)  # a search's, which comes whole
+    end(9.0, 10.0, 50, moved=True)
+    for _ in range(10):
+        assert pace.seconds(11) is None or _ >= 8
+        end(0.5, 1.5, 11)
+    assert pace.seconds(21) == pytest.approx(2.5)
+    now[0] += 1000.0
+    assert pace.seconds(21) is None

@@ -1,0 +1,212 @@
+from asyncio import Future
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
+from router.admission.fairness import TenantCounters
+from router.admission.output_lengths import OutputLengths
+from router.admission.queue import FairQueue, Waiter
+from router.admission.ticket import PRIORITY_SECONDS, NoProgress, Ticket
+from router.tenants import Tenant
+
+MOST = 40
+"""Tokens of the longest prompts and outputs here."""
+
+
+@dataclass
+class Line:
+    """A queue whose engine takes one after the other, as often as it is asked."""
+
+    queue: FairQueue
+    counters: TenantCounters
+    number: int = 0
+
+    def ask(self, tenant: Tenant, prompt=10, output=10, *, priority=0, arrival=0.0) -> Waiter:
+        ticket = Ticket(
+            "m",
+            1,
+            priority,
+            arrival,
+            prompt_tokens=prompt,
+            min_tokens=output,
+            max_tokens=output,
+            tenant=tenant,
+            progress=NoProgress(),
+        )
+        self.number += 1
+        claim = Claim(ticket, OutputLengths())
+        waiter = Waiter(ticket.virtual_arrival, self.number, claim, Future(loop=LOOP))
+        self.queue.push(waiter)
+        return waiter
+
+    def serve(self, now: float = 0.0, drawn: int | None = None) -> Waiter:
+        """Serves the next one; it ends with all of its tokens, or with as many as said."""
+        waiter = self.queue.first(now)
+        self.queue.remove(waiter)
+        self.counters.admit(waiter.claim)
+        ticket = waiter.claim.ticket
+        ticket.progress.output_tokens = ticket.max_tokens if drawn is None else drawn
+        self.counters.settle(waiter.claim)
+        return waiter
+
+
+class _Loop:
+    def get_debug(self):
+        return False
+
+
+LOOP = _Loop()
+
+
+@pytest.fixture
+def line() -> Line:
+    return make_line()
+
+
+def make_line() -> Line:
+    counters = TenantCounters()
+    return Line(FairQueue(counters), counters)
+
+
+def tenants_of(waiters) -> str:
+    return "".join(waiter.tenant for waiter in waiters)
+
+
+A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
+
+
+def test_the_least_served_goes_next(line):
+    for _ in range(6):
+        line.ask(A)
+    for _ in range(3):
+        line.ask(B)
+    assert tenants_of(line.serve() for _ in range(6)) == "ababab"
+    assert tenants_of(line.serve() for _ in range(3)) == "aaa"
+
+
+def test_tokens_are_counted_and_not_requests(line):
+    for _ in range(6):
+        line.ask(A, prompt=10, output=30)
+        line.ask(B, prompt=10, output=5)
+    served = [line.serve() for _ in range(7)]
+    assert tenants_of(served).count("b") == 5
+
+
+def test_weights_are_shares(line):
+    double = Tenant("d", 2.0)
+    for _ in range(9):
+        line.ask(A)
+        line.ask(double)
+    assert tenants_of(line.serve() for _ in range(9)).count("d") == 6
+
+
+def test_idle_time_is_not_kept(line):
+    for _ in range(20):
+        line.ask(A)
+    for _ in range(10):
+        line.serve()
+    for _ in range(10):
+        line.ask(B)
+    assert sorted(tenants_of(line.serve() for _ in range(10))) == ["a"] * 5 + ["b"] * 5
+
+
+def test_time_when_nobody_waited_is_not_kept_either(line):
+    for _ in range(10):
+        line.ask(A)
+        line.serve()
+    for _ in range(10):  # the queue is empty when b comes, and a has been served much
+        line.ask(B)
+    for _ in range(10):
+        line.ask(A)
+    assert tenants_of(line.serve() for _ in range(10)).count("a") >= 4
+
+
+def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
+    line.ask(A, prompt=10, output=40)
+    line.serve(drawn=5)
+    assert line.counters["a"] == 10 * PROMPT_WEIGHT + 5 * OUTPUT_WEIGHT
+    waiter = line.ask(A, prompt=10, output=1)
+    line.queue.remove(waiter)
+    line.counters.admit(waiter.claim)
+    before = line.counters["a"]
+    waiter.claim.ticket.progress.output_tokens = 31
+    line.counters.correct(waiter.claim)
+    assert line.counters["a"] == before + 30 * OUTPUT_WEIGHT
+
+
+def test_a_request_that_came_to_nothing_costs_nothing(line):
+    line.ask(A)
+    line.serve(drawn=0)
+    assert line.counters["a"] == 0
+
+
+def test_priority_goes_before_fairness_until_others_have_waited(line):
+    for _ in range(4):
+        line.ask(A, priority=1)
+    for _ in range(2):
+        line.ask(B)
+    assert tenants_of(line.serve(now=PRIORITY_SECONDS / 2) for _ in range(2)) == "aa"
+    assert tenants_of(line.serve(now=PRIORITY_SECONDS) for _ in range(2)) == "bb"
+
+
+def test_each_tenants_own_go_by_priority_and_age(line):
+    late = line.ask(A, arrival=2.0)
+    early = line.ask(A, arrival=1.0)
+    urgent = line.ask(A, arrival=3.0, priority=1)
+    line.ask(B, arrival=0.0)
+    own = [waiter for waiter in (line.serve(now=30.0) for _ in range(4)) if waiter.tenant == "a"]
+    assert own == [urgent, early, late]
+
+
+def test_what_is_ahead(line):
+    for _ in range(10):
+        line.ask(A, prompt=50, output=50)
+    newcomer = line.ask(B, prompt=50, output=50)
+    line.queue.remove(newcomer)
+    assert line.queue.ahead(newcomer) == 0, "it is the other's turn at once"
+    line.ask(B, prompt=50, output=50)
+    newcomer.number = line.number + 1
+    assert line.queue.ahead(newcomer) == pytest.approx(200), "its own, and as much of the other's"
+
+
+SIZES = st.tuples(st.integers(1, MOST), st.integers(1, MOST))
+
+
+@given(
+    weights=st.tuples(st.sampled_from([0.5, 1.0, 2.0, 4.0]), st.sampled_from([1.0, 3.0])),
+    sizes=st.tuples(st.lists(SIZES, min_size=60, max_size=60), st.lists(SIZES, min_size=60)),
+    others=st.lists(st.booleans(), min_size=40, max_size=40),
+)
+def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
+    """The bound of the paper, for charges at admission: one request's, by the lesser weight."""
+    line = make_line()
+    pair = [Tenant(name, weight) for name, weight in zip("ab", weights, strict=True)]
+    for tenant, requests in zip(pair, sizes, strict=True):
+        for prompt, output in requests:
+            line.ask(tenant, prompt, output)
+    bound = MOST * (PROMPT_WEIGHT + OUTPUT_WEIGHT) / min(weights)
+    for other in others:
+        if other:
+            line.ask(C)
+        line.serve()
+        if all(name in tenants_of(line.queue.waiters()) for name in "ab"):
+            assert abs(line.counters["a"] - line.counters["b"]) <= bound
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=40))
+def test_nobody_starves(requests):
+    """Whoever waits is served, though more urgent ones keep coming."""
+    line = make_line()
+    victim = line.ask(Tenant("v"), priority=-2)
+    now = 0.0
+    for name, priority in requests:
+        line.ask(Tenant(name), priority=priority, arrival=now)
+    for _ in range(len(requests) + 50):
+        now += 1.0
+        line.ask(A, priority=2, arrival=now)
+        if line.serve(now) is victim:
+            return
+    raise AssertionError("it starved")
