@@ -69,12 +69,18 @@ class Node:
 
     Args:
         serve: what runs in the process, given the function to call with HOST:PORT.
+
+    Attributes:
+        port: where it listens.
+        address: HOST:PORT of it.
+        errors: where its stderr goes; None for this process'.
     """
 
     def __init__(self, serve: Callable[[int, Connection], None]) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._serve = serve
+        self.errors: Path | None = None
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
 
@@ -87,7 +93,7 @@ class Node:
         """
         ours, theirs = self._context.Pipe(duplex=False)
         self._process = self._context.Process(
-            target=self._serve, args=(self.port, theirs), daemon=True
+            target=_run, args=(self._serve, self.errors, self.port, theirs), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -95,6 +101,11 @@ class Node:
             raise TimeoutError(f"{self.address} was not ready in {READY_SECONDS:g} s")
         ours.recv()
         return self
+
+    @property
+    def pid(self) -> int | None:
+        """The process' id while it lives."""
+        return self._process.pid if self._process.is_alive() else None
 
     async def kill(self) -> None:
         """SIGKILL, at once and without a word."""
@@ -138,6 +149,14 @@ def router(engines: list[str], **settings: Any) -> Node:  # noqa: ANN401 - whate
     """A router over engines by address; further settings are RouterSettings'."""
     defaults = {"engine": engines, "metrics_port": 0, "drain_timeout": 0.0}
     return Node(partial(_run_router, {**defaults, **settings}))
+
+
+def _run(
+    serve: Callable[[int, Connection], None], errors: Path | None, port: int, ready: Connection
+) -> None:
+    if errors is not None:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    serve(port, ready)
 
 
 def _run_engine(settings: dict[str, Any], port: int, ready: Connection) -> None:
@@ -220,13 +239,23 @@ async def all_up(router: Node, engines: int) -> None:
             await asyncio.sleep(0.05)
 
 
+class Metrics:
+    """What a process' metrics port says at one moment."""
+
+    def __init__(self, port: int) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            families = text_string_to_metric_families(page.read().decode())
+            self._samples = [sample for family in families for sample in family.samples]
+
+    def value(self, name: str, **labels: str) -> float:
+        """A sample's value, summed over the labels not given."""
+        return sum(
+            sample.value
+            for sample in self._samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
 def metric(port: int, name: str, **labels: str) -> float:
     """A Prometheus sample's value at a metrics port, summed over the labels not given."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        text = page.read().decode()
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )
+    return Metrics(port).value(name, **labels)

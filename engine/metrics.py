@@ -53,6 +53,7 @@ class EngineMetrics:
         self.batch_tokens = histogram(
             "batch_tokens", "Tokens computed in a step.", tuple(map(float, _BATCH_TOKENS))
         )
+        self.sessions = gauge("sessions", "Routers connected.")
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
         self.compiled = gauge("compiled", "1 once steps run compiled, 0 while they run eagerly.")

@@ -20,7 +20,7 @@ from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
 from engine.validation import to_request
-from octavo.common.metrics import serve_metrics
+from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
@@ -41,6 +41,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, Session] = {}
         self._ids = count()
+        metrics.sessions.set_function(lambda: len(self._sessions))
         self.core = EngineCore(
             parts.scheduler,
             parts.executor,
@@ -145,6 +146,7 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-core")
     parts = await loop.run_in_executor(thread, build, settings)
     metrics = EngineMetrics()
+    observe_process(metrics.registry)
     servicer = EngineServicer(settings, parts, metrics)
     core = loop.run_in_executor(thread, servicer.core.run)
     try:

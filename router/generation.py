@@ -242,7 +242,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _write(self, context: Context, response: generation_pb2.GenerateResponse) -> None:
         try:
             async with asyncio.timeout(self._settings.write_timeout):
-                await context.write(response)
+                await rpc.write(context, response)
         except TimeoutError:
             raise rpc.RpcError(
                 grpc.StatusCode.CANCELLED,

@@ -11,7 +11,7 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
-from octavo.common.metrics import serve_metrics
+from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
 from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
 from router.admin import AdminService
@@ -99,6 +99,7 @@ class Router:
         self.address = _bind(self._server, settings.host, settings.port)
         if settings.admin_port:
             self._admin = await self._make_admin()
+        observe_process(self.registry)
         self._open.enter_context(serve_metrics(self.registry, settings.host, settings.metrics_port))
         await self._server.start()
         if self._admin is not None:

@@ -70,8 +70,14 @@ def _renderers(log_format: LogFormat) -> list[Processor]:
     return [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
 
 
+def _is_no_departure(record: logging.LogRecord) -> bool:
+    """Says whether a record is not gRPC's traceback of a client that left in a certain moment."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
 def _quieten() -> None:
     """Keeps libraries' chatter out, whether or not they are imported yet."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,12 +1,21 @@
-"""Prometheus metrics over HTTP."""
+"""Prometheus metrics over HTTP, and those that every process has."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 log = structlog.get_logger(__name__)
+
+
+def observe_process(registry: CollectorRegistry) -> None:
+    """Adds the process' memory, CPU time and open files, and the running event loop's tasks."""
+    ProcessCollector(registry=registry)
+    loop = asyncio.get_running_loop()
+    tasks = Gauge("octavo_tasks", "Tasks of the event loop that have not ended.", registry=registry)
+    tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
 @contextmanager

@@ -5,9 +5,11 @@ with `BadRequest` and `RetryInfo`, answers messages that do not parse, and keeps
 the internals of unexpected exceptions out of what clients see.
 """
 
+import asyncio
 import inspect
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -124,9 +126,35 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) ->
     """Ends the call with `error` and its details.
 
     Raises:
-        grpc.aio.AbortError: Always; gRPC ends the handler with it.
+        grpc.aio.AbortError: gRPC ends the handler with it.
+        asyncio.CancelledError: The call is over: the client has left.
     """
-    await context.abort_with_status(rpc_status.to_status(error.to_status()))
+    with _cancelled_if_over():
+        await context.abort_with_status(rpc_status.to_status(error.to_status()))
+    raise AssertionError("gRPC aborts by an exception")
+
+
+async def write(context: grpc.aio.ServicerContext[Any, Any], response: Message) -> None:
+    """Sends a response of a stream.
+
+    Raises:
+        asyncio.CancelledError: The call is over: the client has left.
+    """
+    with _cancelled_if_over():
+        await context.write(response)
+
+
+@contextmanager
+def _cancelled_if_over() -> Iterator[None]:
+    """Makes gRPC's complaint that a call is over into what it is: the call was cancelled.
+
+    It complains where the client has left and the handler, whose task it
+    cancels for that, is faster than it.
+    """
+    try:
+        yield
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
 
 
 Guard = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
@@ -222,11 +250,12 @@ def _wrap(
     async def iterate(
         request: Any,  # noqa: ANN401
         context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[Any]:
+    ) -> None:
         try:
             guard(method, context)
-            async for response in function(checked(request), context):
-                yield response
+            async with aclosing(function(checked(request), context)) as responses:
+                async for response in responses:
+                    await write(context, response)
         except Exception as error:  # noqa: BLE001 - answered below
             await _answer(context, error, method)
 
@@ -247,6 +276,8 @@ async def _answer(
 ) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # the handler has answered already
         raise error
+    if isinstance(error, grpc.aio.InternalError):  # it could not: the call is over
+        raise asyncio.CancelledError from error
     if not isinstance(error, RpcError):
         log.error("handler_failed", method=method, exc_info=error)
         error = RpcError(

@@ -1,9 +1,14 @@
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
+import h2.config
+import h2.connection
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -197,6 +202,69 @@ async def test_message_over_the_limit():
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         error = await failure(stub.Tokenize(generation_pb2.TokenizeRequest(text="x" * 70_000)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Abandoned(generation_pb2_grpc.GenerationServiceServicer):
+    """Blocks its event loop until the client has left, and only then answers."""
+
+    def __init__(self):
+        self.called = threading.Event()
+        self.left = threading.Event()
+        self.ends: list[BaseException] = []
+
+    async def _answer(self, answer):
+        self.called.set()
+        assert self.left.wait(20)
+        try:
+            await answer
+        except BaseException as error:
+            self.ends.append(error)
+            raise
+
+    async def Generate(self, request, context):  # noqa: N802
+        await self._answer(rpc.write(context, generation_pb2.GenerateResponse()))
+
+    async def Tokenize(self, request, context):  # noqa: N802
+        await self._answer(rpc.abort(context, rpc.invalid("text", "text must be shorter")))
+
+    async def Detokenize(self, request, context):  # noqa: N802
+        self.called.set()
+        assert self.left.wait(20)
+        raise rpc.invalid("text", "text must be shorter")
+
+
+@pytest.mark.parametrize("method", ["Generate", "Tokenize", "Detokenize"])
+async def test_a_client_that_leaves_before_it_is_answered_is_no_error(method, caplog):
+    service = Abandoned()
+    server, _ = await rpc.create_server(
+        {
+            GENERATION: lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+                service, s
+            )
+        },
+        max_message_bytes=1 << 16,
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+
+    def leave():
+        connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+        connection.initiate_connection()
+        head = {":method": "POST", ":scheme": "http", ":path": f"/{GENERATION}/{method}"}
+        head |= {":authority": "x", "te": "trailers", "content-type": "application/grpc"}
+        connection.send_headers(1, list(head.items()))
+        connection.send_data(1, bytes(5), end_stream=True)
+        with socket.create_connection(("127.0.0.1", port)) as wire:
+            wire.sendall(connection.data_to_send())
+            assert service.called.wait(20)
+        time.sleep(0.2)  # gRPC's own threads take note of it
+        service.left.set()
+
+    await asyncio.to_thread(leave)
+    await server.stop(5)
+    assert all(isinstance(end, asyncio.CancelledError) for end in service.ends)
+    assert len(service.ends) == (method != "Detokenize")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_unknown_method():

@@ -1,0 +1,1 @@
+"""Rude clients against real processes: `python -m benchmarks.fuzz`."""

@@ -1,0 +1,239 @@
+"""gRPC calls that no client of good will makes, and what they may be answered."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.text_format import MessageToString
+from grpc_health.v1 import health_pb2
+
+from benchmarks.fuzz import messages
+from octavo.v1 import engine_pb2, generation_pb2
+
+GENERATION = "/octavo.v1.GenerationService/"
+ENGINE = "/octavo.v1.EngineService/"
+HEALTH = "/grpc.health.v1.Health/"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/"
+
+PROPER = {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED,
+}
+"""All that a caller can be at fault for. The servers are up: nothing is UNAVAILABLE either."""
+PATIENCE = 5.0
+"""Seconds that a call asks for where it is not about deadlines."""
+SLACK = 20.0
+"""Seconds past its deadline after which a call hangs."""
+SHOWN = 400
+"""Most characters of a request that are printed."""
+UNHEARD = "Internal error from Core"
+"""What grpc.aio's client says by itself where a call had ended as it sent, and how is lost."""
+SESSION_ORDERS = 25
+
+METHODS: dict[str, type[Message]] = {
+    f"{GENERATION}Generate": generation_pb2.GenerateRequest,
+    f"{GENERATION}Tokenize": generation_pb2.TokenizeRequest,
+    f"{GENERATION}Detokenize": generation_pb2.DetokenizeRequest,
+    f"{GENERATION}ListModels": generation_pb2.ListModelsRequest,
+    f"{GENERATION}Nothing": generation_pb2.ListModelsRequest,
+    f"{HEALTH}Check": health_pb2.HealthCheckRequest,
+    f"{ENGINE}GetEngineInfo": engine_pb2.GetEngineInfoRequest,
+    f"{ENGINE}Session": engine_pb2.SessionRequest,
+    f"{REFLECTION}ServerReflectionInfo": health_pb2.HealthCheckRequest,
+}
+StreamCall = grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes]
+WEIGHTS = (60, 10, 8, 2, 1, 2, 2, 20, 1)
+
+
+class FaultError(Exception):
+    """A server did what none should."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        method: its full name.
+        requests: what is sent, one message of bytes each.
+        deadline: seconds.
+        cancel: seconds after which it is cancelled; None for never.
+        pause: seconds between requests.
+        linger: seconds from the last of them to the end of sending.
+        metadata: sent with it.
+    """
+
+    method: str
+    requests: tuple[bytes, ...]
+    deadline: float
+    cancel: float | None
+    pause: float
+    linger: float
+    metadata: tuple[tuple[str, str | bytes], ...]
+
+    @property
+    def on_engine(self) -> bool:
+        """Whether it is the engine's port that it goes to."""
+        return self.method.startswith(ENGINE)
+
+    def __str__(self) -> str:
+        kind = METHODS[self.method]
+        lines = [f"{self.method} deadline={self.deadline:.4f} cancel={self.cancel}"]
+        lines += [f"metadata={self.metadata}"] if self.metadata else []
+        for request in self.requests:
+            try:
+                text = MessageToString(kind.FromString(request), as_one_line=True)
+            except DecodeError:
+                text = f"bytes {request.hex()}"
+            lines.append(f"{text[:SHOWN]}{'…' * (len(text) > SHOWN)}")
+        return "\n  ".join(lines)
+
+
+def make(rng: random.Random) -> Case:
+    """Draws a call."""
+    (method,) = rng.choices(list(METHODS), WEIGHTS)
+    if method.endswith("Session"):
+        count = rng.randint(1, SESSION_ORDERS)
+        requests = [_order(rng) for _ in range(count)]
+    else:
+        count = rng.choice((0, 2)) if rng.random() < 0.02 else 1
+        requests = [_body(METHODS[method], rng) for _ in range(count)]
+    hurry = rng.random() < 0.35
+    return Case(
+        method=method,
+        requests=tuple(requests),
+        deadline=rng.uniform(0, 0.05) if hurry else PATIENCE,
+        cancel=rng.uniform(0, 0.05) if rng.random() < 0.2 else None,
+        pause=rng.choice((0, 0, 0.001, 0.01)),
+        linger=rng.choice((0, 0.02, 0.2)) if method.endswith("Session") else 0,
+        metadata=_metadata(rng),
+    )
+
+
+def _body(kind: type[Message], rng: random.Random) -> bytes:
+    if kind is generation_pb2.GenerateRequest and rng.random() < 0.75:
+        message: Message = messages.generate(rng)
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            messages.disturb(message, rng)
+    else:
+        message = messages.wild(kind, rng)
+    data = message.SerializeToString()
+    return messages.mutate(data, rng) if rng.random() < 0.25 else data
+
+
+def _order(rng: random.Random) -> bytes:
+    order = engine_pb2.SessionRequest()
+    kind = rng.random()
+    if kind < 0.6:
+        order.submit.CopyFrom(messages.submit(rng))
+        if rng.random() < 0.5:
+            messages.disturb(order.submit, rng)
+    elif kind < 0.9:
+        order.abort.CopyFrom(messages.wild(engine_pb2.Abort, rng))
+    else:
+        order = messages.wild(engine_pb2.SessionRequest, rng)
+    data = order.SerializeToString()
+    # What does not parse ends the session, and with it all that is left of the case.
+    return messages.mutate(data, rng) if rng.random() < 0.05 else data
+
+
+def _metadata(rng: random.Random) -> tuple[tuple[str, str | bytes], ...]:
+    if rng.random() > 0.1:
+        return ()
+    trace = rng.choice(("", "00-x", f"00-{'f' * 32}-{'0' * 16}-ff", "ff-" * 99))
+    return (
+        ("traceparent", trace),
+        ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        ("authorization", "x" * rng.choice((0, 10, 3000))),
+        ("x-bin", rng.randbytes(rng.randrange(50))),
+    )
+
+
+async def run(case: Case, channel: grpc.aio.Channel) -> str:
+    """Makes a call and returns the name of the code that it was answered.
+
+    Raises:
+        FaultError: it was not a proper answer.
+    """
+    call = _start(case, channel)
+    handle = None
+    if case.cancel is not None:
+        handle = asyncio.get_running_loop().call_later(case.cancel, call.cancel)
+    answers: list[bytes] = []
+    try:
+        async with asyncio.timeout(case.deadline + SLACK):
+            try:
+                while isinstance(answer := await call.read(), bytes):
+                    answers.append(answer)
+            except asyncio.CancelledError:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # it is not the call that was cancelled
+            except grpc.aio.AioRpcError:
+                pass
+            code, details = await call.code(), await call.details()
+    except TimeoutError:
+        call.cancel()
+        raise FaultError(f"nothing was heard for {SLACK:g} s after the deadline") from None
+    finally:
+        if handle is not None:
+            handle.cancel()
+    if details == UNHEARD:
+        return "not heard"
+    if code not in PROPER:
+        raise FaultError(f"{code.name}: {details}")
+    if case.method.endswith("/Generate") and code is grpc.StatusCode.OK:
+        _check_stream([generation_pb2.GenerateResponse.FromString(answer) for answer in answers])
+    if case.on_engine and case.method.endswith("/Session"):
+        _check_session([engine_pb2.SessionResponse.FromString(answer) for answer in answers])
+    return code.name
+
+
+def _start(case: Case, channel: grpc.aio.Channel) -> StreamCall:
+    """Calls as a client of the method's would, unless there are too many or too few requests."""
+    given = {"timeout": case.deadline, "metadata": case.metadata}
+    if case.method.endswith("/Session") or len(case.requests) != 1:
+        return channel.stream_stream(case.method)(_paced(case), **given)
+    return channel.unary_stream(case.method)(case.requests[0], **given)
+
+
+async def _paced(case: Case) -> AsyncIterator[bytes]:
+    for request in case.requests:
+        yield request
+        if case.pause:
+            await asyncio.sleep(case.pause)
+    if case.linger:
+        await asyncio.sleep(case.linger)
+
+
+def _check_stream(responses: list[generation_pb2.GenerateResponse]) -> None:
+    """Holds a completed stream to the contract: Accepted, Deltas, one Finished for each output."""
+    kinds = [response.WhichOneof("event") for response in responses]
+    if kinds[:1] != ["accepted"] or kinds.count("accepted") != 1:
+        raise FaultError(f"a stream must begin with its one Accepted: {kinds[:20]}")
+    finished: set[int] = set()
+    for response in responses[1:]:
+        index = response.finished.index if response.HasField("finished") else response.delta.index
+        if index in finished:
+            raise FaultError(f"output {index} goes on after its end")
+        if response.HasField("finished"):
+            finished.add(index)
+    if not finished or finished != set(range(len(finished))):
+        raise FaultError(f"outputs {sorted(finished)} were finished")
+
+
+def _check_session(responses: list[engine_pb2.SessionResponse]) -> None:
+    for response in responses:
+        for failure in response.failures:
+            if failure.code not in {code.value[0] for code in PROPER}:
+                raise FaultError(f"a request failed with {failure.code}: {failure.message}")

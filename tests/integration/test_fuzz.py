@@ -1,0 +1,21 @@
+"""Clients that break every rule leave router and engine as they were.
+
+benchmarks/fuzz in short.
+"""
+
+from benchmarks.fuzz.run import Outcome, fuzz
+from benchmarks.fuzz.stand import stand
+
+CASES = 800
+
+
+async def test_rude_clients_leave_no_trace(tmp_path):
+    outcome = Outcome()
+    async with stand(tmp_path) as servers:
+        await fuzz(servers, 0, range(CASES), outcome)
+    assert outcome.faults == []
+    assert outcome.cases == CASES
+    codes = {code for _, code in outcome.answers}
+    assert {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "CANCELLED", "NOT_FOUND"} <= codes
+    assert outcome.attacks
+    assert outcome.after["engine"].blocks == 0
