@@ -1,5 +1,6 @@
 """From settings to a step that can run: compiled if that has been done, else eager."""
 
+import itertools
 from dataclasses import dataclass
 
 import psutil
@@ -83,7 +84,8 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
 
 def _room_to_compile(model: torch.nn.Module) -> bool:
     """Whether memory allows for it: the compiler holds the weights three times over."""
-    size = sum(weights.nbytes for weights in model.parameters())
+    weights = itertools.chain(model.parameters(), model.buffers())
+    size = sum(tensor.nbytes for tensor in weights)
     available = psutil.virtual_memory().available
     if COMPILER_COPIES * size <= available:
         return True

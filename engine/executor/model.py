@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from engine.config import Quantization
 from engine.executor.attention import PAGED_ATTENTION
 from engine.executor.paged_attention import ShapeProbe, attending
-from engine.executor.quantization import quantize
 from engine.executor.shape import ModelShape
 from kernels.ops import check_supported
 
@@ -91,11 +90,23 @@ def load(
         )
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
-    if quantization != "none":
-        if where.type != "cpu":
-            raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
-        quantize(model, shape, path, quantization)
+    if where.type == "cpu":
+        _prepare_linears(model, shape, path, quantization)
+    elif quantization != "none":
+        raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
     return LoadedModel(model, shape, kind, where)
+
+
+def _prepare_linears(
+    model: PreTrainedModel, shape: ModelShape, path: str, quantization: Quantization
+) -> None:
+    # Not above: these load the kernels for CPU.
+    from engine.executor.linear import pack_linears  # noqa: PLC0415
+    from engine.executor.quantization import quantize  # noqa: PLC0415
+
+    if quantization != "none":
+        quantize(model, shape, path, quantization)
+    pack_linears(model)
 
 
 @torch.inference_mode()

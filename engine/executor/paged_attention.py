@@ -62,6 +62,17 @@ def attending(step: PagedStep | ShapeProbe) -> Iterator[None]:
         _step.reset(token)
 
 
+def current_step() -> PagedStep:
+    """The step that this thread attends within.
+
+    Raises:
+        LookupError: there is none.
+    """
+    step = _step.get()
+    assert isinstance(step, PagedStep)
+    return step
+
+
 def _attend(  # noqa: PLR0917 - an operator's arguments have places
     query: torch.Tensor,
     key: torch.Tensor,

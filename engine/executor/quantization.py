@@ -16,6 +16,7 @@ The last layer, from hidden states to logits, is the one that costs the most qua
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +25,11 @@ from torch.library import register_fake
 from transformers import AutoTokenizer, PreTrainedModel
 
 from engine.config import Quantization
+from engine.executor.linear import linears_by_input, padded_bias, replace
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.shape import ModelShape
+from kernels.cpu import linear as kernels
+from kernels.cpu.linear import pad_outputs
 from kernels.metadata import AttentionMetadata
 
 FEW_TOKENS = 4
@@ -61,111 +65,99 @@ def quantize(
     """
     ranges = _input_ranges(model, shape, _calibration_tokens(path, shape))
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    for name, parent in list(model.named_modules()):
-        layers = {
-            child_name: (child, ranges[full])
-            for child_name, child in parent.named_children()
-            if isinstance(child, nn.Linear)
-            and (child is not head or quantization == "int4")
-            # Some experts may not be reached by the calibration text; they stay as they are.
-            and (full := f"{name}.{child_name}".lstrip(".")) in ranges
-        }
-        for names in _of_one_input(layers):
-            joined = _join([layers[child][0] for child in names])
-            in_4_bits = (
-                quantization == "int4"
-                and joined.in_features % GROUP == 0
-                and layers[names[0]][0] is not head
-            )
-            reach = layers[names[0]][1]
-            whole = Int4Linear(joined, reach) if in_4_bits else Int8Linear(joined, reach)
-            start = 0
-            for child in names:
-                width = layers[child][0].out_features
-                setattr(parent, child, Part(whole, start, width))
-                start += width
+    for group in linears_by_input(model):
+        first = group[0]
+        if first.layer is head and quantization == "int8":
+            continue
+        in_4_bits = quantization == "int4" and first.layer is not head
+        make = Int4Linear if in_4_bits and first.layer.in_features % GROUP == 0 else make_int8
+        replace(group, partial(make, reach=ranges[first.path]))
 
 
-class Part(nn.Module):
-    """One layer's share of the outputs of several that have the same input.
-
-    Each of them calls the whole; the compiler sees that the calls are one. Before the
-    model is compiled they are not, which makes eager steps slower.
-
-    Args:
-        whole: the layers joined.
-        start: the first output of this one.
-        width: how many it has.
-    """
-
-    def __init__(self, whole: nn.Module, start: int, width: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.start = start
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., width]`, of the same dtype."""
-        outputs: Tensor = self.whole(x)
-        return outputs.narrow(-1, self.start, self.width)
-
-
-def _of_one_input(layers: dict[str, tuple[nn.Linear, Tensor]]) -> list[list[str]]:
-    """Groups layers that saw the same values, such as Q, K and V.
-
-    Were two layers together by chance, they would still compute what they should: each
-    takes its part of the product of its own input.
-    """
-    groups: list[list[str]] = []
-    for name, (layer, reach) in layers.items():
-        for group in groups:
-            first, other = layers[group[0]]
-            if torch.equal(reach, other) and (layer.bias is None) == (first.bias is None):
-                group.append(name)
-                break
-        else:
-            groups.append([name])
-    return groups
-
-
-def _join(layers: list[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of all, in their order."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    if layers[0].bias is not None:
-        bias = torch.cat([layer.bias.detach() for layer in layers])
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
-
-
-class Int8Linear(nn.Module):
-    """A linear layer with dynamic 8-bit activations and 8-bit weights.
+def make_int8(linear: nn.Linear, reach: Tensor) -> nn.Module:
+    """A layer with dynamic 8-bit activations and 8-bit weights.
 
     Args:
         linear: the layer that it replaces.
         reach: `[in_features]`, the greatest magnitude of each input.
     """
+    packable = kernels is not None and kernels.takes(linear.in_features, torch.int8)
+    own = packable and linear.weight.dtype == torch.bfloat16
+    weights = _round_to_8_bits(linear.weight.detach().float(), reach)
+    return (PackedInt8Linear if own else Int8Linear)(linear, *weights)
+
+
+def _round_to_8_bits(weight: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Smooths and rounds weights.
+
+    Returns:
+        `[out, in]` int8; `[out]`, what these are multiplied by; `[in]`, what inputs are.
+    """
+    widest = weight.abs().amax(0).clamp_min(TINY)
+    smooth = reach.clamp_min(1e-5) ** SMOOTHING / widest ** (1 - SMOOTHING)
+    smooth = smooth.clamp_min(1e-4)
+    weight = weight * smooth
+    scale = weight.abs().amax(1).clamp_min(TINY) / 127
+    return (weight / scale[:, None]).round_().to(torch.int8), scale, 1 / smooth
+
+
+class PackedInt8Linear(nn.Module):
+    """An 8-bit layer for the kernels of `kernels.cpu.linear`.
+
+    Args:
+        linear: the layer that it replaces.
+        whole: its weights, rounded.
+        scale: what they are multiplied by.
+        factors: what inputs are multiplied by.
+    """
+
+    panels: Tensor
+    factors: Tensor
+    scale: Tensor
+    row_sums: Tensor
+    bias: Tensor
+
+    def __init__(self, linear: nn.Linear, whole: Tensor, scale: Tensor, factors: Tensor) -> None:
+        super().__init__()
+        assert kernels is not None
+        self.outputs = linear.out_features
+        self.register_buffer("panels", kernels.pack(whole))
+        self.register_buffer("factors", factors)
+        self.register_buffer("scale", pad_outputs(scale))
+        self.register_buffer("row_sums", pad_outputs(whole.sum(1, dtype=torch.int32) * scale))
+        self.register_buffer("bias", padded_bias(linear))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
+        out: Tensor = torch.ops.octavo.packed_linear_int8(
+            *(x.reshape(-1, x.shape[-1]), self.panels, self.factors),
+            *(self.scale, self.row_sums, self.bias, self.outputs),
+        )
+        return out.reshape(*x.shape[:-1], -1)
+
+
+class Int8Linear(nn.Module):
+    """An 8-bit layer for oneDNN.
+
+    Args:
+        linear: the layer that it replaces.
+        whole: its weights, rounded.
+        scale: what they are multiplied by.
+        factors: what inputs are multiplied by.
+    """
 
     weight: Tensor
     scale: Tensor
-    unsmooth: Tensor
+    factors: Tensor
     row_sums: Tensor
     no_zero_points: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, reach: Tensor) -> None:
+    def __init__(self, linear: nn.Linear, whole: Tensor, scale: Tensor, factors: Tensor) -> None:
         super().__init__()
-        weight = linear.weight.detach().float()
-        widest = weight.abs().amax(0).clamp_min(TINY)
-        smooth = reach.clamp_min(1e-5) ** SMOOTHING / widest ** (1 - SMOOTHING)
-        smooth = smooth.clamp_min(1e-4)
-        weight = weight * smooth
-        scale = weight.abs().amax(1).clamp_min(TINY) / 127
-        whole = (weight / scale[:, None]).round_().to(torch.int8)
         self.register_buffer("weight", whole)
         self.register_buffer("scale", scale)
-        self.register_buffer("unsmooth", 1 / smooth)
+        self.register_buffer("factors", factors)
         self.register_buffer("row_sums", whole.sum(1, dtype=torch.int32) * scale)
         self.register_buffer("no_zero_points", torch.zeros(len(scale), dtype=torch.int32))
         self.register_buffer("bias", _bias(linear))
@@ -173,7 +165,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
-        rows = x.reshape(-1, x.shape[-1]).float() * self.unsmooth
+        rows = x.reshape(-1, x.shape[-1]).float() * self.factors
         least = rows.amin(1, keepdim=True).clamp_max(0)
         greatest = rows.amax(1, keepdim=True).clamp_min(0)
         step = ((greatest - least) / 255).clamp_min(TINY)
@@ -224,7 +216,7 @@ class Int4Linear(nn.Module):
         same = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
         same.weight = nn.Parameter(values.flatten(1), requires_grad=False)
         same.bias = linear.bias
-        self.as_int8 = Int8Linear(same, reach)
+        self.as_int8 = make_int8(same, reach)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""

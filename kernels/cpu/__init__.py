@@ -18,10 +18,13 @@ if _kernels is not None:
     paged_attention = _kernels.paged_attention
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
+    begin_step = _kernels.begin_step  # for compiled steps, which cannot do without
+    linear = _kernels.linear if _kernels.linear.supported else None
 else:
     write_kv = fallback.write_kv
     paged_attention = fallback.paged_attention
     copy_blocks = fallback.copy_blocks
     swap_blocks = fallback.swap_blocks
+    linear = None
 
-__all__ = ["copy_blocks", "paged_attention", "swap_blocks", "write_kv"]
+__all__ = ["copy_blocks", "linear", "paged_attention", "swap_blocks", "write_kv"]

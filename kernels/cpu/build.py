@@ -1,7 +1,7 @@
 """Compiles the C++ kernels for this very machine, once, into the user's cache.
 
-The sources include no header of PyTorch's, so this takes seconds, and the result
-does not depend on PyTorch's version: it is called through a plain C ABI.
+The sources include no header of PyTorch's, so this takes seconds. They are called
+through a plain C ABI, and call PyTorch through its own.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ import platformdirs
 
 from kernels.machine import cpu_identity
 
-SOURCES = ("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp")
-HEADERS = ("cache.h", "fetcher.h", "plan.h", "product.h", "vector.h")
+SOURCES = ("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp")
+HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "vector.h")
 FLAGS = (
     "-O3",
     "-march=native",
@@ -47,7 +47,8 @@ def load_library() -> ctypes.CDLL:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _compile(compiler, path)
-    return ctypes.CDLL(str(path))
+    # Globally: a compiled step finds the kernels by their names alone.
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def find_compiler() -> str | None:
@@ -59,42 +60,44 @@ def find_compiler() -> str | None:
 
 def _library_path(compiler: str) -> Path:
     """Returns where the library for these sources, flags and this CPU is kept."""
-    parts = [compiler, *FLAGS, cpu_identity(), str(_openmp_runtime())]
+    parts = [compiler, *FLAGS, cpu_identity(), *map(str, _loaded_libraries())]
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return Path(platformdirs.user_cache_dir("octavo")) / "kernels" / f"cpu-{digest[:16]}.so"
 
 
-def _openmp_runtime() -> Path | None:
-    """Returns the OpenMP runtime that this process has loaded already: PyTorch's.
+def _loaded_libraries() -> list[Path]:
+    """Returns PyTorch's library and its OpenMP runtime, as this process has loaded them.
 
-    PyTorch brings its own. Linked against the system's, the kernels would run a
+    PyTorch brings its own runtime. Linked against the system's, the kernels would run a
     second pool of threads, which spin while the first one works.
+
+    Raises:
+        OSError: they cannot be found, this not being Linux, say.
     """
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if line.count("/")}
-    for prefix in ("libgomp", "libiomp5", "libomp"):
-        for file in sorted(files):
-            if file.name.startswith(prefix):
-                return file
-    return None
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = sorted({Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")})
+
+    def find(*prefixes: str) -> Path:
+        for prefix in prefixes:
+            for file in files:
+                if file.name.startswith(prefix):
+                    return file
+        raise FileNotFoundError(f"no {prefixes[0]} is loaded")
+
+    return [find("libtorch_cpu"), find("libgomp", "libiomp5", "libomp")]
 
 
 def _compile(compiler: str, path: Path) -> None:
     """Compiles the sources and moves the library to `path` in one step."""
     here = Path(__file__).parent
-    openmp = _openmp_runtime()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
         for source, target in zip(SOURCES, objects, strict=True):
             _run([compiler, *FLAGS, "-c", str(here / source), "-o", target])
         # Without -fopenmp here, the linker takes only the runtime it is given.
-        runtime = ["-fopenmp"] if openmp is None else [str(openmp)]
         library = f"{scratch}/library.so"
-        _run([compiler, "-shared", "-o", library, *objects, *runtime])
+        _run([compiler, "-shared", "-o", library, *objects, *map(str, _loaded_libraries())])
         Path(library).replace(path)
 
 

@@ -4,6 +4,7 @@ A model calls these once a layer, so what the layers of a step have in common is
 looked at once: each cache when it is first seen, the batch when it changes.
 """
 
+import operator
 import weakref
 from ctypes import (
     POINTER,
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import load_library
+from kernels.cpu.linear import LinearKernels
 from kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -57,7 +59,10 @@ class _Batch(Structure):
 class _KnownCache:
     """A layer's cache that was found fit, and its struct. Does not keep it alive."""
 
-    __slots__ = ("dtype", "head_dim", "keys", "num_kv_heads", "num_slots", "struct", "values")
+    __slots__ = (
+        *("dtype", "head_dim", "keys", "num_kv_heads", "num_slots"),
+        *("reference", "struct", "values"),
+    )
 
     def __init__(self, key_cache: Tensor, value_cache: Tensor) -> None:
         num_blocks, self.num_kv_heads, block_size, self.head_dim = key_cache.shape
@@ -82,18 +87,17 @@ class _KnownCache:
                 f"{self.head_dim} a multiple of {_UNIT}"
             )
         self.keys, self.values = weakref.ref(key_cache), weakref.ref(value_cache)
-        self.struct = byref(
-            _Cache(
-                key_cache.data_ptr(),
-                value_cache.data_ptr(),
-                key_cache.stride(0),
-                num_blocks,
-                self.num_kv_heads,
-                self.head_dim,
-                block_size,
-                _DTYPES[self.dtype],
-            )
+        self.struct = _Cache(
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            key_cache.stride(0),
+            num_blocks,
+            self.num_kv_heads,
+            self.head_dim,
+            block_size,
+            _DTYPES[self.dtype],
         )
+        self.reference = byref(self.struct)
 
 
 class _KnownBatch:
@@ -131,11 +135,24 @@ class _KnownSlots:
         self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
 
 
+class _KnownLayers:
+    """All layers' caches, found fit, and their structs in a row. Does not keep them alive."""
+
+    __slots__ = ("caches", "structs")
+
+    def __init__(self, caches: list[_KnownCache]) -> None:
+        self.caches = caches
+        self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
+
+
 class NativeKernels:
     """The kernels of `kernels.ops`, in C++. Several threads may call them.
 
     Raises:
         OSError: they cannot be compiled here.
+
+    Attributes:
+        linear: those for linear layers.
     """
 
     def __init__(self) -> None:
@@ -153,6 +170,11 @@ class NativeKernels:
         self._copy = library.octavo_copy_blocks
         self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
         self._copy.restype = None
+        self._begin = library.octavo_begin_step
+        self._begin.argtypes = (POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64, c_int)
+        self._begin.restype = None
+        self.linear = LinearKernels(library)
+        self._layers: _KnownLayers | None = None  # the latest
         self._caches: dict[int, _KnownCache] = {}
         self._batch: _KnownBatch | None = None  # the latest
         self._slots: _KnownSlots | None = None  # the latest
@@ -167,9 +189,7 @@ class NativeKernels:
     ) -> None:
         """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
         cache = self._know_cache(key_cache, value_cache)
-        slots = self._slots
-        if slots is None or slots.tensor is not slot_mapping:
-            slots = self._slots = _KnownSlots(slot_mapping)
+        slots = self._know_slots(slot_mapping)
         shape = key.shape
         if shape != (slots.count, cache.num_kv_heads, cache.head_dim) or value.shape != shape:
             raise ValueError(
@@ -181,7 +201,7 @@ class NativeKernels:
         key, value = _rows(key), _rows(value)
         key_strides, value_strides = key.stride(), value.stride()
         bad = self._write(
-            cache.struct,
+            cache.reference,
             key.data_ptr(),
             key_strides[0],
             key_strides[1],
@@ -211,9 +231,7 @@ class NativeKernels:
     ) -> Tensor:
         """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
         cache = self._know_cache(key_cache, value_cache)
-        batch = self._batch
-        if batch is None or batch.metadata is not metadata:
-            batch = self._batch = _KnownBatch(metadata)
+        batch = self._know_batch(metadata)
         shape = query.shape
         _, num_heads, head_dim = shape
         if head_dim != cache.head_dim or num_heads % cache.num_kv_heads:
@@ -228,7 +246,7 @@ class NativeKernels:
         if alibi_slopes is not None:
             alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
         bad = self._attend(
-            cache.struct,
+            cache.reference,
             batch.struct,
             query.data_ptr(),
             token_stride,
@@ -248,6 +266,37 @@ class NativeKernels:
                 f"{metadata.block_tables[bad - 1].tolist()}"
             )
         return out
+
+    def begin_step(self, layers: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata) -> None:
+        """Says what the next compiled step of this thread is about; see aoti.cpp.
+
+        Args:
+            layers: each layer's key and value cache, as `paged_attention` takes them.
+            metadata: of the batch.
+
+        Raises:
+            ValueError: the kernels cannot read them.
+        """
+        caches = [self._know_cache(key, value) for key, value in layers]
+        known = self._layers
+        if known is None or any(map(operator.is_not, known.caches, caches)):
+            known = self._layers = _KnownLayers(caches)
+        batch, slots = self._know_batch(metadata), self._know_slots(metadata.slot_mapping)
+        self._begin(
+            known.structs, batch.struct, slots.pointer, slots.count, torch.get_num_threads()
+        )
+
+    def _know_batch(self, metadata: AttentionMetadata) -> _KnownBatch:
+        batch = self._batch
+        if batch is None or batch.metadata is not metadata:
+            batch = self._batch = _KnownBatch(metadata)
+        return batch
+
+    def _know_slots(self, slot_mapping: Tensor) -> _KnownSlots:
+        slots = self._slots
+        if slots is None or slots.tensor is not slot_mapping:
+            slots = self._slots = _KnownSlots(slot_mapping)
+        return slots
 
     def _know_cache(self, key_cache: Tensor, value_cache: Tensor) -> _KnownCache:
         """Returns what is known of a layer's cache, after a look at it the first time."""

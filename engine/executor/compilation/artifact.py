@@ -9,14 +9,16 @@ from pathlib import Path
 import torch
 
 from engine.config import Quantization
-from engine.executor import paged_attention  # noqa: F401 - defines the operator
+from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
+from kernels import cpu
 from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
-SOURCES = ("artifact.py", "export.py", "../attention.py", "../model.py")
+SOURCES = ("artifact.py", "export.py", "../attention.py", "../linear.py", "../model.py")
 QUANTIZATION = "../quantization.py"
+KERNELS = "../../../kernels/cpu/aoti.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class CompiledStep:
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
         """Runs the model within `attending`; see `engine.executor.step.Step`."""
+        step = current_step()
+        cpu.begin_step(step.layers, step.metadata)
         count = token_ids.shape[1]
         for most, graph in self._graphs:
             if most is None or count <= most:
@@ -152,7 +156,7 @@ def locate(recipe: Recipe) -> Artifact | None:
     files = _model_files(recipe.model)
     if files is None:
         return None
-    sources = SOURCES if recipe.quantization == "none" else (*SOURCES, QUANTIZATION)
+    sources = (*SOURCES, KERNELS, *([QUANTIZATION] if recipe.quantization != "none" else []))
     facts = {
         "recipe": asdict(recipe) | {"model": ""},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],

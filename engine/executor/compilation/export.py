@@ -27,15 +27,28 @@ NICENESS = 19
 MOST_TOKENS = 1 << 20
 """An upper bound that the compiler wants for the number of tokens; no step comes near."""
 
+SHIMS = {
+    "paged_attention": "AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,"
+    " int64_t layer, double scale, int64_t* sliding_window, double* soft_cap",
+    "packed_linear": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle bias,"
+    " int64_t outputs",
+    "packed_linear_int8": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle factors,"
+    " AtenTensorHandle scales, AtenTensorHandle row_sums, AtenTensorHandle bias,"
+    " int64_t outputs",
+}
+"""The arguments of the functions in kernels/cpu/aoti.cpp, which are called in place of
+these operators."""
 INDUCTOR: dict[str, Any] = {
     "freezing": True,  # weights are constants, packed once for oneDNN
     "aot_inductor.compile_wrapper_opt_level": "O0",  # it only calls; -O1 is no faster
     "aot_inductor.precompile_headers": False,  # pays from the second compilation on
+    "aot_inductor.custom_ops_to_c_shims": {
+        getattr(torch.ops.octavo, name).default: [
+            f"AOTITorchError aoti_torch_cpu_{name}({arguments}, AtenTensorHandle* result)"
+        ]
+        for name, arguments in SHIMS.items()
+    },
 }
-CONCAT: dict[str, Any] = {
-    "cpp.enable_concat_linear": True  # Q, K and V in one product, gate and up in another
-}
-"""Not where layers are in 4 bits: PyTorch 2.13 looks for those by a wrong name, and fails."""
 
 
 def main() -> None:
@@ -77,14 +90,13 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
-    options = INDUCTOR | (CONCAT if recipe.quantization == "none" else {})
     graphs, least = [], 1
     for most in graph_limits(recipe.quantization):
         package = scratch / f"{least}.pt2"
         torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
             _export(EagerStep(loaded.model), least, most or MOST_TOKENS),
             package_path=str(package),
-            inductor_configs=options,
+            inductor_configs=INDUCTOR,
         )
         graphs.append(Graph(_unpack(package, result), most))
         package.unlink()

@@ -1,0 +1,103 @@
+// The product of rows of activations with packed weights, blocked for registers and
+// caches.
+//
+// Weights lie in panels of kPanel outputs: for each word of inputs (2 of 16 bits, 4 of
+// 8) the panel's outputs side by side. A panel is read from memory once, while the one
+// before it is worked on, and stays in the core's own cache for all rows.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "vector.h"
+
+constexpr int kPanelVectors = 2;
+constexpr int kPanel = kPanelVectors * kLanes;
+constexpr int kTileRows = 12;  // two sums each: with an element and weights, 32 registers
+constexpr int kLineWords = 16;
+
+// Calls store(row, panel, sums) with each row's sums of each panel.
+//
+// T::Sum is a vector of sums; T::multiply_add adds to it the products of two words'
+// elements. Panels go to whichever thread is free: others may share the machine.
+template <class T, class Store>
+class Linear {
+ public:
+  Linear(const uint32_t* rows, int64_t num_rows, int64_t row_stride, const uint32_t* panels,
+         int64_t num_panels, int64_t depth, Store store)
+      : rows_(rows), num_rows_(num_rows), row_stride_(row_stride), panels_(panels),
+        num_panels_(num_panels), depth_(depth), store_(store) {}
+
+  void run(int threads) {
+    std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(threads)
+    for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
+      next = free++;
+      run_panel(panel, std::min(next, num_panels_ - 1));
+    }
+  }
+
+ private:
+  void run_panel(int64_t panel, int64_t next) const {
+    const int64_t tiles = (num_rows_ + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = num_rows_ * tile / tiles;
+      const int rows = num_rows_ * (tile + 1) / tiles - row;
+      const uint32_t* ahead = panels_ + next * depth_ * kPanel;
+      // The next panel is asked for in the first tile, or in halves in the first two.
+      if (tiles == 1)
+        run_tile<kPanel / kLineWords>(rows, row, panel, ahead);
+      else if (tile < 2)
+        run_tile<kPanel / kLineWords / 2>(rows, row, panel, ahead + tile * depth_ * kPanel / 2);
+      else
+        run_tile<0>(rows, row, panel, ahead);
+    }
+  }
+
+  template <int kLines>
+  void run_tile(int rows, int64_t row, int64_t panel, const uint32_t* ahead) const {
+    switch (rows) {
+      case 1: return multiply<1, kLines>(row, panel, ahead);
+      case 2: return multiply<2, kLines>(row, panel, ahead);
+      case 3: return multiply<3, kLines>(row, panel, ahead);
+      case 4: return multiply<4, kLines>(row, panel, ahead);
+      case 5: return multiply<5, kLines>(row, panel, ahead);
+      case 6: return multiply<6, kLines>(row, panel, ahead);
+      case 7: return multiply<7, kLines>(row, panel, ahead);
+      case 8: return multiply<8, kLines>(row, panel, ahead);
+      case 9: return multiply<9, kLines>(row, panel, ahead);
+      case 10: return multiply<10, kLines>(row, panel, ahead);
+      case 11: return multiply<11, kLines>(row, panel, ahead);
+      case 12: return multiply<12, kLines>(row, panel, ahead);
+    }
+  }
+
+  template <int kRows, int kLines>
+  void multiply(int64_t row, int64_t panel, const uint32_t* ahead) const {
+    const uint32_t* a = rows_ + row * row_stride_;
+    const uint32_t* b = panels_ + panel * depth_ * kPanel;
+    typename T::Sum sums[kRows][kPanelVectors] = {};
+    for (int64_t k = 0; k < depth_; k++) {
+#pragma GCC unroll 2
+      for (int line = 0; line < kLines; line++)
+        __builtin_prefetch(ahead + (k * kLines + line) * kLineWords, 0, 2);
+      const Words left = load<Words>(b + k * kPanel);
+      const Words right = load<Words>(b + k * kPanel + kLanes);
+#pragma GCC unroll 12
+      for (int i = 0; i < kRows; i++) {
+        const Words element = broadcast(a[i * row_stride_ + k]);
+        sums[i][0] = T::multiply_add(sums[i][0], element, left);
+        sums[i][1] = T::multiply_add(sums[i][1], element, right);
+      }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < kRows; i++) store_(row + i, panel, sums[i]);
+  }
+
+  const uint32_t* rows_;
+  int64_t num_rows_, row_stride_;
+  const uint32_t* panels_;
+  int64_t num_panels_, depth_;
+  Store store_;
+};
