@@ -141,13 +141,14 @@ def engine(model: str, **settings: Any) -> Node:  # noqa: ANN401 - whatever they
         "swap_space": 0,
         "metrics_port": 0,
         "drain_timeout": 0.0,
+        "log_level": "error",
     }
     return Node(partial(_run_engine, {**defaults, **settings}))
 
 
 def router(engines: list[str], **settings: Any) -> Node:  # noqa: ANN401 - whatever they are
     """A router over engines by address; further settings are RouterSettings'."""
-    defaults = {"engine": engines, "metrics_port": 0, "drain_timeout": 0.0}
+    defaults = {"engine": engines, "metrics_port": 0, "drain_timeout": 0.0, "log_level": "error"}
     return Node(partial(_run_router, {**defaults, **settings}))
 
 
@@ -163,15 +164,17 @@ def _run_engine(settings: dict[str, Any], port: int, ready: Connection) -> None:
     from engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     torch.set_num_threads(1)
-    logging.configure("console", "error")
-    asyncio.run(serve(EngineSettings(**settings, port=port), on_ready=ready.send))
+    own = EngineSettings(**settings, port=port)
+    logging.configure(own.log_format, own.log_level)
+    asyncio.run(serve(own, on_ready=ready.send))
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
     from router.server import serve  # noqa: PLC0415 - imported in the process that forks
 
-    logging.configure("console", "error")
-    asyncio.run(serve(RouterSettings(**settings, port=port), on_ready=ready.send))
+    own = RouterSettings(**settings, port=port)
+    logging.configure(own.log_format, own.log_level)
+    asyncio.run(serve(own, on_ready=ready.send))
 
 
 class Wire:

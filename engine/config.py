@@ -6,11 +6,12 @@ from pydantic import Field, model_validator
 
 from engine.preemption import PreemptionMode
 from octavo.common.connections import ConnectionSettings
+from octavo.common.listening import TlsSettings
 
 Quantization = Literal["none", "int8", "int4"]
 
 
-class EngineSettings(ConnectionSettings):
+class EngineSettings(ConnectionSettings, TlsSettings):
     """Settings of `octavo engine`; each is a flag, a variable and a TOML key."""
 
     table: ClassVar[str] = "engine"

@@ -20,6 +20,7 @@ from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
 from engine.validation import to_request
+from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving
 from octavo.v1 import engine_pb2, engine_pb2_grpc
@@ -136,7 +137,11 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     Raises:
         StartupError: the settings do not fit each other, the model or the
             machine.
+        TlsError: certificate and key cannot be used.
+        OSError: it cannot listen there.
     """
+    if settings.tls is not None:
+        settings.tls.read()  # not to load a model first and fail then
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -156,8 +161,10 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
         )
-        port = server.add_insecure_port(f"{settings.host}:{settings.port}")
-        address = f"{settings.host}:{port}"
+        address = listen(server, settings.host, settings.port, settings.tls)
+        if not is_loopback(settings.host) and settings.tls_client_ca is None:
+            hint = "say whose certificates it takes with --tls-client-ca"
+            log.warning("anybody may use the engine", address=address, hint=hint)
         await server.start()
         with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
             await set_serving(health, ["", SERVICE], serving=True)

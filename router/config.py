@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
+from octavo.common.listening import TlsSettings, is_loopback
+from octavo.common.tls import Tls
 from router.balancing import PolicyName
 
 DNS_SCHEME = "dns:///"
@@ -19,7 +21,7 @@ def is_address(text: str) -> bool:
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
-class RouterSettings(ConnectionSettings):
+class RouterSettings(ConnectionSettings, TlsSettings):
     """What `octavo router` can be told."""
 
     table: ClassVar[str] = "router"
@@ -28,6 +30,20 @@ class RouterSettings(ConnectionSettings):
         ["127.0.0.1:50052"],
         description="An engine's HOST:PORT, or dns:///NAME:PORT for every address of a name. "
         "May be given several times.",
+    )
+    engine_ca: Path | None = Field(
+        None,
+        description="Authorities, in PEM, that engines' certificates are of. Default: no TLS to "
+        "engines.",
+    )
+    engine_cert: Path | None = Field(
+        None, description="The certificate that the router shows to engines, in PEM."
+    )
+    engine_key: Path | None = Field(None, description="That certificate's private key, in PEM.")
+    engine_tls_name: str | None = Field(
+        None,
+        description="The name that engines' certificates are for. Default: the host in --engine, "
+        "or the address that DNS gave.",
     )
     dns_interval: float = Field(
         5.0, gt=0, description="Seconds between look-ups of the engines' names."
@@ -132,6 +148,31 @@ class RouterSettings(ConnectionSettings):
             max_age=self.max_connection_age,
             age_grace=self.max_connection_age_grace,
         )
+
+    @property
+    def engine_tls(self) -> Tls | None:
+        """The router's files on its connections to engines; None: plaintext."""
+        if self.engine_ca is None:
+            return None
+        return Tls(self.engine_ca, self.engine_cert, self.engine_key, self.engine_tls_name)
+
+    @model_validator(mode="after")
+    def _engine_tls_together(self) -> Self:
+        if (self.engine_cert is None) != (self.engine_key is None):
+            raise ValueError("--engine-cert and --engine-key go together")
+        if self.engine_ca is None and (self.engine_cert or self.engine_tls_name):
+            raise ValueError("--engine-cert and --engine-tls-name need --engine-ca")
+        return self
+
+    @model_validator(mode="after")
+    def _admin_is_guarded(self) -> Self:
+        guarded = self.tenants is not None or self.tls_client_ca is not None
+        if self.admin_port and not is_loopback(self.admin_host) and not guarded:
+            raise ValueError(
+                f"AdminService on {self.admin_host} (--admin-host) would be anybody's; give "
+                "--tenants with an admin among them, or --tls-client-ca"
+            )
+        return self
 
     @field_validator("engine")
     @classmethod

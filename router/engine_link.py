@@ -11,7 +11,7 @@ import structlog
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
-from octavo.common import rpc
+from octavo.common import rpc, tls
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 from router.admission.claims import Claims
 from router.balancing.prefixes import Prefixes
@@ -143,7 +143,7 @@ class EngineLink:
         Raises:
             _DisconnectedError: The engine never came up.
         """
-        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+        async with self._open_channel() as channel:
             engine = await self._connect(channel)
             try:
                 reason = await engine.session.run()
@@ -157,6 +157,22 @@ class EngineLink:
             self.breaker.trip()
         passed_over = round(self.breaker.remaining, 1)
         log.warning("engine_down", engine=self.address, reason=reason, passed_over=passed_over)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        """Makes a channel with the certificates that there are now.
+
+        Raises:
+            _DisconnectedError: They cannot be used.
+        """
+        files = self._settings.engine_tls
+        if files is None:
+            return grpc.aio.insecure_channel(self.address, options=self._options)
+        try:
+            credentials = tls.channel_credentials(files)
+        except tls.TlsError as error:
+            raise _DisconnectedError(str(error)) from error
+        options = [*self._options, *tls.channel_options(files)]
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
 
     async def _connect(self, channel: grpc.aio.Channel) -> Engine:
         stub: engine_pb2_grpc.EngineServiceAsyncStub

@@ -11,9 +11,10 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
+from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
-from octavo.v1 import admin_pb2_grpc, generation_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admin import AdminService
 from router.admission import Admission, QueueLimits
 from router.auth import Gate
@@ -36,6 +37,10 @@ CLOSE_SECONDS = 1.0
 class Router:
     """A router that can be started and stopped.
 
+    Args:
+        settings: What it is to do.
+        on_serving: Called once, with the model that the first engine has.
+
     Raises:
         SettingsError: The tenants' file cannot be read, or is wrong.
 
@@ -45,10 +50,15 @@ class Router:
         gate: Who may use it.
     """
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
+    ) -> None:
         self.address = ""
         self.registry = CollectorRegistry()
         self._settings = settings
+        self._on_serving = on_serving
         self.gate = Gate(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
         self.pool = EnginePool(
@@ -83,6 +93,7 @@ class Router:
 
         Raises:
             OSError: The address or the metrics port is taken or not this machine's.
+            TlsError: Certificates or keys cannot be used.
         """
         settings = self._settings
         self._server, self._health = await rpc.create_server(
@@ -96,7 +107,9 @@ class Router:
             interceptors=limit_calls(settings.max_calls_per_peer),
             guard=self.gate.check,
         )
-        self.address = _bind(self._server, settings.host, settings.port)
+        self.address = listen(self._server, settings.host, settings.port, settings.tls)
+        if settings.engine_tls is not None:
+            settings.engine_tls.read()
         if settings.admin_port:
             self._admin = await self._make_admin()
         observe_process(self.registry)
@@ -111,6 +124,7 @@ class Router:
                 self.pool.add(address)
         self._discovery = asyncio.create_task(self._discover(), name="discovery")
         log.info("router_listening", address=self.address, engines=settings.engine)
+        self._warn()
 
     async def drain(self) -> None:
         """Refuses new calls and lets those in progress finish, for a while."""
@@ -134,11 +148,26 @@ class Router:
         await asyncio.to_thread(self._open.close)
         log.info("router_stopped", address=self.address)
 
+    def _warn(self) -> None:
+        """Says what others than this machine's users could do."""
+        settings = self._settings
+        if is_loopback(settings.host):
+            return
+        if self.gate.open and settings.tls_client_ca is None:
+            hint = "name who may use it with --tenants, or whose certificates with --tls-client-ca"
+            log.warning("anybody_may_use_the_router", address=self.address, hint=hint)
+        elif settings.tls is None:
+            hint = "give --tls-cert and --tls-key, unless something before the router does TLS"
+            log.warning("keys_travel_in_the_clear", address=self.address, hint=hint)
+
     def _engines_changed(self, model: str) -> None:
         """An engine of `model` came, went, or began to drain."""
         self.service.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
+        if self._on_serving is not None and self.pool.up(model):
+            tell, self._on_serving = self._on_serving, None
+            tell(self.pool.card(model, queued=0))
 
     def _load_reported(self, model: str) -> None:
         """An engine of `model` said what it has free."""
@@ -162,7 +191,7 @@ class Router:
             limits=settings.connection_limits,
             guard=self.gate.check_admin,
         )
-        _bind(server, settings.admin_host, settings.admin_port, flag="--admin-port")
+        listen(server, settings.admin_host, settings.admin_port, settings.tls, flag="--admin-port")
         await rpc.set_serving(health, ["", ADMIN], serving=True)
         return server
 
@@ -182,15 +211,23 @@ class Router:
             await self._changed.wait()
 
 
-async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    settings: RouterSettings,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
+) -> None:
     """Runs a router until SIGTERM or SIGINT, then drains it; a second signal ends it at once.
 
     Args:
         settings: What it is to do.
         on_ready: Called with HOST:PORT when it listens.
+        on_serving: Called, once, with the model that the first engine has.
 
     Raises:
         OSError: It cannot listen there.
+        SettingsError: The tenants' file cannot be used.
+        TlsError: Certificates or keys cannot be used.
     """
     loop = asyncio.get_running_loop()
     signals = [asyncio.Event(), asyncio.Event()]
@@ -200,7 +237,7 @@ async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | N
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    router = Router(settings)
+    router = Router(settings, on_serving)
     try:
         await router.start()
         if on_ready is not None:
@@ -217,16 +254,3 @@ async def serve(settings: RouterSettings, *, on_ready: Callable[[str], None] | N
         await router.stop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-def _bind(server: grpc.aio.Server, host: str, port: int, flag: str = "--port") -> str:
-    """Listens on a host and port, 0 for a free one; returns HOST:PORT."""
-    name = f"[{host}]" if ":" in host else host
-    try:
-        bound = server.add_insecure_port(f"{name}:{port}")
-    except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {name}:{port}; is the port taken? Choose another {flag}, "
-            f"or 0 for a free one ({error})"
-        ) from error
-    return f"{name}:{bound}"

@@ -1,9 +1,14 @@
 """What all tests share."""
 
+import ipaddress
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
 
 from octavo.common import models
@@ -22,6 +27,70 @@ settings.load_profile("octavo")
 def demo_model() -> Path:
     """The demo model's directory: fetched and converted on the first run on a machine."""
     return Path(models.resolve(models.DEMO))
+
+
+class Authority:
+    """Issues certificates as PEM files in a directory; its own is `ca`."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
+        certificate = self._sign(self._name, self._key, x509.BasicConstraints(True, None))
+        self.ca = self._write("ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, file: str, *identities: str, cn: str = "somebody") -> tuple[Path, Path]:
+        """Writes FILE.pem and FILE.key for "dns:", "ip:" and "uri:" names; returns both."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        kinds = {
+            "dns": x509.DNSName,
+            "uri": x509.UniformResourceIdentifier,
+            "ip": lambda text: x509.IPAddress(ipaddress.ip_address(text)),
+        }
+        pairs = (identity.split(":", 1) for identity in identities)
+        names = x509.SubjectAlternativeName([kinds[kind](text) for kind, text in pairs])
+        subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, cn)])
+        certificate = self._sign(subject, key, *([names] if identities else []))
+        pem = serialization.Encoding.PEM
+        secret = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return (
+            self._write(f"{file}.pem", certificate.public_bytes(pem)),
+            self._write(f"{file}.key", secret),
+        )
+
+    def _sign(self, subject, key, *extensions) -> x509.Certificate:
+        now = datetime.now(UTC)
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(hours=1))
+            .not_valid_after(now + timedelta(hours=1))
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, critical=False)
+        return builder.sign(self._key, hashes.SHA256())
+
+    def _write(self, name: str, pem: bytes) -> Path:
+        self._directory.mkdir(exist_ok=True)
+        fresh = self._directory / f".{name}"  # what is read is never half a file
+        fresh.write_bytes(pem)
+        return fresh.replace(self._directory / name)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "authority")
+
+
+@pytest.fixture
+def impostor(tmp_path: Path) -> Authority:
+    """An authority that nobody trusts."""
+    return Authority(tmp_path / "impostor")
 
 
 @pytest.fixture(autouse=True)

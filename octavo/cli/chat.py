@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from octavo.cli.generate import Address
+from octavo.cli.connection import Server, with_server
 from octavo.cli.output import err, out, report
 from octavo.client import Client, Error, GenerateOptions, Message
-from octavo.client.channel import DEFAULT_ADDRESS
 
 HELP = """[bold]/help[/]           this
 [bold]/reset[/]          forget what was said
@@ -30,8 +29,9 @@ class Conversation:
         return [*first, *self.messages]
 
 
+@with_server
 def chat(
-    address: Address = DEFAULT_ADDRESS,
+    server: Server,
     model: Annotated[str | None, typer.Option(help="Model; needed if several are served.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 1024,
@@ -44,7 +44,7 @@ def chat(
         model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
     )
     conversation = Conversation(system)
-    with Client(address) as client:
+    with server.client() as client:
         if sys.stdin.isatty():
             import readline  # noqa: F401, PLC0415 - gives input() history and editing
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from engine.config import EngineSettings
 from octavo.cli.options import declaring, describe
 from octavo.common.connections import ConnectionSettings
+from octavo.common.listening import TlsSettings
 from octavo.common.settings import Settings, flag
 from router.config import RouterSettings
 
@@ -13,6 +14,7 @@ END = "<!-- /flags -->"
 TITLES = (
     ("All three", Settings),
     ("All three, on the connections that they take", ConnectionSettings),
+    ("All three, on TLS at their port", TlsSettings),
     ("`octavo router` and `octavo serve`", RouterSettings),
     ("`octavo engine` and `octavo serve`", EngineSettings),
 )

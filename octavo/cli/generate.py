@@ -8,19 +8,16 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.connection import Server, with_server
 from octavo.cli.output import INTERRUPTED, err, failures, out
-from octavo.client import Client, Delta, GenerateOptions, Message, Stream
-from octavo.client.channel import DEFAULT_ADDRESS
+from octavo.client import Delta, GenerateOptions, Message, Stream
 from octavo.client.requests import Prompt
 
-Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="OCTAVO_ADDRESS", help="The server's HOST:PORT.")
-]
 
-
+@with_server
 def generate(
+    server: Server,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
-    address: Address = DEFAULT_ADDRESS,
     model: Annotated[str | None, typer.Option(help="Model; needed if several are served.")] = None,
     chat: Annotated[
         bool,
@@ -76,7 +73,7 @@ def generate(
         priority=priority,
         token_ids=as_json or None,
     )
-    with failures(address), Client(address) as client:
+    with failures(server.address), server.client() as client:
         stream = client.generate(_prompt(text, chat, system), timeout=timeout, **options)
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(stream.complete()), ensure_ascii=False))

@@ -6,25 +6,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from octavo.cli.connection import Server
 from octavo.cli.output import err, fail
-from octavo.client import Client
 from octavo.common.ports import free_port
 
 START_SECONDS = 600.0  # a model may have to be compiled
 STOP_SECONDS = 40.0
+PLAIN = Server()
 TAIL_LINES = 25
 """How much of the server's log is shown when it does not start."""
 
 
 @contextlib.contextmanager
-def local_server(model: str, *arguments: str) -> Iterator[str]:
+def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[str]:
     """Runs `octavo serve` on a free port; yields its address once it is ready.
 
     Args:
         model: as --model takes it.
         *arguments: more flags for `octavo serve`.
+        like: how to connect to it, but for its address.
 
     Raises:
         typer.Exit: it does not start; the end of its log has been printed.
@@ -37,7 +40,7 @@ def local_server(model: str, *arguments: str) -> Iterator[str]:
         with log.open("wb") as sink:
             process = subprocess.Popen(command, stdout=sink, stderr=sink)
         try:
-            _wait(process, f"127.0.0.1:{port}", log, " ".join(serve))
+            _wait(process, replace(like, address=f"127.0.0.1:{port}"), log, " ".join(serve))
             yield f"127.0.0.1:{port}"
         finally:
             process.terminate()
@@ -48,10 +51,10 @@ def local_server(model: str, *arguments: str) -> Iterator[str]:
                 process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], address: str, log: Path, name: str) -> None:
+def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, name: str) -> None:
     """Waits until the server is ready; shows its log if it never is."""
     started = time.monotonic()
-    with err.status(f"Starting {name}…"), Client(address) as client:
+    with err.status(f"Starting {name}…"), server.client() as client:
         while time.monotonic() - started < START_SECONDS:
             if process.poll() is not None:
                 raise fail(f"{name} ended with code {process.returncode}:\n{_tail(log)}")

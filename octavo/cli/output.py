@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from octavo.client import Error, UnavailableError
+from octavo.client import Error, UnauthenticatedError, UnavailableError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -40,10 +40,18 @@ def report(error: Error, address: str) -> None:
             err.print(f"  {escape(violation.field)}: {escape(violation.description)}")
     if error.retry_after is not None:
         err.print(f"  try again in {error.retry_after:.1f} s")
-    if isinstance(error, UnavailableError) and "failed to connect" in error.message:
+    if isinstance(error, UnauthenticatedError):
+        err.print("  a key goes into OCTAVO_API_KEY, or after --api-key")
+    elif isinstance(error, UnavailableError) and "handshake failed" in error.message:
         err.print(
-            f"  nothing answers at {escape(address)}; start a server with "
-            "[bold]octavo serve --model demo[/], or name one with --address",
+            f"  {escape(address)} does not speak TLS, or its certificate is of another authority "
+            "or for another name (--ca, --tls-name)",
+            soft_wrap=True,
+        )
+    elif isinstance(error, UnavailableError) and "failed to connect" in error.message:
+        err.print(
+            f"  nothing answers at {escape(address)}, or it speaks TLS (--tls, --ca); start a "
+            "server with [bold]octavo serve --model demo[/], or name one with --address",
             soft_wrap=True,
         )
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from octavo.cli.output import INTERRUPTED, fail
 from octavo.common.models import ModelError
 from octavo.common.settings import SettingsError
+from octavo.common.tls import TlsError
 
 log = structlog.get_logger(__name__)
 
@@ -25,7 +26,7 @@ class StartError(Exception):
 
 
 # Failures whose message says it all; others are shown with their traceback.
-EXPECTED = (StartError, ModelError, SettingsError, OSError)
+EXPECTED = (StartError, ModelError, SettingsError, TlsError, OSError)
 
 
 class Progress:

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import time
 from types import ModuleType
 
 import structlog
@@ -11,8 +10,8 @@ from engine.config import EngineSettings
 from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.options import Flags, load, settings_options
-from octavo.client import AsyncClient, Error, Model
 from octavo.common import logging, models
+from octavo.v1 import generation_pb2
 from router.config import RouterSettings
 
 log = structlog.get_logger(__name__)
@@ -21,18 +20,25 @@ CONNECT_SECONDS = 60.0
 """What the router gets to find an engine that is up."""
 
 
-@settings_options(RouterSettings, EngineSettings, hidden={"engine"})
+LINK_TO_ENGINE = ("engine_ca", "engine_cert", "engine_key", "engine_tls_name")
+PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
+"""Settings that do not hold here: the two are on one machine, and no wire is between them."""
+
+
+@settings_options(RouterSettings, EngineSettings, hidden={"engine", *LINK_TO_ENGINE})
 def serve(flags: Flags) -> None:
     """Serve a model: a router here and an engine in a child process.
 
-    --host, --port, --metrics-port and --max-message-bytes are the router's. The engine listens on a
-    free loopback port and gives its metrics on the port after the router's.
+    --host, --port, --metrics-port, --max-message-bytes and --tls-... are the router's. The engine
+    listens on a free loopback port and gives its metrics on the port after the router's.
     """
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     metrics = router.metrics_port + 1 if router.metrics_port else 0
     own = {"host": "127.0.0.1", "port": 0, "metrics_port": metrics}
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
+    router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
+    engine = engine.model_copy(update=dict.fromkeys(PORT_OF_ENGINE))
     running.run(lambda progress: _serve(router, engine, progress), router.log_format)
 
 
@@ -52,10 +58,14 @@ async def _serve(
         # The router's imports take seconds too; let them pass while the model loads.
         server, address = await asyncio.gather(asyncio.to_thread(_import_router), process.ready())
         progress.stage("Connecting the router")
-        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        listening: asyncio.Future[str] = loop.create_future()
+        served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
         settings = router.model_copy(update={"engine": [address]})
-        serving = asyncio.create_task(server.serve(settings, on_ready=listening.set_result))
-        announcing = asyncio.create_task(_announce(listening, progress))
+        serving = asyncio.create_task(
+            server.serve(settings, on_ready=listening.set_result, on_serving=served.set_result)
+        )
+        announcing = asyncio.create_task(_announce(listening, served, progress))
         ended = asyncio.create_task(process.ended())
         try:
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -76,12 +86,17 @@ def _import_router() -> ModuleType:
     return importlib.import_module("router.server")
 
 
-async def _announce(listening: asyncio.Future[str], progress: running.Progress) -> None:
+async def _announce(
+    listening: asyncio.Future[str],
+    served: asyncio.Future[generation_pb2.ModelCard],
+    progress: running.Progress,
+) -> None:
     """Tells when the model can be used, and where."""
     address = await listening
-    async with AsyncClient(_dialable(address)) as client:
-        model = await _first_model(client)
-    if model is None:
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            model = await served
+    except TimeoutError:
         log.warning("the router has found no engine yet", address=address)
         return
     facts = {
@@ -91,23 +106,3 @@ async def _announce(listening: asyncio.Future[str], progress: running.Progress) 
         "blocks": f"{model.total_blocks} of {model.block_size} tokens",
     }
     progress.ready("octavo is ready", facts)
-
-
-async def _first_model(client: AsyncClient) -> Model | None:
-    """Asks until the router lists a model; None if it does not in time."""
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            listed = await client.list_models(timeout=5)
-        except Error:
-            listed = ()
-        if listed:
-            return listed[0]
-        await asyncio.sleep(0.05)
-    return None
-
-
-def _dialable(address: str) -> str:
-    """The loopback address for one that listens everywhere."""
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in {"0.0.0.0", "[::]", "::"} else address  # noqa: S104

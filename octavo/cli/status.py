@@ -11,22 +11,22 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from octavo.cli.generate import Address
+from octavo.cli.connection import Server, with_server
 from octavo.cli.output import INTERRUPTED, bar, failures, out
 from octavo.client import Client, Error, Model
-from octavo.client.channel import DEFAULT_ADDRESS
 
 TIMEOUT = 5.0
 
 
+@with_server
 def status(
-    address: Address = DEFAULT_ADDRESS,
+    server: Server,
     once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
     """Show the models, their engines, requests and KV-cache use; live on a terminal."""
-    with failures(address), Client(address) as client:
+    with failures(server.address), server.client() as client:
         if as_json:
             typer.echo(_json(client))
         elif once or not out.is_terminal:

@@ -30,6 +30,7 @@ from octavo.client.types import (
     TopLogprob,
     Usage,
 )
+from octavo.common.tls import Tls, TlsError
 
 __all__ = [
     "Accepted",
@@ -56,6 +57,8 @@ __all__ = [
     "Prompt",
     "ResourceExhaustedError",
     "Stream",
+    "Tls",
+    "TlsError",
     "TokenLogprob",
     "TopLogprob",
     "UnauthenticatedError",

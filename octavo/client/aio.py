@@ -11,10 +11,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from octavo.client import requests, responses
-from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, OPTIONS, Metadata
+from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, Metadata, secure, with_key
 from octavo.client.errors import CancelledError, from_rpc_error
 from octavo.client.requests import GenerateOptions, Prompt
 from octavo.client.types import Accepted, Completion, Delta, Event, Finished, Model
+from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 
@@ -112,23 +113,31 @@ class AsyncClient:
 
     Args:
         address: "host:port".
-        credentials: for TLS; without them the connection is plain.
+        api_key: says who asks, where the server wants to know.
+        tls: files for TLS, `Tls()` for public authorities; without, the connection is plain.
+        credentials: instead of `tls`, where files are not enough.
         metadata: sent with every call.
+
+    Raises:
+        TlsError: the files cannot be used.
     """
 
     def __init__(
         self,
         address: str = DEFAULT_ADDRESS,
         *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
     ) -> None:
         self.address = address
-        self._metadata = metadata
+        self._metadata = with_key(metadata, api_key)
+        credentials, options = secure(tls, credentials)
         self._channel = (
-            grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+            grpc.aio.secure_channel(address, credentials, options=options)
             if credentials
-            else grpc.aio.insecure_channel(address, options=OPTIONS)
+            else grpc.aio.insecure_channel(address, options=options)
         )
         # The stubs' types tell the two apart; at run time there is one class.
         stub = pb_grpc.GenerationServiceStub(self._channel)

@@ -1,9 +1,13 @@
 """How both clients connect."""
 
+import grpc
+
+from octavo.common import tls
+
 DEFAULT_ADDRESS = "localhost:50051"
 """Where `octavo serve` and `octavo router` listen unless told otherwise."""
 
-OPTIONS: tuple[tuple[str, int], ...] = (
+OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Log-probabilities of a long prompt outgrow grpc's 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -14,3 +18,26 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+
+def secure(
+    files: tls.Tls | None, credentials: grpc.ChannelCredentials | None
+) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
+    """Returns a channel's credentials, None for plaintext, and its options.
+
+    Raises:
+        TlsError: The files cannot be used.
+        ValueError: Both are given.
+    """
+    if files is None:
+        return credentials, OPTIONS
+    if credentials is not None:
+        raise ValueError("tls and credentials are two ways to say the same: give one of them")
+    return tls.channel_credentials(files), (*OPTIONS, *tls.channel_options(files))
+
+
+def with_key(metadata: Metadata, api_key: str | None) -> Metadata:
+    """Returns what is sent with every call."""
+    if api_key is None:
+        return metadata
+    return (*metadata, ("authorization", f"Bearer {api_key}"))

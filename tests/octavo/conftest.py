@@ -9,6 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from octavo.common.tls import Tls, server_credentials
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
 from octavo.v1 import sampling_pb2
@@ -19,6 +20,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
+        self.keys: list[str | bytes | None] = []
         self.failure: status_pb2.Status | None = None
         self.endless = False
         self.cancelled: list[bool] = []
@@ -32,6 +34,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
 
     def Generate(self, request, context):  # noqa: N802
         self.requests.append(request)
+        self._note_key(context)
         context.add_callback(lambda: self.cancelled.append(True))
         yield pb.GenerateResponse(
             accepted=pb.Accepted(
@@ -68,8 +71,12 @@ class FakeService(pb_grpc.GenerationServiceServicer):
         return pb.DetokenizeResponse(text=" ".join(map(str, request.token_ids)))
 
     def ListModels(self, request, context):  # noqa: N802
+        self._note_key(context)
         self._maybe_fail(context)
         return pb.ListModelsResponse(models=self.models)
+
+    def _note_key(self, context) -> None:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
 
     def _maybe_fail(self, context) -> None:
         if self.failure is not None:
@@ -79,6 +86,17 @@ class FakeService(pb_grpc.GenerationServiceServicer):
 @pytest.fixture
 def service() -> Iterator[FakeService]:
     """The service; its `address` is where it listens."""
+    yield from serve(None)
+
+
+@pytest.fixture
+def secure_service(authority) -> Iterator[FakeService]:
+    """The service over TLS, for clients with a certificate."""
+    files = authority.issue("server", "dns:server.example")
+    yield from serve(server_credentials(Tls(authority.ca, *files)))
+
+
+def serve(credentials: grpc.ServerCredentials | None) -> Iterator[FakeService]:
     server = grpc.server(ThreadPoolExecutor(8))
     fake = FakeService()
     fake.models.append(
@@ -100,7 +118,11 @@ def service() -> Iterator[FakeService]:
     checks = health.HealthServicer()
     checks.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
-    fake.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
+    fake.address = f"127.0.0.1:{port}"
     server.start()
     yield fake
     server.stop(0).wait()

@@ -12,7 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from octavo.common import rpc
+from octavo.common import rpc, tls
+from octavo.common.listening import listen
+from octavo.common.tls import Tls
 from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2_grpc
 from octavo.v1.sampling_pb2 import FinishReason
 from router.config import RouterSettings
@@ -154,13 +156,13 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.address = ""
         self.server = None
 
-    async def start(self, port: int = 0) -> "ScriptedEngine":
+    async def start(self, port: int = 0, tls: Tls | None = None) -> "ScriptedEngine":
         name = "octavo.v1.EngineService"
         add = engine_pb2_grpc.add_EngineServiceServicer_to_server
         self.server, _ = await rpc.create_server(
             {name: lambda server: add(self, server)}, max_message_bytes=1 << 24
         )
-        self.address = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = listen(self.server, "127.0.0.1", port, tls)
         await self.server.start()
         return self
 
@@ -292,7 +294,9 @@ class Stand:
 
 
 @asynccontextmanager
-async def make_stand(*engines: ScriptedEngine, addresses=(), client_options=(), **settings):
+async def make_stand(
+    *engines: ScriptedEngine, addresses=(), client_options=(), client_tls=None, **settings
+):
     async with AsyncExitStack() as stack:
         for engine in engines:
             stack.push_async_callback(engine.kill)
@@ -309,9 +313,21 @@ async def make_stand(*engines: ScriptedEngine, addresses=(), client_options=(), 
         stack.push_async_callback(router.stop)
         await router.start()
         channel = await stack.enter_async_context(
-            grpc.aio.insecure_channel(router.address, options=client_options)
+            open_channel(router.address, client_tls, client_options)
         )
         yield Stand(router, channel)
+
+
+def open_channel(address: str, files: Tls | None, options=()) -> grpc.aio.Channel:
+    if files is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    options = [*options, *tls.channel_options(files)]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(files), options=options)
+
+
+@pytest.fixture(name="open_channel")
+def _open_channel():
+    return open_channel
 
 
 @pytest.fixture

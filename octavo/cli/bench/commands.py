@@ -43,8 +43,7 @@ from octavo.cli.bench.settings import (
     parse_objectives,
 )
 from octavo.cli.bench.several_values import SeveralValues
-from octavo.cli.generate import Address
-from octavo.client.channel import DEFAULT_ADDRESS
+from octavo.cli.connection import Server, with_server
 
 METRICS = """\
 [bold]What is measured[/], by the client's clock, over the requests that succeeded:
@@ -76,9 +75,10 @@ bench = typer.Typer(
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@with_server
 def throughput(
+    server: Server,
     server_flags: ServerFlags = None,
-    address: Address = DEFAULT_ADDRESS,
     model: ModelName = None,
     serve: Serve = None,
     concurrency: Annotated[
@@ -121,16 +121,18 @@ def throughput(
             seed,
         ),
         [Closed(limit) for limit in concurrency] if concurrency else [Closed(None)],
-        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        server,
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@with_server
 def latency(
+    server: Server,
     server_flags: ServerFlags = None,
-    address: Address = DEFAULT_ADDRESS,
     model: ModelName = None,
     serve: Serve = None,
     requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="How many.")] = 10,
@@ -151,14 +153,17 @@ def latency(
         "latency",
         Workload(Synthetic(prompt, output), requests, seed, ignore_eos=True),
         [Closed(1)],
-        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        server,
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@with_server
 def serve(
+    server: Server,
     rate: Annotated[
         list[float],
         typer.Option(
@@ -175,7 +180,6 @@ def serve(
             "more: evenly."
         ),
     ] = 1.0,
-    address: Address = DEFAULT_ADDRESS,
     model: ModelName = None,
     serve: Serve = None,
     requests: Requests = None,
@@ -211,7 +215,8 @@ def serve(
             seed,
         ),
         [Open(each, burstiness) for each in rate],
-        Target(address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        server,
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
@@ -255,6 +260,7 @@ def _measure(
     command: str,
     workload: Workload,
     plans: Sequence[Plan],
+    server: Server,
     target: Target,
     objectives: Objectives | None,
     outputs: Outputs,
@@ -270,4 +276,4 @@ def _measure(
     outputs.check()
     from octavo.cli.bench import session  # noqa: PLC0415 - needs numpy
 
-    session.measure(command, workload, plans, target, objectives, outputs)
+    session.measure(command, workload, plans, server, target, objectives, outputs)

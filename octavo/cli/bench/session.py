@@ -6,7 +6,8 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +30,7 @@ from octavo.cli.bench.settings import (
     Workload,
 )
 from octavo.cli.bench.workload import Request, arrival_times, make_requests
+from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
 from octavo.cli.output import INTERRUPTED, err, fail, failures, out
 from octavo.client import AsyncClient, Model, NotFoundError, UnavailableError
@@ -49,6 +51,7 @@ def measure(
     command: str,
     workload: Workload,
     plans: Sequence[Plan],
+    server: Server,
     target: Target,
     objectives: Objectives | None,
     outputs: Outputs,
@@ -59,7 +62,8 @@ def measure(
         command: the sub-command's name.
         workload: what is sent.
         plans: how it is sent.
-        target: where it is sent.
+        server: where it is sent, unless a server is started.
+        target: what is measured there.
         objectives: what counts as goodput.
         outputs: where results go besides the terminal.
 
@@ -69,13 +73,8 @@ def measure(
             should not have; with code 130, ctrl-C.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    server = (
-        local_server(target.serve, *target.server_flags)
-        if target.serve
-        else contextlib.nullcontext(target.address)
-    )
-    with server as address, failures(address):
-        session = _Session(address, workload, plans, target, objectives)
+    with _running(server, target) as found, failures(found.address):
+        session = _Session(found, workload, plans, target, objectives)
         interrupted = False
         try:
             asyncio.run(session.run())
@@ -103,12 +102,22 @@ def measure(
         raise typer.Exit(1)
 
 
+@contextlib.contextmanager
+def _running(server: Server, target: Target) -> Iterator[Server]:
+    """Yields the server to measure: the one named, or one that is started for it."""
+    if target.serve is None:
+        yield server
+    else:
+        with local_server(target.serve, *target.server_flags, like=server) as address:
+            yield replace(server, address=address)
+
+
 class _Session:
     """The measuring itself; `runs` are there even if it is cut off."""
 
     def __init__(
         self,
-        address: str,
+        server: Server,
         workload: Workload,
         plans: Sequence[Plan],
         target: Target,
@@ -116,7 +125,7 @@ class _Session:
     ) -> None:
         self.runs: list[Run] = []
         self.model_name = ""
-        self._address = address
+        self._server = server
         self._workload = workload
         self._plans = plans
         self._target = target
@@ -124,7 +133,7 @@ class _Session:
 
     async def run(self) -> None:
         """Carries out all plans."""
-        async with AsyncClient(self._address) as client:
+        async with self._server.async_client() as client:
             model = await self._find_model(client)
             self.model_name = model.name
             requests = make_requests(self._workload, model)
@@ -148,8 +157,8 @@ class _Session:
             if "failed to connect" not in error.message:
                 raise
             raise fail(
-                f"nothing answers at {self._address}: start a server with `octavo serve`, name "
-                "one with --address, or let bench start one with --serve demo"
+                f"nothing answers at {self._server.address}: start a server with `octavo serve`, "
+                "name one with --address, or let bench start one with --serve demo"
             ) from None
         name = self._target.model
         for model in models:

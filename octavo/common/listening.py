@@ -1,0 +1,79 @@
+"""Where a server listens, and over what wire."""
+
+import ipaddress
+from pathlib import Path
+from typing import Self
+
+import grpc.aio
+from pydantic import Field, model_validator
+
+from octavo.common.settings import Settings
+from octavo.common.tls import Tls, server_credentials
+
+
+class TlsSettings(Settings):
+    """What router and engine can both be told about TLS on their own port."""
+
+    tls_cert: Path | None = Field(
+        None,
+        description="The port's certificate, in PEM; read anew when it changes. Default: no TLS.",
+    )
+    tls_key: Path | None = Field(None, description="The certificate's private key, in PEM.")
+    tls_client_ca: Path | None = Field(
+        None, description="Authorities, in PEM, of one of which clients must have a certificate."
+    )
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+        return self
+
+    @property
+    def tls(self) -> Tls | None:
+        """The port's files; None: no TLS."""
+        if self.tls_cert is None:
+            return None
+        return Tls(self.tls_client_ca, self.tls_cert, self.tls_key)
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether only this machine can connect to what listens on a host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(
+    server: grpc.aio.Server, host: str, port: int, tls: Tls | None, *, flag: str = "--port"
+) -> str:
+    """Has a server listen on a host and port, 0 for a free one; returns HOST:PORT.
+
+    Args:
+        server: Not yet started.
+        host: An address of this machine or a name of one.
+        port: The port.
+        tls: The port's files; None: plaintext.
+        flag: What the port is set by.
+
+    Raises:
+        OSError: The port is taken, or the address is not this machine's.
+        TlsError: The files cannot be used.
+    """
+    credentials = None if tls is None else server_credentials(tls)
+    name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    try:
+        bound = (
+            server.add_insecure_port(f"{name}:{port}")
+            if credentials is None
+            else server.add_secure_port(f"{name}:{port}", credentials)
+        )
+    except RuntimeError as error:
+        raise OSError(
+            f"cannot listen on {name}:{port}; is the port taken? Choose another {flag}, "
+            f"or 0 for a free one ({error})"
+        ) from error
+    return f"{name}:{bound}"
