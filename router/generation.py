@@ -21,6 +21,7 @@ from router.config import RouterSettings
 from router.engine_link import Engine
 from router.engine_pool import EnginePool
 from router.metrics import RouterMetrics
+from router.pacing import Pacer, WriteLimit
 from router.quota import Account, Accounts
 from router.request import Request
 from router.session import EngineLostError
@@ -57,6 +58,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._calls = 0
         self._requests: set[Request] = set()
         self._draining = False
+        self._pacer = Pacer()
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = RouterMetrics(
@@ -205,6 +207,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             metrics=self.metrics.of(call.model),
             account=call.account,
             max_unread_tokens=self._settings.max_unread_tokens,
+            pacer=self._pacer,
         )
 
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
@@ -234,20 +237,22 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Has an engine work on a request, and writes what comes until all is written."""
         timeout = None if call.deadline is None else call.deadline - time.monotonic()
         request.submit(engine.session, timeout)
-        while not request.done:
-            await request.wait()
-            for response in request.take():
-                await self._write(context, response)
-
-    async def _write(self, context: Context, response: generation_pb2.GenerateResponse) -> None:
+        self._pacer.streams += 1
         try:
-            async with asyncio.timeout(self._settings.write_timeout):
-                await rpc.write(context, response)
+            async with WriteLimit(self._settings.write_timeout) as limit:
+                while not request.done:
+                    await request.wait()
+                    for response in request.take():
+                        limit.begin()
+                        await rpc.write(context, response)
+                        limit.end()
         except TimeoutError:
             raise rpc.RpcError(
                 grpc.StatusCode.CANCELLED,
                 f"the client did not read its stream for {self._settings.write_timeout:g} s",
             ) from None
+        finally:
+            self._pacer.streams -= 1
 
     def _report(self, call: "_Call") -> None:
         """Counts and logs a call that has ended."""

@@ -16,6 +16,7 @@ from router.balancing.prompt import Prompt
 from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
 from router.output import STOP_STRING, Output
+from router.pacing import Pacer
 from router.quota import Account
 from router.session import EngineLostError, Session
 from router.validation import num_outputs
@@ -54,6 +55,7 @@ class Request:
         metrics: ModelMetrics,
         account: Account,
         max_unread_tokens: int,
+        pacer: Pacer,
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -73,6 +75,10 @@ class Request:
         # A search's outputs come whole, however fast the client reads.
         self._max_unread = math.inf if message.HasField("beam") else max_unread_tokens
         self._event = asyncio.Event()
+        self._pacer = pacer
+        self._next_message = 0.0  # when tokens may go again
+        self._timer: asyncio.TimerHandle | None = None  # sets the event then
+        self._unfinished = len(self.outputs)
         self._error: rpc.RpcError | None = None
         self._accepted = generation_pb2.Accepted(
             request_id=request_id, model=model, prompt_tokens=len(prompt)
@@ -107,7 +113,7 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether everything has been taken for sending."""
-        return all(output.finished for output in self.outputs)
+        return not self._unfinished
 
     @property
     def first_time(self) -> float | None:
@@ -189,6 +195,7 @@ class Request:
 
     def close(self) -> None:
         """Stops on the engine what has not ended there."""
+        self._stop_timer()
         if self._session is None:
             return
         if self._stopped or not all(output.ended for output in self.outputs):
@@ -222,7 +229,9 @@ class Request:
             self._begin()
         if output.HasField("score"):
             mine.score = output.score
-        self._note_time(mine, len(output.token_ids))
+        now = time.monotonic()
+        first = not mine.token_ids
+        self._note_time(mine, len(output.token_ids), now)
         mine.push(output.token_ids, output.logprobs, output.finish_reason)
         if mine.reason == STOP_STRING:
             self._stopped = True
@@ -230,7 +239,12 @@ class Request:
                 self._session.abort(self._session_id, output.index)
         if mine.ended:
             self._note_tpot(mine)
-        self._event.set()
+            self._event.set()
+        elif first or now >= self._next_message:
+            self._event.set()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._next_message - now, self._event.set)
 
     def failed(self, error: rpc.RpcError) -> None:
         """The request ended without finishing, on its engine or altogether."""
@@ -259,6 +273,8 @@ class Request:
                 an `EngineLostError` where it can be submitted elsewhere.
         """
         self._event.clear()
+        self._stop_timer()
+        self._next_message = time.monotonic() + self._pacer.interval
         error = self._error
         if self._begun and not self._accepted_sent:
             self._accepted_sent = True
@@ -271,16 +287,21 @@ class Request:
                 yield generation_pb2.GenerateResponse(delta=delta)
             if ended:
                 finished = output.finish(len(self.prompt), self.cached_tokens)
+                self._unfinished -= 1
                 yield generation_pb2.GenerateResponse(finished=finished)
         if error is not None and not self.done:
             raise error
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _begin(self) -> None:
         self._begun = True
         self._event.set()
 
-    def _note_time(self, output: Output, tokens: int) -> None:
-        now = time.monotonic()
+    def _note_time(self, output: Output, tokens: int, now: float) -> None:
         if not output.token_ids:
             if self.ttft is None:
                 self._metrics.ttft.observe(now - self.arrival)

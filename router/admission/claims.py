@@ -1,5 +1,8 @@
 """What requests take of an engine: now, and at the worst moment to come."""
 
+from bisect import insort
+from heapq import merge
+
 from octavo.v1 import engine_pb2
 from router.admission.output_lengths import LIKELY, OutputLengths
 from router.admission.ticket import Ticket
@@ -100,21 +103,25 @@ class Claims:
         sequences: That they run, together.
     """
 
-    __slots__ = ("_block_size", "_cached", "sequences")
+    __slots__ = ("_block_size", "_cached", "_forecast", "_load", "sequences")
 
     def __init__(self, block_size: int) -> None:
         self.sequences = 0
         self._block_size = block_size
         self._cached: dict[Claim, int] = {}  # blocks that each was to find in the cache
+        self._load: engine_pb2.Load | None = None  # the report that the forecast goes with
+        self._forecast = _Forecast(block_size)
 
     def add(self, claim: Claim, cached_tokens: int) -> None:
         """Counts a request, `cached_tokens` of whose prompt the engine is to find cached."""
         self._cached[claim] = cached_tokens // self._block_size
+        self._forecast.add(claim, self._cached[claim])
         self.sequences += claim.ticket.sequences
 
     def remove(self, claim: Claim) -> None:
         """Counts a request no more."""
         del self._cached[claim]
+        self._load = None
         self.sequences -= claim.ticket.sequences
 
     def fits(self, claim: Claim, cached_tokens: int, load: engine_pb2.Load) -> bool:
@@ -127,32 +134,56 @@ class Claims:
                 them, other routers' requests included.
         """
         size = self._block_size
+        if load is not self._load:
+            self._load, self._forecast = load, _Forecast(size)
+            for running, cached in self._cached.items():
+                self._forecast.add(running, cached)
         blocks = claim.blocks(size) - cached_tokens // size
-        unseen = [c for c in self._cached if not c.drawn]
-        strangers = max(0, load.waiting - len(unseen))
+        strangers = max(0, load.waiting - self._forecast.unseen)
         room = load.free_blocks + load.cached_blocks - load.used_swap_blocks - strangers * blocks
-        return blocks <= room and self._peak(claim, blocks) <= room
+        return blocks <= room and self._forecast.peak(claim, blocks) <= room
 
-    def _peak(self, newcomer: Claim, blocks: int) -> float:
-        """Returns the most blocks that all will need at one time, beyond those in use now.
 
-        The worst moments are those just before a request ends and frees its
-        own; by then all that go on have grown by what that one had still to
-        come (the Past-Future scheduler, ASPLOS 2025, has it so).
-        """
-        size = self._block_size
-        needed = float(blocks)
-        growing = [(newcomer.expected, newcomer.ticket.sequences, blocks)]
-        for claim, cached in self._cached.items():
-            held = claim.blocks(size) - cached
-            if not claim.drawn:  # the engine's report does not have its prompt yet
-                needed += held
-            growing.append((claim.remaining, claim.ticket.sequences, held))
-        growing.sort()
-        sequences = sum(s for _, s, _ in growing)
-        peak = needed
-        for remaining, own, held in growing:
-            peak = max(peak, needed + sequences * remaining / size)
-            sequences -= own
+class _Forecast:
+    """The blocks that running requests will need beyond those in use, as they go on and end.
+
+    The worst moments are those just before a request ends and frees its own; by
+    then all that go on have grown by what that one had still to come (the
+    Past-Future scheduler, ASPLOS 2025, has it so).
+
+    Args:
+        block_size: Tokens per block.
+
+    Attributes:
+        unseen: Requests whose prompts the engine's report does not have yet.
+    """
+
+    __slots__ = ("_block_size", "_growing", "_needed", "_sequences", "unseen")
+
+    def __init__(self, block_size: int) -> None:
+        self.unseen = 0
+        self._block_size = block_size
+        self._needed = 0  # by prompts that are not in the report
+        self._sequences = 0
+        # Tokens that each sequence has to come, sequences, blocks held; by the first.
+        self._growing: list[tuple[int, int, int]] = []
+
+    def add(self, claim: Claim, cached: int) -> None:
+        """Adds a request, `cached` blocks of which it shares with others."""
+        held = claim.blocks(self._block_size) - cached
+        if not claim.drawn:
+            self.unseen += 1
+            self._needed += held
+        self._sequences += claim.ticket.sequences
+        insort(self._growing, (claim.remaining, claim.ticket.sequences, held))
+
+    def peak(self, newcomer: Claim, blocks: int) -> float:
+        """Returns the most that will be needed at a time if one more has `blocks` at once."""
+        sequences = self._sequences + newcomer.ticket.sequences
+        peak = needed = float(self._needed + blocks)
+        own = (newcomer.expected, newcomer.ticket.sequences, blocks)
+        for remaining, ending, held in merge(self._growing, (own,)):
+            peak = max(peak, needed + sequences * remaining / self._block_size)
+            sequences -= ending
             needed -= held
         return peak

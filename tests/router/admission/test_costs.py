@@ -92,8 +92,8 @@ def test_a_request_fits_by_what_it_will_need():
     assert claims.fits(claim(output=7 * BLOCK), 0, load)
     assert not claims.fits(claim(output=8 * BLOCK), 0, load)
     assert claims.fits(claim(prompt=5 * BLOCK, output=7 * BLOCK), 4 * BLOCK, load), "4 are cached"
-    load.used_swap_blocks = 1  # these come back before anybody new
-    assert not claims.fits(claim(output=7 * BLOCK), 0, load)
+    load = engine_pb2.Load(free_blocks=6, cached_blocks=2, used_swap_blocks=1)
+    assert not claims.fits(claim(output=7 * BLOCK), 0, load), "those in swap space come back first"
 
 
 def test_what_the_report_does_not_know_yet_counts():
@@ -102,9 +102,10 @@ def test_what_the_report_does_not_know_yet_counts():
     given_before = claim(prompt=3 * BLOCK, output=2 * BLOCK)
     claims.add(given_before, 0)
     assert not claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
-    given_before.ticket.progress.output_tokens = 1  # now the report has its prompt
+    given_before.ticket.progress.output_tokens = 1
+    load = engine_pb2.Load(free_blocks=8)  # this report has its prompt
     assert claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
-    load.waiting = 4  # another router's
+    load = engine_pb2.Load(free_blocks=8, waiting=4)  # of another router
     assert not claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
 
 
@@ -117,6 +118,7 @@ def test_those_that_end_before_make_room():
     ending.ticket.progress.output_tokens = 2 * BLOCK - 1
     assert claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
     ending.ticket.progress.output_tokens = 1
+    load = engine_pb2.Load(free_blocks=3)
     assert not claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
 
 

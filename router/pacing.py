@@ -1,0 +1,83 @@
+"""How streams are written to: not so often that the router cannot keep up, nor without end."""
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+MESSAGE_SECONDS = 0.0002
+"""Time set aside for each message: twice the CPU time that one costs, so that messages take
+half a core at most."""
+MOST_SECONDS = 0.1
+"""Tokens never wait longer than this to go together with the next."""
+
+
+class Pacer:
+    """Spaces the messages of each stream by how many streams there are.
+
+    A few streams get every token at once; of hundreds that get dozens of
+    tokens a second each, several go in one message. The first token and the
+    end never wait.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one message of a stream to its next, at least."""
+        return min(self.streams * MESSAGE_SECONDS, MOST_SECONDS)
+
+
+class WriteLimit:
+    """A context that is cancelled when a write in it takes too long.
+
+    One timer looks after many writes, as nearly all are over in an instant:
+    it looks again and again, and a write counts that it finds going on too long.
+
+    Args:
+        seconds: that a write may take.
+
+    Raises:
+        TimeoutError: A write took longer; on leaving the context.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+        self._began: float | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._timeout.__aexit__(kind, error, traceback)
+
+    def begin(self) -> None:
+        """A write begins."""
+        self._began = self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_later(self._seconds, self._look)
+
+    def end(self) -> None:
+        """It is over."""
+        self._began = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began is None:
+            return
+        due = self._began + self._seconds
+        if self._loop.time() >= due:
+            self._timeout.reschedule(due)
+        else:
+            self._timer = self._loop.call_at(due, self._look)
