@@ -57,7 +57,8 @@ class Gate:
         self._refused = Counter(
             "octavo_router_unauthenticated", "Calls of nobody known.", registry=registry
         )
-        self._seen: Signature = None
+        self._seen: Signature = None  # what was read
+        self._found: Signature = None  # at the last look
         self._by_key: dict[str, Tenant] = {}
         self._by_certificate: dict[str, Tenant] = {}
         if path is not None:
@@ -78,7 +79,9 @@ class Gate:
         if self.open or method.startswith(OPEN_SERVICES):
             return
         try:
-            act_as(self.admit(_authorization(context), _certificate(context)))
+            authorization = _authorization(context)
+            names = _certificate(context) if authorization is None else ()
+            act_as(self.admit(authorization, names))
         except rpc.RpcError:
             log.info("unauthenticated", peer=context.peer(), method=method)
             raise
@@ -130,10 +133,10 @@ class Gate:
             self._look(self._path)
 
     def _look(self, path: Path) -> None:
-        now = signature(path)
-        if now == self._seen:
-            return
-        self._seen = now
+        before, self._found = self._found, signature(path)
+        if self._found == self._seen or self._found != before:
+            return  # nothing new, or it may still be being written
+        self._seen = self._found
         try:
             tenants = read_tenants(path)
         except SettingsError as error:

@@ -62,6 +62,7 @@ def test_a_key_and_the_tenant_it_is_for(tmp_path):
     assert (tenant.name, tenant.keys) == ("alice", (hash_key(key),))
     assert len(key) > 40
     assert runner.invoke(app, ["key"]).stdout.splitlines()[0] != key
+    assert runner.invoke(app, ["key", "a b"]).exit_code == 2
 
 
 def test_nobody_there():

@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 import router.auth
 from octavo.common.ports import free_port
@@ -248,6 +248,19 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(shop, file
         fresh.replace(file)
         await s.until(lambda: any(t.name == "alice" for t in gate._by_key.values()))
         assert await codes() == [DENIED, UNAUTHENTICATED]
+
+
+def test_a_file_that_is_being_written_is_left_alone(file):
+    file.write_text(table("alice"))
+    gate = router.auth.Gate(file, CollectorRegistry())
+    file.write_text("")  # an editor may begin so
+    gate._look(file)
+    assert gate.admit("Bearer alice-key").name == "alice"
+    file.write_text(table("alice") + table("bob"))
+    gate._look(file)
+    gate._look(file)
+    assert gate.admit("Bearer alice-key").name == "alice"
+    assert gate.admit("Bearer bob-key").name == "bob"
 
 
 async def test_only_admins_change_engines(shop):
