@@ -199,3 +199,8 @@ _define(
     " Tensor row_sums, Tensor bias, int outputs) -> Tensor",
     None if kernels is None else kernels.linear_int8,
 )
+_define(
+    "packed_linear_int4(Tensor x, Tensor nibbles, Tensor panels, Tensor factors, Tensor scales,"
+    " Tensor row_sums, Tensor bias, int outputs) -> Tensor",
+    None if kernels is None else kernels.linear_int4,
+)

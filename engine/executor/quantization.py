@@ -29,27 +29,16 @@ from engine.executor.linear import linears_by_input, padded_bias, replace
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.shape import ModelShape
 from kernels.cpu import linear as kernels
-from kernels.cpu.linear import pad_outputs
+from kernels.cpu.linear import GROUP, pad_outputs
 from kernels.metadata import AttentionMetadata
 
-FEW_TOKENS = 4
-"""Steps of so many tokens read 4-bit weights. SmolLM2's products on 2 cores of an
-EPYC 9004, in ms, 4 bits and 8 bits: 1 token 4.9 and 8.8, 8 tokens 16 and 13."""
-GROUP = 32  # inputs that share a scale in 4 bits: as in GGUF's, and the least that torch has
 SMOOTHING = 0.5  # SmoothQuant's alpha
 CALIBRATION_TOKENS = 512
 CALIBRATION_BLOCK = 16
 LEVELS = (15, 14, 13, 12)
 """Steps between the least and the greatest weight of a group that are tried. Weights that
 were in 4 bits before may not use the ends of their scale, and these find it again."""
-PACK_4_BITS = torch.ops.aten._convert_weight_to_int4pack_for_cpu  # noqa: SLF001
-MULTIPLY_4_BITS = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001
 TINY = 1e-8  # keeps scales of nothing from dividing by zero
-
-
-def graph_limits(quantization: Quantization) -> tuple[int | None, ...]:
-    """The most tokens of a step for each graph that it takes to compile a model."""
-    return (FEW_TOKENS, None) if quantization == "int4" else (None,)
 
 
 def quantize(
@@ -70,7 +59,7 @@ def quantize(
         if first.layer is head and quantization == "int8":
             continue
         in_4_bits = quantization == "int4" and first.layer is not head
-        make = Int4Linear if in_4_bits and first.layer.in_features % GROUP == 0 else make_int8
+        make = make_int4 if in_4_bits and first.layer.in_features % GROUP == 0 else make_int8
         replace(group, partial(make, reach=ranges[first.path]))
 
 
@@ -81,10 +70,13 @@ def make_int8(linear: nn.Linear, reach: Tensor) -> nn.Module:
         linear: the layer that it replaces.
         reach: `[in_features]`, the greatest magnitude of each input.
     """
+    return _in_8_bits(linear, linear.weight.detach().float(), reach)
+
+
+def _in_8_bits(linear: nn.Linear, weight: Tensor, reach: Tensor) -> "PackedInt8Linear | Int8Linear":
     packable = kernels is not None and kernels.takes(linear.in_features, torch.int8)
     own = packable and linear.weight.dtype == torch.bfloat16
-    weights = _round_to_8_bits(linear.weight.detach().float(), reach)
-    return (PackedInt8Linear if own else Int8Linear)(linear, *weights)
+    return (PackedInt8Linear if own else Int8Linear)(linear, *_round_to_8_bits(weight, reach))
 
 
 def _round_to_8_bits(weight: Tensor, reach: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,43 +182,51 @@ class Int8Linear(nn.Module):
         return packed
 
 
-class Int4Linear(nn.Module):
-    """A linear layer with 4-bit weights, which large steps use as 8-bit ones.
+def make_int4(linear: nn.Linear, reach: Tensor) -> nn.Module:
+    """A layer with 4-bit weights, which steps of many tokens use as 8-bit ones.
+
+    Where there are no kernels for 4 bits, all steps do.
 
     Args:
         linear: the layer that it replaces; its inputs must be a multiple of `GROUP`.
         reach: `[in_features]`, the greatest magnitude of each input.
     """
+    weight = linear.weight.detach()
+    whole, scale, zero = _round_to_4_bits(weight.float(), weight.dtype)
+    values = (whole - 8) * scale.float() + zero.float()
+    in_8_bits = _in_8_bits(linear, values.flatten(1), reach)
+    if not isinstance(in_8_bits, PackedInt8Linear):
+        return in_8_bits
+    return PackedInt4Linear(in_8_bits, whole, scale[..., 0], zero[..., 0])
 
-    packed: Tensor
-    scales_and_zeros: Tensor
-    bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, reach: Tensor) -> None:
+class PackedInt4Linear(nn.Module):
+    """A 4-bit layer for the kernels of `kernels.cpu.linear`.
+
+    Args:
+        in_8_bits: the same weights in 8 bits.
+        whole: `[out, groups, GROUP]`, the weights rounded to 0 to 15.
+        scale: `[out, groups]`.
+        zero: as scale; a weight is `(whole - 8) * scale + zero`.
+    """
+
+    nibbles: Tensor
+
+    def __init__(
+        self, in_8_bits: PackedInt8Linear, whole: Tensor, scale: Tensor, zero: Tensor
+    ) -> None:
         super().__init__()
-        dtype = linear.weight.dtype
-        whole, scale, zero = _round_to_4_bits(linear.weight.detach().float(), dtype)
-        packed = PACK_4_BITS(whole.flatten(1).int(), 1)
-        # The kernel's zero is the value of a group's 8, the middle of 0 to 15.
-        pairs = torch.cat([scale, zero], dim=-1).transpose(0, 1).contiguous()
-        self.register_buffer("packed", packed)
-        self.register_buffer("scales_and_zeros", pairs)
-        self.register_buffer("bias", _bias(linear))
-        values = (whole - 8) * scale.float() + zero.float()
-        same = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-        same.weight = nn.Parameter(values.flatten(1), requires_grad=False)
-        same.bias = linear.bias
-        self.as_int8 = make_int8(same, reach)
+        assert kernels is not None
+        self.in_8_bits = in_8_bits
+        self.register_buffer("nibbles", kernels.pack_int4(whole, scale, zero))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.shape[0] > FEW_TOKENS:
-            out: Tensor = self.as_int8(x)
-            return out
-        out = MULTIPLY_4_BITS(rows, self.packed, GROUP, self.scales_and_zeros)
-        if self.bias is not None:
-            out = (out + self.bias).to(x.dtype)
+        many = self.in_8_bits
+        out: Tensor = torch.ops.octavo.packed_linear_int4(
+            *(x.reshape(-1, x.shape[-1]), self.nibbles, many.panels, many.factors),
+            *(many.scale, many.row_sums, many.bias, many.outputs),
+        )
         return out.reshape(*x.shape[:-1], -1)
 
 

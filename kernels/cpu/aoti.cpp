@@ -34,6 +34,9 @@ void octavo_linear(const uint16_t*, int64_t, int64_t, const void*, const float*,
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const void*, const float*,
                         const float*, const float*, const float*, int64_t, int64_t, uint16_t*,
                         int);
+void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const void*,
+                        const float*, const float*, const float*, const float*, int64_t, int64_t,
+                        uint16_t*, int);
 }
 
 namespace {
@@ -135,5 +138,20 @@ extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, Tensor panels, Tens
                      View(factors).as<float>(), View(scales).as<float>(),
                      View(row_sums).as<float>(), View(bias).as<float>(), rows.sizes[1], outputs,
                      out, step.threads);
+  return 0;
+}
+
+// octavo::packed_linear_int4
+extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, Tensor nibbles, Tensor panels,
+                                                   Tensor factors, Tensor scales,
+                                                   Tensor row_sums, Tensor bias,
+                                                   int64_t outputs, Tensor* result) {
+  const View rows(x);
+  auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
+  if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
+  octavo_linear_int4(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0],
+                     View(nibbles).as<uint8_t>(), View(panels).data, View(factors).as<float>(),
+                     View(scales).as<float>(), View(row_sums).as<float>(), View(bias).as<float>(),
+                     rows.sizes[1], outputs, out, step.threads);
   return 0;
 }

@@ -1,9 +1,11 @@
-// Linear layers: bfloat16 weights, and 8-bit ones with activations rounded as they come.
+// Linear layers: bfloat16 weights, 8-bit ones with activations rounded as they come, and
+// 4-bit ones for a few rows.
 //
 // For CPUs whose vectors multiply bfloat16 and bytes in pairs and fours, and which have
 // no matrix unit: there oneDNN knows better.
 
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "linear.h"
@@ -28,6 +30,82 @@ struct Fours {  // of bytes, without a sign and with one
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
   }
 };
+
+// The sums over a group of inputs of 4-bit weights, for a few rows.
+//
+// A weight is whole * scale + zero, with whole from -8 to 7 and a scale and a zero for
+// each output and group of inputs: so a group's products are summed as bfloat16, which
+// holds whole exactly, and scaled together. A panel's group is kPanelVectors times four
+// vectors of 4-bit numbers, then the scales, then the zeros. Lane h of an output's two in
+// vector t has, from its low bits up, the weights of inputs 8 t + h, 8 t + h + 2, ...
+struct Group {
+  static constexpr int kInputs = 32;
+  static constexpr int kNibbles = kPanel * kInputs / 2;  // bytes
+  static constexpr int kBytes = kNibbles + 2 * kPanel * 2;
+};
+constexpr int kFewRows = 4;  // twice two sums each, beside what they need
+
+// The values of whole as bfloat16, twice: the fifth bit of an index does not count.
+__m512i nibble_values() {
+  alignas(64) uint16_t values[32];
+  for (int i = 0; i < 32; i++) {
+    const float value = i % 16 - 8;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    values[i] = bits >> 16;
+  }
+  return _mm512_load_si512(values);
+}
+
+// A few rows of bfloat16 in pairs, and the sum of each row's groups.
+struct Few {
+  const uint32_t* rows;
+  int64_t row_stride;
+  const float* sums;
+  int64_t groups;
+};
+
+template <int kRows, class Store>
+void multiply_groups(const Few& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
+  const __m512i values = nibble_values();
+  Floats total[kRows][kPanelVectors] = {};
+  for (int64_t group = 0; group < few.groups; group++) {
+    const uint8_t* at = panel + group * Group::kBytes;
+    for (int line = 0; line < Group::kBytes; line += 64)
+      __builtin_prefetch(ahead + group * Group::kBytes + line, 0, 2);
+    Floats sums[kRows][kPanelVectors] = {};
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; t++) {
+      __m512i lanes[kPanelVectors];
+#pragma GCC unroll 2
+      for (int j = 0; j < kPanelVectors; j++) lanes[j] = _mm512_loadu_si512(at + (4 * j + t) * 64);
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) {
+        Words weights[kPanelVectors];
+#pragma GCC unroll 2
+        for (int j = 0; j < kPanelVectors; j++)
+          weights[j] = (Words)_mm512_permutexvar_epi16(_mm512_srli_epi16(lanes[j], 4 * n), values);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; i++) {
+          const Words element = broadcast(few.rows[i * few.row_stride + group * 16 + 4 * t + n]);
+#pragma GCC unroll 2
+          for (int j = 0; j < kPanelVectors; j++)
+            sums[i][j] = BFloat16::multiply_add(sums[i][j], element, weights[j]);
+        }
+      }
+    }
+    const auto* scales = reinterpret_cast<const uint16_t*>(at + Group::kNibbles);
+#pragma GCC unroll 2
+    for (int j = 0; j < kPanelVectors; j++) {
+      const Floats scale = BFloat16::load_floats(scales + j * kLanes);
+      const Floats zero = BFloat16::load_floats(scales + kPanel + j * kLanes);
+#pragma GCC unroll 4
+      for (int i = 0; i < kRows; i++)
+        total[i][j] += sums[i][j] * scale + zero * few.sums[i * few.groups + group];
+    }
+  }
+  for (int i = 0; i < kRows; i++) store(i, total[i]);
+}
 
 // Where results go: `width` bfloat16 a row.
 struct Outputs {
@@ -128,6 +206,49 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
     }
   };
   multiply<Fours>(to, rows, inputs / 4, panels, outputs, inputs / 4, threads, store);
+}
+
+// y = x * weights + bias: 4-bit weights where rows are few and memory is the limit, else
+// the same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
+extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_stride,
+                                   const uint8_t* nibbles, const void* panels,
+                                   const float* factors, const float* scales,
+                                   const float* row_sums, const float* bias, int64_t inputs,
+                                   int64_t outputs, uint16_t* y, int threads) {
+  if (rows > kFewRows)
+    return octavo_linear_int8(x, rows, row_stride, panels, factors, scales, row_sums, bias,
+                              inputs, outputs, y, threads);
+  const int64_t groups = inputs / Group::kInputs;
+  thread_local std::vector<float> sums;
+  sums.resize(rows * groups);
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t group = 0; group < groups; group++) {
+      const uint16_t* at = x + row * row_stride + group * Group::kInputs;
+      sums[row * groups + group] =
+          reduce_add(BFloat16::load_floats(at) + BFloat16::load_floats(at + kLanes));
+    }
+  const Few few{reinterpret_cast<const uint32_t*>(x), row_stride / 2, sums.data(), groups};
+  const int64_t num_panels = (outputs + kPanel - 1) / kPanel;
+  const Outputs out{y, outputs};
+  std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(threads)
+  for (int64_t panel = free++, next; panel < num_panels; panel = next) {
+    next = free++;
+    const uint8_t* at = nibbles + panel * groups * Group::kBytes;
+    const uint8_t* ahead = nibbles + std::min(next, num_panels - 1) * groups * Group::kBytes;
+    auto store = [=](int row, const Floats* values) {
+      for (int j = 0; j < kPanelVectors; j++) {
+        const int64_t column = panel * kPanel + j * kLanes;
+        out.write(row, column, values[j] + load<Floats>(bias + column));
+      }
+    };
+    switch (rows) {
+      case 1: multiply_groups<1>(few, at, ahead, store); break;
+      case 2: multiply_groups<2>(few, at, ahead, store); break;
+      case 3: multiply_groups<3>(few, at, ahead, store); break;
+      case 4: multiply_groups<4>(few, at, ahead, store); break;
+    }
+  }
 }
 
 #else

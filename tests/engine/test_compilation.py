@@ -68,7 +68,7 @@ def outputs(stepper):
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
-    [("float32", "none", 1e-4), ("bfloat16", "int4", 0.1)],
+    [("float32", "none", 1e-4), ("bfloat16", "int8", 0.1), ("bfloat16", "int4", 0.1)],
 )
 def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
     expected = outputs(engine(model, "off", dtype, quantization))

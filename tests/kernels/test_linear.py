@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import linear as kernels
-from kernels.cpu.linear import PANEL, pad_outputs
+from kernels.cpu.linear import GROUP, PANEL, pad_outputs
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
 
@@ -61,3 +61,33 @@ def test_int8(shape, seed, zero):
     slack = (tie * step).double() @ (whole.abs() * scale[:, None].double()).T
     error = (found.double() - expected).abs()
     assert (error <= 2**-8 * expected.abs() + slack + 1e-4).all()
+
+
+@given(
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 5),
+    outputs=st.integers(1, 3 * PANEL),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_int4(rows, groups, outputs, seed):
+    """For few rows its own 4-bit weights; for more, the 8-bit ones that come with them."""
+    x, weight, bias = case((rows, groups * GROUP, outputs), seed)
+    draw = torch.Generator().manual_seed(seed)
+    nibbles = torch.randint(0, 16, (outputs, groups, GROUP), generator=draw)
+    scale = torch.rand(outputs, groups, generator=draw).bfloat16()
+    zero = torch.randn(outputs, groups, generator=draw).bfloat16()
+    whole = weight.to(torch.int8)
+    ones = torch.ones(outputs)
+    in_8_bits = (
+        *(kernels.pack(whole), torch.ones(x.shape[1]), pad_outputs(ones)),
+        *(pad_outputs(whole.sum(1).float()), pad_outputs(bias), outputs),
+    )
+    packed = kernels.pack_int4(nibbles, scale, zero)
+    found = kernels.linear_int4(x, packed, *in_8_bits)
+    if rows > 4:
+        assert found.equal(kernels.linear_int8(x, *in_8_bits))
+        return
+    values = (nibbles - 8) * scale.double()[..., None] + zero.double()[..., None]
+    expected = x.double() @ values.flatten(1).T + bias
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3)

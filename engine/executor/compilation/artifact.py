@@ -39,31 +39,18 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Graph:
-    """One compiled graph.
-
-    Attributes:
-        library: the shared library's file name.
-        max_tokens: the most tokens of a step that it is for; None: any number.
-    """
-
-    library: str
-    max_tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """What is in an artifact, so that the model itself need not be read.
 
     Attributes:
         shape: the model's.
         dtype: of activations and KV cache, a name of torch's.
-        graphs: the steps' graphs, the one for the fewest tokens first.
+        library: the shared library's file name.
     """
 
     shape: ModelShape
     dtype: str
-    graphs: tuple[Graph, ...]
+    library: str
 
     def write(self, path: Path) -> None:
         """Saves it as JSON."""
@@ -81,7 +68,7 @@ class Manifest:
             data = json.loads(path.read_text())
             eos = tuple(data["shape"].pop("eos_token_ids"))
             shape = ModelShape(**data["shape"], eos_token_ids=eos)
-            return cls(shape, data["dtype"], tuple(Graph(**graph) for graph in data["graphs"]))
+            return cls(shape, data["dtype"], data["library"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no compiled step: {error}") from error
 
@@ -124,10 +111,7 @@ class CompiledStep:
         # `aoti_load_package` would unpack the weights into a temporary directory at every
         # start, and leave them there; its runner takes the library where it lies.
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu  # noqa: SLF001 - has no other name
-        self._graphs = [
-            (graph.max_tokens, runner(str(artifact.path / graph.library), 1))
-            for graph in self.manifest.graphs
-        ]
+        self._runner = runner(str(artifact.path / self.manifest.library), 1)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
@@ -135,12 +119,8 @@ class CompiledStep:
         """Runs the model within `attending`; see `engine.executor.step.Step`."""
         step = current_step()
         cpu.begin_step(step.layers, step.metadata)
-        count = token_ids.shape[1]
-        for most, graph in self._graphs:
-            if most is None or count <= most:
-                logits: torch.Tensor = graph.run([token_ids, positions, logit_rows])[0]
-                return logits
-        raise AssertionError("the last graph takes any number of tokens")
+        logits: torch.Tensor = self._runner.run([token_ids, positions, logit_rows])[0]
+        return logits
 
 
 def locate(recipe: Recipe) -> Artifact | None:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.export import Dim, ExportedProgram
 
-from engine.executor.compilation.artifact import MANIFEST, Graph, Manifest, Recipe
+from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
+from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe
 from engine.executor.model import load
-from engine.executor.quantization import graph_limits
 from engine.executor.step import EagerStep
 from octavo.common.model_cache import prepare
 
@@ -35,6 +35,9 @@ SHIMS = {
     "packed_linear_int8": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle factors,"
     " AtenTensorHandle scales, AtenTensorHandle row_sums, AtenTensorHandle bias,"
     " int64_t outputs",
+    "packed_linear_int4": "AtenTensorHandle x, AtenTensorHandle nibbles, AtenTensorHandle panels,"
+    " AtenTensorHandle factors, AtenTensorHandle scales, AtenTensorHandle row_sums,"
+    " AtenTensorHandle bias, int64_t outputs",
 }
 """The arguments of the functions in kernels/cpu/aoti.cpp, which are called in place of
 these operators."""
@@ -90,30 +93,23 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
-    graphs, least = [], 1
-    for most in graph_limits(recipe.quantization):
-        package = scratch / f"{least}.pt2"
-        torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
-            _export(EagerStep(loaded.model), least, most or MOST_TOKENS),
-            package_path=str(package),
-            inductor_configs=INDUCTOR,
-        )
-        graphs.append(Graph(_unpack(package, result), most))
-        package.unlink()
-        least = (most or 0) + 1
+    package = scratch / "step.pt2"
+    torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
+        _export(EagerStep(loaded.model)), package_path=str(package), inductor_configs=INDUCTOR
+    )
+    library = _unpack(package, result)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    Manifest(loaded.shape, dtype, tuple(graphs)).write(result / MANIFEST)
+    Manifest(loaded.shape, dtype, library).write(result / MANIFEST)
 
 
-def _export(step: EagerStep, least: int, most: int) -> ExportedProgram:
-    """Captures the step for `least` to `most` tokens.
+def _export(step: EagerStep) -> ExportedProgram:
+    """Captures the step for any number of tokens.
 
     Sizes of 1 are left out, for the compiler would make constants of them; what it makes
     for more serves one token too, as tests show: no loop of it depends on there being two.
     """
-    count = max(2, least)
-    example = torch.zeros((1, count), dtype=torch.int64)
-    tokens, rows = Dim("tokens", min=count, max=most), Dim("rows", min=2, max=most)
+    example = torch.zeros((1, 2), dtype=torch.int64)
+    tokens, rows = (Dim(name, min=2, max=MOST_TOKENS) for name in ("tokens", "rows"))
     return torch.export.export(
         step,
         (example, example.clone(), torch.arange(2)),
