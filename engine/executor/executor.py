@@ -50,8 +50,8 @@ class Executor:
         prompt_logprobs = {
             i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
         }
-        draws = sample(logits[rows], drawers) if drawers else []
-        continuations = continue_beams(logits[beam_rows], beams) if beams else {}
+        draws = sample(_rows(logits, rows), drawers) if drawers else []
+        continuations = continue_beams(_rows(logits, beam_rows), beams) if beams else {}
         return StepResult(draws, continuations, prompt_logprobs)
 
     @property
@@ -80,3 +80,8 @@ class Executor:
             logprobs = torch.log_softmax(rows.float(), dim=-1)
             scores += score(logprobs, chunk, [count] * len(chunk))
         return scores
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Those rows; the tensor itself if they are all of it in order."""
+    return logits if rows == list(range(len(logits))) else logits[rows]

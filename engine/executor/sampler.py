@@ -41,6 +41,9 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
             changed.
         drawers: whose row each is.
     """
+    if all(map(_is_plain, drawers)):
+        tokens = _most_likely(logits, drawers).tolist()
+        return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
     logits = logits.float()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
     own = torch.log_softmax(logits[reporting], dim=-1) if reporting else None
@@ -96,6 +99,18 @@ def continue_beams(logits: torch.Tensor, beams: Rows[Drawer]) -> dict[int, Conti
         beam.sequence.id: list(zip(ids[:count], values[:count], strict=True))
         for beam, count, ids, values in rows
     }
+
+
+def _is_plain(drawer: Drawer) -> bool:
+    """Whether the logits alone, in whatever precision, say which token it is."""
+    params = drawer.params
+    return (
+        params.greedy
+        and not params.penalised
+        and not params.logit_bias
+        and params.logprobs is None
+        and drawer.sequence.num_output >= drawer.group.request.min_tokens
+    )
 
 
 # Changes to the logits, in place.
@@ -167,7 +182,7 @@ def _choose(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[int]:
 
 
 def _most_likely(logits: torch.Tensor, _: Rows[Drawer]) -> torch.Tensor:
-    return logits.argmax(dim=-1)
+    return logits.max(dim=-1).indices  # argmax takes twice as long on a CPU
 
 
 def _draw(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
