@@ -60,6 +60,18 @@ class RouterSettings(ConnectionSettings, TlsSettings):
         description="TOML file of those who may use the router, with their keys and limits; "
         "read anew when it changes. Default: anybody may.",
     )
+    http_host: str = Field("127.0.0.1", description="Address to listen on for HTTP.")
+    http_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of OpenAI's API over HTTP; 0 turns it off.",
+    )
+    http_cors_origin: list[str] = Field(
+        [],
+        description="Origin whose pages may use the HTTP API, such as https://example.com, "
+        "or * for any. May be given several times. Default: none.",
+    )
     tokenizer: str | None = Field(
         None,
         description="Hub name, directory or 'demo' to load the tokenizer from, "
@@ -173,6 +185,13 @@ class RouterSettings(ConnectionSettings, TlsSettings):
                 "--tenants with an admin among them, or --tls-client-ca"
             )
         return self
+
+    @property
+    def http_url(self) -> str:
+        """Where the HTTP door is, if it is open."""
+        host = f"[{self.http_host}]" if ":" in self.http_host else self.http_host
+        scheme = "http" if self.tls is None else "https"
+        return f"{scheme}://{host}:{self.http_port}/"
 
     @field_validator("engine")
     @classmethod

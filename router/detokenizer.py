@@ -99,6 +99,10 @@ class Pieces:
         self._alone[token_id] = text
         return text
 
+    def spelling(self, token_id: int) -> str:
+        """Returns how the vocabulary spells a token; nothing for one that does not exist."""
+        return self._tokens[token_id] or "" if token_id < len(self._tokens) else ""
+
     def special_text(self, token_id: int) -> str:
         """Returns how a special token is spelt; nothing for one that does not exist."""
         return self._tokens[token_id] or "" if token_id in self._special else ""

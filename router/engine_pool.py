@@ -155,6 +155,10 @@ class EnginePool:
         """Returns the tokenizer of a resolved model."""
         return self._known(model)[0].tokenizer
 
+    def eos_token_ids(self, model: str) -> frozenset[int]:
+        """Returns the tokens that end an output of a resolved model."""
+        return frozenset(self._known(model)[0].info.eos_token_ids)
+
     def limits(self, model: str) -> Limits:
         """Returns what every engine of a resolved model can take.
 

@@ -90,6 +90,18 @@ class RouterMetrics:
         gauge("requests_queued", "Requests waiting for an engine.").set_function(queued)
         self._models: dict[str, ModelMetrics] = {}
 
+    @property
+    def total_output_tokens(self) -> int:
+        """Tokens received from engines, of all models."""
+        return int(
+            sum(
+                sample.value
+                for metric in self._output_tokens.collect()
+                for sample in metric.samples
+                if sample.name.endswith("_total")
+            )
+        )
+
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of one model."""
         if model not in self._models:

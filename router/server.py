@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 import grpc.aio
@@ -24,6 +24,7 @@ from router.discovery import Discovery
 from router.engine_link import Engine
 from router.engine_pool import EnginePool
 from router.generation import GenerationService
+from router.http.door import HttpDoor
 from router.tokenization import Tokenizers
 
 log = structlog.get_logger(__name__)
@@ -86,6 +87,7 @@ class Router:
         self._discovery: asyncio.Task[None] | None = None
         self._reloading: asyncio.Task[None] | None = None
         self._admin: grpc.aio.Server | None = None
+        self._http: HttpDoor | None = None
         self._open = ExitStack()  # what is left to close: the metrics' server
 
     async def start(self) -> None:
@@ -96,12 +98,13 @@ class Router:
             TlsError: Certificates or keys cannot be used.
         """
         settings = self._settings
+        services = {
+            SERVICE: lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+                self.service, server
+            )
+        }
         self._server, self._health = await rpc.create_server(
-            {
-                SERVICE: lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-                    self.service, server
-                )
-            },
+            services,
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
             interceptors=limit_calls(settings.max_calls_per_peer),
@@ -114,6 +117,9 @@ class Router:
             self._admin = await self._make_admin()
         observe_process(self.registry)
         self._open.enter_context(serve_metrics(self.registry, settings.host, settings.metrics_port))
+        if settings.http_port:
+            self._http = self._make_http(services)
+            await self._http.start()
         await self._server.start()
         if self._admin is not None:
             await self._admin.start()
@@ -136,6 +142,8 @@ class Router:
         """Ends everything, at once."""
         self._stopping = True
         self.service.fail_all("the router shut down before the request was complete; retry it")
+        if self._http is not None:
+            await self._http.stop()
         for server in (self._server, self._admin):
             if server is not None:
                 await server.stop(CLOSE_SECONDS)
@@ -151,7 +159,8 @@ class Router:
     def _warn(self) -> None:
         """Says what others than this machine's users could do."""
         settings = self._settings
-        if is_loopback(settings.host):
+        hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
+        if all(map(is_loopback, hosts)):
             return
         if self.gate.open and settings.tls_client_ca is None:
             hint = "name who may use it with --tenants, or whose certificates with --tls-client-ca"
@@ -159,6 +168,11 @@ class Router:
         elif settings.tls is None:
             hint = "give --tls-cert and --tls-key, unless something before the router does TLS"
             log.warning("keys_travel_in_the_clear", address=self.address, hint=hint)
+
+    @property
+    def _serving(self) -> bool:
+        """Whether there is an engine to serve with, and will be."""
+        return bool(self.pool.up()) and not self._stopping
 
     def _engines_changed(self, model: str) -> None:
         """An engine of `model` came, went, or began to drain."""
@@ -172,6 +186,17 @@ class Router:
     def _load_reported(self, model: str) -> None:
         """An engine of `model` said what it has free."""
         self.admission.dispatch(model)
+
+    def _make_http(self, services: Mapping[str, Callable[[grpc.aio.Server], None]]) -> HttpDoor:
+        """Makes the HTTP door; not yet open."""
+        return HttpDoor(
+            self._settings,
+            services,
+            guard=self.gate.check,
+            pool=self.pool,
+            service=self.service,
+            is_serving=lambda: self._serving,
+        )
 
     async def _make_admin(self) -> grpc.aio.Server:
         """Makes the server of AdminService; not yet started.
@@ -206,8 +231,7 @@ class Router:
         assert self._health is not None
         while True:
             self._changed.clear()
-            serving = bool(self.pool.up()) and not self._stopping
-            await rpc.set_serving(self._health, ["", SERVICE], serving=serving)
+            await rpc.set_serving(self._health, ["", SERVICE], serving=self._serving)
             await self._changed.wait()
 
 

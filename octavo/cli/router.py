@@ -20,6 +20,8 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
 
     def ready(address: str) -> None:
         facts = {"address": address, "engines": ", ".join(settings.engine)}
+        if settings.http_port:
+            facts["http"] = settings.http_url
         progress.ready("router is ready", facts)
 
     await serve(settings, on_ready=ready)

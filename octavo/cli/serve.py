@@ -65,7 +65,7 @@ async def _serve(
         serving = asyncio.create_task(
             server.serve(settings, on_ready=listening.set_result, on_serving=served.set_result)
         )
-        announcing = asyncio.create_task(_announce(listening, served, progress))
+        announcing = asyncio.create_task(_announce(listening, served, router, progress))
         ended = asyncio.create_task(process.ended())
         try:
             await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,6 +89,7 @@ def _import_router() -> ModuleType:
 async def _announce(
     listening: asyncio.Future[str],
     served: asyncio.Future[generation_pb2.ModelCard],
+    router: RouterSettings,
     progress: running.Progress,
 ) -> None:
     """Tells when the model can be used, and where."""
@@ -105,4 +106,6 @@ async def _announce(
         "context": f"{model.max_model_len} tokens",
         "blocks": f"{model.total_blocks} of {model.block_size} tokens",
     }
+    if router.http_port:
+        facts["http"] = router.http_url
     progress.ready("octavo is ready", facts)

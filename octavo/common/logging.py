@@ -10,7 +10,16 @@ from structlog.typing import Processor
 
 LogFormat = Literal["console", "json"]
 
-QUIET = ("asyncio", "filelock", "httpcore", "httpx", "huggingface_hub", "torch", "urllib3")
+QUIET = (
+    "asyncio",
+    "filelock",
+    "httpcore",
+    "httpx",
+    "huggingface_hub",
+    "torch",
+    "urllib3",
+    "uvicorn",
+)
 """Libraries whose informational records are of no use to an operator."""
 
 

@@ -1,0 +1,81 @@
+"""The door put together: started and stopped with the router it belongs to."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import grpc.aio
+
+from octavo.common import rpc
+from router.config import RouterSettings
+from router.engine_pool import EnginePool
+from router.generation import GenerationService
+from router.http.app import Api
+from router.http.link import Link
+from router.http.server import HttpServer
+from router.http.status import status
+from router.http.vocabulary import Vocabulary
+from router.tokenization import Tokenizer
+
+
+class HttpDoor:
+    """HTTP for the clients of one router.
+
+    Args:
+        settings: Where to listen, and limits.
+        services: The router's gRPC services, as `rpc.create_server` takes them.
+        guard: Who may call what, as `rpc.create_server` takes it.
+        pool: The engines, whose load is shown.
+        service: The router's service, whose figures are shown.
+        is_serving: Whether there is an engine to serve with.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        services: Mapping[str, Callable[[grpc.aio.Server], None]],
+        *,
+        guard: rpc.Guard,
+        pool: EnginePool,
+        service: GenerationService,
+        is_serving: Callable[[], bool],
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._vocabularies: dict[Tokenizer, Vocabulary] = {}
+        self._link = Link(services, guard=guard, max_message_bytes=settings.max_message_bytes)
+        api = Api(
+            settings,
+            self._link,
+            vocabularies=self._vocabulary,
+            status=partial(status, pool, service),
+            is_serving=is_serving,
+        )
+        self._server = HttpServer(
+            api.app(),
+            tls=settings.tls,
+            max_connections=settings.max_connections,
+            unread_seconds=settings.write_timeout,
+        )
+
+    async def start(self) -> None:
+        """Listens.
+
+        Raises:
+            OSError: The address is taken or not this machine's.
+            TlsError: Its certificate cannot be used.
+        """
+        await self._link.start()
+        self._server.start(self._settings.http_host, self._settings.http_port)
+
+    async def stop(self) -> None:
+        """Ends what is in progress, within a second or two."""
+        await self._server.stop()
+        await self._link.stop()
+
+    def _vocabulary(self, model: str) -> Vocabulary:
+        """Returns the vocabulary of a model that has just answered."""
+        tokenizer = self._pool.tokenizer(model)
+        if tokenizer not in self._vocabularies:
+            eos = self._pool.eos_token_ids(model)
+            self._vocabularies[tokenizer] = Vocabulary(tokenizer.pieces, eos)
+        return self._vocabularies[tokenizer]

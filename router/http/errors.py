@@ -1,0 +1,155 @@
+"""Failures as HTTP statuses with OpenAI's error bodies."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import grpc
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from octavo.client import Error
+
+INVALID = "invalid_request_error"
+UNSUPPORTED = "unsupported_parameter"
+WRONG_TYPE = "wrong_type"
+DEADLINE = "Deadline Exceeded"
+"""What gRPC itself says of a deadline that passes."""
+
+_STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
+    grpc.StatusCode.OUT_OF_RANGE: (400, INVALID, None),
+    grpc.StatusCode.FAILED_PRECONDITION: (400, INVALID, None),
+    grpc.StatusCode.UNIMPLEMENTED: (400, INVALID, UNSUPPORTED),
+    grpc.StatusCode.UNAUTHENTICATED: (401, INVALID, "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error", None),
+    grpc.StatusCode.NOT_FOUND: (404, INVALID, "model_not_found"),
+    grpc.StatusCode.ALREADY_EXISTS: (409, INVALID, None),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    grpc.StatusCode.CANCELLED: (499, INVALID, "cancelled"),
+    grpc.StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "deadline_exceeded"),
+}
+
+_PARAMS = {
+    "beam": "beam_width",
+    "beam.width": "beam_width",
+    "chat.messages": "messages",
+    "stop.strings": "stop",
+    "stop.token_ids": "stop_token_ids",
+    "text": "prompt",
+    "tokens.token_ids": "prompt",
+}
+"""Fields of GenerateRequest whose last part is not their name here."""
+
+_PATH = re.compile(r"\b(?:beam|chat|output|sampling|stop|tokens)\.[a-z_]+")
+
+
+class ApiError(Exception):
+    """A failure as an OpenAI client is told of it.
+
+    Attributes:
+        status: The HTTP status.
+        headers: Headers that go with it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON that says what happened."""
+        return {"error": self._error}
+
+    def response(self) -> JSONResponse:
+        """Returns the whole response."""
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def from_client(error: Error, params: Mapping[str, str] | None = None) -> ApiError:
+    """Says what a gRPC status says.
+
+    Args:
+        error: What a call raised.
+        params: What fields of GenerateRequest are called by this request, where
+            that is not their own name.
+    """
+    status, kind, code = _STATUSES.get(error.code, (500, "server_error", None))
+    names = _PARAMS | dict(params or {})
+    field = error.violations[0].field if error.violations else None
+    param = None if field is None else _param(field, names)
+    message = error.message
+    if field is not None and param is not None and message.startswith(f"{field} "):
+        message = param + message.removeprefix(field)
+    message = _PATH.sub(lambda path: _param(path[0], names), message)
+    if message == DEADLINE:
+        message = "the request was not complete when its time was over"
+    headers = {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+        headers["Retry-After-Ms"] = str(math.ceil(error.retry_after * 1000))
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return ApiError(
+        status,
+        message,
+        kind=kind,
+        param=param,
+        code=code,
+        headers=headers,
+    )
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Says what is wrong with a body, naming the first argument at fault."""
+    details = error.errors(include_url=False, include_context=False)[0]
+    if details["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {details['msg'].partition(': ')[2]}")
+    param = _location(details["loc"])
+    if not param:
+        return ApiError(400, "the body must be a JSON object")
+    if details["type"] == "extra_forbidden":
+        return ApiError(400, f"there is no argument {param}", param=param, code="unknown_parameter")
+    if details["type"] == UNSUPPORTED:
+        return ApiError(400, f"{param} {details['msg']}", param=param, code=UNSUPPORTED)
+    if details["type"] == WRONG_TYPE:
+        return ApiError(400, f"{param} {details['msg']}", param=param)
+    what = details["msg"]
+    return ApiError(400, f"{param}: {what[:1].lower()}{what[1:]}", param=param)
+
+
+def _param(path: str, names: Mapping[str, str]) -> str:
+    """Returns what `path`, a field of GenerateRequest, is called in the API.
+
+    >>> _param("sampling.logit_bias[5]", _PARAMS)
+    'logit_bias'
+    """
+    for known, name in names.items():
+        if path == known or path.startswith((f"{known}[", f"{known}.")):
+            rest = path.removeprefix(known)
+            return name + rest if name == "messages" else name
+    return path.rpartition(".")[2].partition("[")[0]
+
+
+def _location(parts: tuple[int | str, ...]) -> str:
+    """Returns a path such as messages[0].content."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "[key]":
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,70 @@
+"""How an API lays out its answers: what chat and completions have in common."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from octavo.client import FinishReason, TokenLogprob, Usage
+from router.http.vocabulary import Vocabulary
+
+Choice = dict[str, Any]
+"""One entry of `choices`, to be made JSON of."""
+
+NO_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as OpenAI's API does."""
+
+
+class Layout(Protocol):
+    """Makes the choices of one HTTP request's answer; may remember what it has shown.
+
+    Attributes:
+        id_prefix: Before the answer's id.
+        object: What a whole answer is called.
+        chunk_object: What a chunk of a stream is called.
+    """
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> Choice | None:
+        """Returns the choice that begins a stream's output, if one does."""
+
+    def piece(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
+    ) -> Choice:
+        """Returns the choice of a chunk with text."""
+
+    def ending(self, index: int, reason: FinishReason) -> Choice:
+        """Returns the choice of the chunk that ends an output."""
+
+    def whole(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        reason: FinishReason,
+        vocabulary: Vocabulary,
+    ) -> Choice:
+        """Returns the choice of a whole output."""
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """Returns OpenAI's word for why an output ended."""
+    return "length" if reason is FinishReason.LENGTH else "stop"
+
+
+def finite(logprob: float) -> float:
+    """Returns a log-probability that JSON can hold."""
+    return max(logprob, NO_LOGPROB)
+
+
+def usage(usages: Sequence[Usage]) -> dict[str, Any]:
+    """Returns OpenAI's form of what the Generate calls of a request used together."""
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    output = sum(usage.output_tokens for usage in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+    }

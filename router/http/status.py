@@ -1,0 +1,42 @@
+"""The engines' load, as last reported."""
+
+from collections.abc import Collection
+from typing import Any
+
+from octavo.v1 import engine_pb2
+from router.engine_link import EngineLink
+from router.engine_pool import EnginePool
+from router.generation import GenerationService
+
+LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
+
+
+def status(pool: EnginePool, service: GenerationService, models: Collection[str]) -> dict[str, Any]:
+    """Returns the figures of the engines of `models` that are connected, and of the router.
+
+    Addresses are left out: they are the operator's business, and AdminService has them.
+    """
+    return {
+        "requests": service.in_flight,
+        "output_tokens": service.metrics.total_output_tokens,
+        "engines": [
+            _engine(link) for link in pool.links if link.up and link.up.info.model in models
+        ],
+    }
+
+
+def _engine(link: EngineLink) -> dict[str, Any]:
+    engine = link.up
+    assert engine is not None
+    info, load = engine.info, engine.load
+    return {
+        "model": info.model,
+        "device": info.device,
+        "dtype": info.dtype,
+        "block_size": info.block_size,
+        "block_bytes": info.block_bytes,
+        "max_num_seqs": info.max_num_seqs,
+        "taking_requests": link.taking is not None,
+        "sequences": engine.sequences,
+        "load": {name: getattr(load, name) for name in LOAD},
+    }

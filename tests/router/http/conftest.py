@@ -1,0 +1,80 @@
+"""The door as OpenAI's own client finds it; the engine behind the router is scripted."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import openai
+import pytest
+
+from octavo.common.ports import free_port
+
+
+@pytest.fixture
+def door(stand):
+    """Opens a router's door: gives the stand, and a client that does not retry."""
+
+    @asynccontextmanager
+    async def open_door(*engines, key="none", **settings):
+        port = free_port()
+        async with AsyncExitStack() as stack:
+            made = await stack.enter_async_context(stand(*engines, http_port=port, **settings))
+            made.url = f"http://127.0.0.1:{port}"
+            client = openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0)
+            await stack.enter_async_context(client)
+            await made.up(len(engines))
+            yield made, client
+
+    return open_door
+
+
+@pytest.fixture
+def hello():
+    """The least that a chat request says."""
+    return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def fill(hello):
+    """Has a scripted engine with room for one sequence so busy that no more is sent to it."""
+
+    async def make_busy(stand, client, engine) -> list[asyncio.Task]:
+        tasks = [asyncio.create_task(client.chat.completions.create(**hello)) for _ in range(2)]
+        await stand.until(lambda: len(engine.submits) == 2)
+        return tasks
+
+    return make_busy
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+@pytest.fixture
+def get():
+    """Sends a request by urllib, which adds nothing of its own."""
+
+    async def send(url: str, *, headers=(), data=None) -> Response:
+        request = urllib.request.Request(url, headers=dict(headers), data=data)
+        try:
+            response = await asyncio.to_thread(urllib.request.urlopen, request, timeout=20)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            names = {name.lower(): value for name, value in response.headers.items()}
+            return Response(response.status, names, response.read())
+
+    return send
+
+
+@pytest.fixture
+def post(get):
+    async def send(url: str, body: bytes, *, kind: str = "application/json") -> Response:
+        return await get(url, headers={"Content-Type": kind}, data=body)
+
+    return send

@@ -1,0 +1,145 @@
+"""Every parameter reaches the engine, and what cannot be served is refused by name."""
+
+import json
+
+import openai
+import pytest
+
+OURS = {
+    "top_k": 5, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 2, "ignore_eos": True,
+    "stop_token_ids": [7, 8], "priority": 3, "cache_salt": "mine",
+}  # fmt: skip
+
+
+async def test_parameters_reach_the_engine(door, scripted, hello):
+    engine = scripted("hello world STOP and more")
+    async with door(engine) as (_, client):
+        answer = await client.chat.completions.create(
+            **hello, n=2, stop=["STOP"], max_completion_tokens=50, temperature=0.5, top_p=0.75,
+            frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={"5": -1}, seed=-1,
+            user="me", extra_body=OURS,
+        )  # fmt: skip
+    assert [c.message.content for c in answer.choices] == ["hello world "] * 2
+    assert {c.finish_reason for c in answer.choices} == {"stop"}
+    (submit,) = engine.submits
+    sampling = submit.sampling
+    assert (sampling.n, sampling.temperature, sampling.top_p) == (2, 0.5, 0.75)
+    assert (sampling.frequency_penalty, sampling.presence_penalty) == (0.5, -0.5)
+    assert (dict(sampling.logit_bias), sampling.seed) == ({5: -1}, 2**64 - 1)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (5, 0.25, 1.5)
+    stop = submit.stop
+    assert (stop.max_tokens, stop.min_tokens, stop.ignore_eos) == (50, 2, True)
+    assert (list(stop.token_ids), submit.priority, submit.cache_salt) == ([7, 8], 3, "mine")
+
+
+async def test_one_stop_string_and_max_tokens(door, scripted, hello):
+    engine = scripted("hello world")
+    async with door(engine) as (_, client):
+        answer = await client.chat.completions.create(**hello, stop="wor", max_tokens=9)
+    assert answer.choices[0].message.content == "hello "
+    assert engine.submits[0].stop.max_tokens == 9
+
+
+CHAT = [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"store": True}, "store"),
+    ({"extra_body": {"best_off": 1}}, "best_off"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"n": 0}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 10**30}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 513}, "max_tokens"),
+    ({"max_completion_tokens": 513}, "max_completion_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"logit_bias": {"260": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+    ({"seed": 2**64}, "seed"),
+    ({"extra_body": {"top_k": -1}}, "top_k"),
+    ({"extra_body": {"stop_token_ids": [260]}}, "stop_token_ids"),
+    ({"extra_body": {"priority": 101}}, "priority"),
+    ({"extra_body": {"beam_width": 0}}, "n"),
+    ({"extra_body": {"beam_width": 2}, "temperature": 1}, "beam_width"),
+    ({"extra_body": {"beam_width": 2}, "stream": True}, "beam_width"),
+    ({"extra_body": {"beam_width": 2}, "n": 3}, "n"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+]
+COMPLETIONS = [
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [260]}, "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+]
+
+
+async def test_what_is_wrong_is_named(door, scripted, hello):
+    engine = scripted("a")
+    async with door(engine) as (stand, client):
+        for extra, param in CHAT:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(**{**hello, **extra})
+            assert caught.value.param == param, extra
+        for extra, param in COMPLETIONS:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(**{"model": "tiny", "prompt": "x", **extra})
+            assert caught.value.param == param, extra
+        await stand.clean()
+    assert not engine.submits
+
+
+async def test_what_changes_nothing_is_taken(door, scripted, hello):
+    async with door(scripted("a")) as (_, client):
+        answer = await client.chat.completions.create(
+            **hello, tools=[], tool_choice="none", response_format={"type": "text"}, store=False,
+            service_tier="auto", parallel_tool_calls=False, metadata={"a": "b"}, stop=None,
+            temperature=None, extra_body={"top_k": None},
+        )  # fmt: skip
+    assert answer.choices[0].message.content == "a"
+
+
+async def test_bodies_that_are_none(door, scripted, post):
+    async with door(scripted("a"), max_message_bytes=2000) as (stand, _):
+        for body, status, words in [
+            (b"", 400, "not JSON"),
+            (b"{", 400, "not JSON"),
+            (b"[]", 400, "must be a JSON object"),
+            (b'{"messages": "\xff"}', 400, "not JSON"),
+            (b'{"prompt": "\\ud800"}', 400, "not JSON"),
+            (b'{"prompt": ' + b"[" * 900, 400, "not JSON"),
+            (b'{"prompt": "' + b"x" * 2000 + b'"}', 413, "at most 2000 bytes"),
+            (b"{}", 400, "prompt: field required"),
+            (b'{"prompt": "x", "temperature": NaN}', 400, "temperature must be in"),
+        ]:
+            response = await post(f"{stand.url}/v1/completions", body)
+            assert response.status == status, body
+            assert words in json.loads(response.body)["error"]["message"], body
+        response = await post(f"{stand.url}/v1/completions", b"{}", kind="text/plain")
+        assert response.status == 415

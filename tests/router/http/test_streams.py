@@ -1,0 +1,100 @@
+"""Clients that leave, that do not read, and a router that stops."""
+
+import asyncio
+import json
+import socket
+
+import openai
+import pytest
+
+
+def request(body: dict, path: str = "/v1/completions") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def leave(stand, body: dict, *, after: bytes = b"") -> None:
+    """Sends a request and closes the connection, once `after` has been received."""
+    host, port = stand.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request(body))
+    if after:
+        await reader.readuntil(after)
+    else:
+        await stand.until(lambda: stand.router.service.in_flight)
+    writer.close()
+
+
+async def test_leaving_before_and_in_a_stream_frees_everything(door, scripted):
+    engine = scripted("a long answer " * 30, interval=0.02)
+    async with door(engine) as (stand, _):
+        body = {"prompt": "x", "max_tokens": 400}
+        await leave(stand, body)  # waits for a whole answer
+        await stand.until(lambda: len(engine.aborts) == 1)
+        await leave(stand, {**body, "stream": True}, after=b'"text":"a"')
+        await stand.until(lambda: len(engine.aborts) == 2)
+        await leave(stand, {**body, "stream": True, "prompt": ["x", "y"]}, after=b"data:")
+        await stand.until(lambda: len(engine.aborts) == 4)
+        await stand.clean()
+
+
+async def test_leaving_the_queue(door, scripted, hello, fill):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with door(engine) as (stand, client):
+        running = await fill(stand, client, engine)
+        for streamed in (False, True):
+            task = asyncio.create_task(client.chat.completions.create(**hello, stream=streamed))
+            await stand.until(lambda: len(stand.router.admission) == 1)
+            task.cancel()
+            await stand.until(lambda: len(stand.router.admission) == 0)
+        for task in running:
+            task.cancel()
+        await stand.clean()
+
+
+async def test_a_client_that_does_not_read_is_cancelled(door, scripted):
+    """Its socket's buffers are small, so that what is unread is felt at once."""
+    text = "x" * 400
+    engine = scripted(text, interval=0.0)
+    async with door(engine, write_timeout=1.0, max_unread_tokens=50) as (stand, client):
+        host, port = stand.url.removeprefix("http://").split(":")
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect((host, int(port)))
+        body = {"prompt": ["x"] * 100, "max_tokens": 400, "n": 8, "stream": True}
+        deaf.sendall(request(body))
+        await stand.until(lambda: stand.router.service.in_flight == 100)
+        await stand.until(lambda: stand.router.service.in_flight == 0, 60)
+        await stand.clean()
+        answer = await client.completions.create(model="tiny", prompt="x", max_tokens=400)
+        assert answer.choices[0].text == text
+        deaf.close()
+
+
+async def test_a_drained_router_finishes_streams_and_refuses_others(door, scripted, hello):
+    engine = scripted("a long answer " * 5, interval=0.01)
+    async with door(engine) as (stand, client):
+        stream = await client.chat.completions.create(**hello, stream=True)
+        draining = asyncio.create_task(stand.router.drain())
+        await asyncio.sleep(0.05)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            await client.chat.completions.create(**hello)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == "a long answer " * 5
+        await draining
+
+
+async def test_a_stopped_router_tells_its_streams(door, scripted, hello, encode):
+    engine = scripted(interval=None)
+    async with door(engine) as (stand, client):
+        task = asyncio.create_task(client.chat.completions.create(**hello, stream=True))
+        await stand.until(lambda: engine.submits)
+        (submit,) = engine.submits
+        engine.send(started=[{"request_id": submit.request_id}])
+        stream = await task
+        stopping = asyncio.create_task(stand.router.stop())
+        with pytest.raises(openai.APIError, match="shut down before"):
+            async for _ in stream:
+                pass
+        await asyncio.wait_for(stopping, 20)

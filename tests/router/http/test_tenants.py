@@ -1,0 +1,65 @@
+"""With tenants, a key is asked for, and what it may not do is told apart from who it is."""
+
+import asyncio
+
+import openai
+import pytest
+
+from router.tenants import hash_key
+
+
+@pytest.fixture
+def tenants(tmp_path):
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f"""
+        [alice]
+        keys = ["{hash_key("alice-key")}"]
+        max_concurrency = 1
+        [bob]
+        keys = ["{hash_key("bob-key")}"]
+        models = ["other"]
+        """
+    )
+    return file
+
+
+async def test_a_key_is_needed(door, scripted, hello, tenants, get):
+    async with door(scripted("a"), tenants=tenants, key="alice-key") as (stand, client):
+        answer = await client.chat.completions.create(**hello)
+        assert answer.choices[0].message.content == "a"
+        stranger = client.with_options(api_key="guess")
+        for ask in (stranger.chat.completions.create(**hello), stranger.models.retrieve("tiny")):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await ask
+            assert caught.value.code == "invalid_api_key"
+            assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        assert (await get(f"{stand.url}/status")).status == 401
+        assert (await get(f"{stand.url}/v1/models")).status == 401
+        assert (await get(f"{stand.url}/health")).status == 200
+
+
+async def test_what_a_key_may_not_do(door, scripted, hello, tenants, get):
+    async with door(scripted("a"), tenants=tenants, key="bob-key") as (stand, client):
+        with pytest.raises(openai.PermissionDeniedError) as caught:
+            await client.chat.completions.create(**hello)
+        assert caught.value.param == "model"
+        key = {"Authorization": "Bearer bob-key"}
+        assert b'"engines":[]' in (await get(f"{stand.url}/status", headers=key)).body
+
+
+async def test_its_limits(door, scripted, hello, tenants):
+    engine = scripted(interval=None)
+    async with door(engine, tenants=tenants, key="alice-key") as (stand, client):
+        running = asyncio.create_task(client.chat.completions.create(**hello))
+        await stand.until(lambda: engine.submits)
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(**hello)
+        running.cancel()
+        await stand.clean()
+
+
+async def test_a_key_that_is_no_header(door, scripted, tenants, get):
+    async with door(scripted("a"), tenants=tenants) as (stand, _):
+        odd = {"Authorization": "Bearer \xe9"}
+        assert (await get(f"{stand.url}/v1/models", headers=odd)).status == 400
