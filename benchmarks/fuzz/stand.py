@@ -106,12 +106,22 @@ class Stand:
             if not any(left.values()):
                 break
             if time.monotonic() > deadline:
-                raise FaultError(f"left behind: {left}")
+                raise FaultError(f"left behind: {left}\n{self._files()}")
             await asyncio.sleep(0.1)
         for name, levels in now.items():
             if levels.pid != before[name].pid:
                 raise FaultError(f"the {name} is not the process that it was")
         return now
+
+    def _files(self) -> str:
+        """What the processes have open, for a person."""
+        lines = []
+        for node in (self.router, self.engine):
+            files = Path(f"/proc/{node.pid}/fd").iterdir()
+            lines += [f"{node.pid}: {' '.join(sorted(str(file.readlink()) for file in files))}"]
+            connections = psutil.Process(node.pid).net_connections()
+            lines += [f"  {c.fd}: {c.laddr} {c.raddr} {c.status}" for c in connections]
+        return "\n".join(lines)
 
     async def ask(self) -> float:
         """Makes an ordinary request; returns the seconds that it took.

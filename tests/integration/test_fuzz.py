@@ -13,7 +13,7 @@ async def test_rude_clients_leave_no_trace(tmp_path):
     outcome = Outcome()
     async with stand(tmp_path) as servers:
         await fuzz(servers, 0, range(CASES), outcome)
-    assert outcome.faults == []
+    assert not outcome.faults, "\n".join(outcome.faults)
     assert outcome.cases == CASES
     codes = {code for _, code in outcome.answers}
     assert {"OK", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED", "CANCELLED", "NOT_FOUND"} <= codes
