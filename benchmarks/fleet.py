@@ -107,6 +107,11 @@ class Node:
         """The process' id while it lives."""
         return self._process.pid if self._process.is_alive() else None
 
+    @property
+    def exitcode(self) -> int | None:
+        """How the process ended, as multiprocessing has it; None while it lives."""
+        return self._process.exitcode
+
     async def kill(self) -> None:
         """SIGKILL, at once and without a word."""
         self.signal(signal.SIGKILL)

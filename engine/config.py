@@ -7,11 +7,12 @@ from pydantic import Field, model_validator
 from engine.preemption import PreemptionMode
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
+from octavo.common.tracing import TracingSettings
 
 Quantization = Literal["none", "int8", "int4"]
 
 
-class EngineSettings(ConnectionSettings, TlsSettings):
+class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     """Settings of `octavo engine`; each is a flag, a variable and a TOML key."""
 
     table: ClassVar[str] = "engine"

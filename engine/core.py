@@ -20,13 +20,14 @@ from engine.executor.executor import Executor
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
-from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.sequence import GroupState, Moment, Sequence, SequenceGroup
 
 log = structlog.get_logger(__name__)
 
 Command = Callable[[], None]
 Deliver = Callable[[list[Event], Load], None]
 Publish = Callable[[PrefixChange], None]
+OnEnd = Callable[[SequenceGroup, str], None]
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core tells its load this often: silence for longer means that it hangs."""
@@ -50,12 +51,14 @@ class EngineCore:
         *,
         max_waiting: int,
         publish: Publish = lambda _: None,
+        on_end: OnEnd | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._metrics = metrics
         self._deliver = deliver
         self._publish = publish
+        self._on_end = on_end
         self._max_waiting = max_waiting
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._groups: dict[tuple[int, str], SequenceGroup] = {}
@@ -147,6 +150,7 @@ class EngineCore:
             if group.announced:
                 continue
             group.announced = True
+            group.note(Moment.PREFILL)
             self._metrics.queue_seconds.observe(now - request.arrival)
             self._metrics.prompt_tokens.inc(len(request.prompt))
             self._metrics.cached_tokens.inc(group.cached_tokens)
@@ -168,6 +172,9 @@ class EngineCore:
                 )
             )
         for group in dict.fromkeys(draw.group for draw in result.draws):
+            if not group.decoding:
+                group.decoding = True
+                group.note(Moment.DECODE)
             if not group.live:
                 self._forget(group, "finished")
         self._metrics.output_tokens.inc(len(result.draws) + len(result.continuations))
@@ -304,6 +311,8 @@ class EngineCore:
         request = group.request
         del self._groups[request.session, request.request_id]
         self._metrics.requests.labels(outcome).inc()
+        if self._on_end is not None:
+            self._on_end(group, outcome)
         log.info(
             "request ended",
             request_id=request.request_id,

@@ -96,6 +96,7 @@ class Request:
         deadline: `time.monotonic()` seconds, or None.
         beam: search in place of sampling, or None.
         resume: outputs that another engine began, by index.
+        trace_context: the trace that it is part of, as W3C Trace Context has it.
     """
 
     session: int
@@ -112,6 +113,7 @@ class Request:
     deadline: float | None = None
     beam: BeamSearch | None = None
     resume: Mapping[int, Resumption] = field(default_factory=dict)
+    trace_context: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def stopping(self) -> frozenset[int]:

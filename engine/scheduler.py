@@ -16,7 +16,7 @@ from engine.beam import Candidate
 from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from engine.preemption import PreemptionPolicy
 from engine.request import FinishReason
-from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.sequence import GroupState, Moment, Sequence, SequenceGroup
 
 WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
@@ -272,10 +272,12 @@ class Scheduler:
                 self.counters.swap_space_full += 1
             else:
                 self.counters.preemptions_swap += 1
+                group.note(Moment.SWAPPED_OUT)
                 group.state = GroupState.SWAPPED
                 _insert(self.swapped, group)
                 return
         self.counters.preemptions_recompute += 1
+        group.note(Moment.DROPPED)
         for sequence in ready:
             self.cache.free(sequence.id)
             sequence.num_computed = 0
@@ -316,6 +318,7 @@ class Scheduler:
             del self.swapped[0]
             self.cache.swap_in(ids)
             self.counters.swap_ins += 1
+            group.note(Moment.SWAPPED_IN)
             self._run(batch, group, tokens)
 
     def _admit_waiting(self, batch: Batch) -> None:

@@ -1,5 +1,6 @@
 """Sequences, and the groups of them that are scheduled as one."""
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -64,6 +65,16 @@ class GroupState(Enum):
     FINISHED = auto()
 
 
+class Moment(Enum):
+    """What happens to a sequence group once or rarely, by the names that traces show."""
+
+    PREFILL = "prefill begins"
+    DECODE = "first token"
+    SWAPPED_OUT = "preempted: swapped out"
+    DROPPED = "preempted: to be recomputed"
+    SWAPPED_IN = "swapped in"
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """All outputs of one request: admitted, preempted and resumed as a gang.
@@ -75,10 +86,12 @@ class SequenceGroup:
         state: where the group is.
         started: whether it was ever admitted.
         announced: whether the router was told so.
+        decoding: whether a token was drawn for it here.
         cached_tokens: prompt tokens found in the prefix cache when first
             admitted.
         prompt_logprobs: of the prompt's second token on, as far as computed.
         beam: the search whose running beams the sequences are, or None.
+        history: what happened to it when, by the monotonic clock.
     """
 
     request: Request
@@ -86,13 +99,19 @@ class SequenceGroup:
     state: GroupState = GroupState.WAITING
     started: bool = False
     announced: bool = False
+    decoding: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     beam: BeamState | None = None
+    history: list[tuple[Moment, float]] = field(default_factory=list)
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._tie = self.sequences[0].id  # beams come and go; the order must not change
+
+    def note(self, moment: Moment) -> None:
+        """Adds to the history."""
+        self.history.append((moment, time.monotonic()))
 
     @property
     def order(self) -> tuple[float, int]:

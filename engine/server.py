@@ -19,10 +19,12 @@ from engine.events import Event, Load, PrefixChange
 from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
+from engine.tracing import RequestTracer
 from engine.validation import to_request
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving
+from octavo.common.tracing import Tracing
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -36,13 +38,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """EngineService over one core."""
 
-    def __init__(self, settings: EngineSettings, parts: Parts, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, settings: EngineSettings, parts: Parts, metrics: EngineMetrics, tracing: Tracing
+    ) -> None:
         self._settings = settings
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, Session] = {}
         self._ids = count()
         metrics.sessions.set_function(lambda: len(self._sessions))
+        tracer = RequestTracer(tracing.tracer, settings.model_name)
         self.core = EngineCore(
             parts.scheduler,
             parts.executor,
@@ -50,6 +55,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             self._deliver,
             max_waiting=settings.max_waiting,
             publish=self._publish,
+            on_end=tracer.ended if tracing.on else None,
         )
 
     async def Session(  # noqa: N802 - the contract's name
@@ -138,10 +144,11 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
         StartupError: the settings do not fit each other, the model or the
             machine.
         TlsError: certificate and key cannot be used.
-        OSError: it cannot listen there.
+        OSError: it cannot listen there, or cannot trace for want of a package.
     """
     if settings.tls is not None:
         settings.tls.read()  # not to load a model first and fail then
+    tracing = Tracing(settings.otlp_endpoint, "octavo-engine")
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -152,7 +159,7 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
     parts = await loop.run_in_executor(thread, build, settings)
     metrics = EngineMetrics()
     observe_process(metrics.registry)
-    servicer = EngineServicer(settings, parts, metrics)
+    servicer = EngineServicer(settings, parts, metrics, tracing)
     core = loop.run_in_executor(thread, servicer.core.run)
     try:
         add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
@@ -180,6 +187,7 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
             await server.stop(grace=1.0)
     finally:
         servicer.core.stop()  # or its thread would outlive an error
+        await tracing.close()
     log.info("engine stopped")
 
 

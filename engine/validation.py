@@ -19,6 +19,7 @@ from octavo.common.limits import (
     check_token_ids,
     output_length,
 )
+from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.v1 import engine_pb2, sampling_pb2
 
 
@@ -65,6 +66,9 @@ def to_request(
         deadline=None if timeout is None else now + timeout,
         beam=beam,
         resume=resume,
+        trace_context={
+            key: submit.trace_context[key] for key in CONTEXT_FIELDS if key in submit.trace_context
+        },
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from octavo.common.listening import TlsSettings, is_loopback
 from octavo.common.tls import Tls
+from octavo.common.tracing import TracingSettings
 from router.balancing import PolicyName
 
 DNS_SCHEME = "dns:///"
@@ -21,7 +22,7 @@ def is_address(text: str) -> bool:
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
-class RouterSettings(ConnectionSettings, TlsSettings):
+class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     """What `octavo router` can be told."""
 
     table: ClassVar[str] = "router"

@@ -13,6 +13,7 @@ from structlog.contextvars import bound_contextvars
 
 from octavo.common import rpc
 from octavo.common.limits import check_token_ids
+from octavo.common.tracing import Tracing
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from router import validation
 from router.admission import Admission
@@ -26,6 +27,7 @@ from router.quota import Account, Accounts
 from router.request import Request
 from router.session import EngineLostError
 from router.tokenization import Tokenizers
+from router.tracing import CallTrace
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +43,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         admission: Who may use them when.
         tokenizers: Where the pool's tokenizers run.
         registry: Where metrics are registered.
+        tracing: Makes calls' spans.
     """
 
     def __init__(
@@ -50,11 +53,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         admission: Admission[Engine],
         tokenizers: Tokenizers,
         registry: CollectorRegistry,
+        *,
+        tracing: Tracing,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._admission = admission
         self._tokenizers = tokenizers
+        self._tracing = tracing
         self._calls = 0
         self._requests: set[Request] = set()
         self._draining = False
@@ -75,7 +81,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: Context
     ) -> None:
         """Generates outputs and streams them."""
-        call = _Call(self._accounts.of(caller()))
+        call = _Call(self._accounts.of(caller()), self._tracing, context)
         self._calls += 1
         self._idle.clear()
         try:
@@ -180,6 +186,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         call.model = self._resolve(message.model)
         check_priority(caller(), message.priority)
         request = call.request = await self._prepare(call, message)
+        call.trace.asked(request, message)
         self._requests.add(request)
         try:
             await self._serve(call, request, context)
@@ -213,14 +220,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
         """Waits for an engine, then passes on what it makes; again if it is lost meanwhile."""
         while not request.done:
-            grant = await self._admission.admit(request.ticket)
+            with call.trace.queue():
+                grant = await self._admission.admit(request.ticket)
             engine = grant.engine
             call.engine = engine.address
             if call.queued is None:
                 call.queued = time.monotonic() - call.arrival
                 self.metrics.of(call.model).queue_time.observe(call.queued)
             try:
-                await self._pass_on(call, request, engine, context)
+                with call.trace.attempt(engine.address) as trace_context:
+                    await self._pass_on(call, request, engine, context, trace_context)
             except EngineLostError as error:
                 if request.moves == self._settings.max_moves:
                     raise
@@ -232,11 +241,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 self._admission.release(grant)
 
     async def _pass_on(
-        self, call: "_Call", request: Request, engine: Engine, context: Context
+        self,
+        call: "_Call",
+        request: Request,
+        engine: Engine,
+        context: Context,
+        trace_context: dict[str, str],
     ) -> None:
         """Has an engine work on a request, and writes what comes until all is written."""
         timeout = None if call.deadline is None else call.deadline - time.monotonic()
-        request.submit(engine.session, timeout)
+        request.submit(engine.session, timeout, trace_context)
         self._pacer.streams += 1
         try:
             async with WriteLimit(self._settings.write_timeout) as limit:
@@ -257,6 +271,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def _report(self, call: "_Call") -> None:
         """Counts and logs a call that has ended."""
         duration = time.monotonic() - call.arrival
+        call.trace.end(call.request, call.outcome, call.message)
         self.metrics.requests.labels(call.model, call.outcome.name).inc()
         call.account.ended(call.outcome)
         if call.model:
@@ -283,12 +298,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 class _Call:
     """What is known of a Generate call, for its log line, however far it came."""
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, tracing: Tracing, context: Context) -> None:
         self.account = account
         self.request_id = uuid.uuid4().hex
         self.model = ""
         self.engine = ""
         self.arrival = time.monotonic()
+        self.trace = CallTrace(tracing, context, self.arrival)
         self.deadline: float | None = None
         self.queued: float | None = None
         self.request: Request | None = None

@@ -4,7 +4,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import grpc
@@ -148,12 +148,15 @@ class Request:
         sampling = self._message.sampling
         return sampling.seed if sampling.HasField("seed") else secrets.randbits(64)
 
-    def submit(self, session: Session, timeout: float | None) -> None:
+    def submit(
+        self, session: Session, timeout: float | None, trace_context: Mapping[str, str]
+    ) -> None:
         """Starts the request on an engine, from the tokens that others drew for it.
 
         Args:
             session: The engine's session.
             timeout: Seconds to the client's deadline, if it has one.
+            trace_context: What the engine is told of the trace.
 
         Raises:
             EngineLostError: The session has broken.
@@ -166,6 +169,7 @@ class Request:
             output=message.output,
             priority=message.priority,
             cache_salt=self._cache_salt,
+            trace_context=trace_context,
         )
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")

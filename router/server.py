@@ -14,6 +14,7 @@ from octavo.common import rpc
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
+from octavo.common.tracing import Tracing
 from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admin import AdminService
 from router.admission import Admission, QueueLimits
@@ -62,6 +63,7 @@ class Router:
         self._on_serving = on_serving
         self.gate = Gate(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
+        self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(
             settings,
             self._tokenizers,
@@ -77,7 +79,12 @@ class Router:
             outage_seconds=settings.failover_timeout,
         )
         self.service = GenerationService(
-            settings, self.pool, self.admission, self._tokenizers, self.registry
+            settings,
+            self.pool,
+            self.admission,
+            self._tokenizers,
+            self.registry,
+            tracing=self._tracing,
         )
         self._server: grpc.aio.Server | None = None
         self._health: health.aio.HealthServicer | None = None
@@ -154,6 +161,7 @@ class Router:
         await self.pool.close()
         self._tokenizers.close()
         await asyncio.to_thread(self._open.close)
+        await self._tracing.close()
         log.info("router_stopped", address=self.address)
 
     def _warn(self) -> None:

@@ -7,6 +7,7 @@ from octavo.cli.options import declaring, describe
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.settings import Settings, flag
+from octavo.common.tracing import TracingSettings
 from router.config import RouterSettings
 
 BEGIN = "<!-- flags: made by `make readme` -->"
@@ -15,6 +16,7 @@ TITLES = (
     ("All three", Settings),
     ("All three, on the connections that they take", ConnectionSettings),
     ("All three, on TLS at their port", TlsSettings),
+    ("All three, on traces", TracingSettings),
     ("`octavo router` and `octavo serve`", RouterSettings),
     ("`octavo engine` and `octavo serve`", EngineSettings),
 )

@@ -1,0 +1,61 @@
+"""The spans of one request on an engine, made all at once when it has ended."""
+
+import time
+
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
+
+from engine.sequence import Moment, SequenceGroup
+from octavo.common.tracing import epoch_clock, extract
+
+PHASES = {Moment.PREFILL: "prefill", Moment.DECODE: "decode"}
+SEARCH = "search"
+"""A beam search's only phase: its steps are all of one kind."""
+FAULTS = ("internal", "unavailable", "deadline_exceeded")
+
+
+class RequestTracer:
+    """Turns the history of a group that ended into spans.
+
+    A request span holds one for each phase: the queue, the prefill, the decode.
+    What happened to the group meanwhile is the request span's events.
+    """
+
+    def __init__(self, tracer: Tracer, model: str) -> None:
+        self._tracer = tracer
+        self._model = model
+
+    def ended(self, group: SequenceGroup, outcome: str) -> None:
+        """Makes the spans of a group that has just ended so."""
+        request, now, epoch_ns = group.request, time.monotonic(), epoch_clock()
+        span = self._tracer.start_span(
+            "request",
+            extract(request.trace_context),
+            kind=SpanKind.SERVER,
+            start_time=epoch_ns(request.arrival),
+            attributes={
+                "gen_ai.provider.name": "octavo",
+                "gen_ai.request.model": self._model,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.request.choice.count": request.num_outputs,
+                "gen_ai.response.id": request.request_id,
+                "gen_ai.usage.input_tokens": len(request.prompt),
+                "gen_ai.usage.output_tokens": sum(s.num_output for s in group.sequences),
+                "octavo.usage.cached_tokens": group.cached_tokens,
+                "octavo.outcome": outcome,
+            },
+        )
+        context = set_span_in_context(span)
+        phase, since = "queue", request.arrival
+        for moment, at in group.history:
+            if moment in PHASES:
+                self._tracer.start_span(phase, context, start_time=epoch_ns(since)).end(
+                    epoch_ns(at)
+                )
+                phase, since = SEARCH if group.beam else PHASES[moment], at
+            else:
+                span.add_event(moment.value, timestamp=epoch_ns(at))
+        self._tracer.start_span(phase, context, start_time=epoch_ns(since)).end(epoch_ns(now))
+        if outcome in FAULTS:
+            span.set_attribute("error.type", outcome)
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(epoch_ns(now))
