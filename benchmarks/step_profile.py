@@ -3,26 +3,22 @@
     python -m benchmarks.step_profile [--model demo] [--quantization none] [--batch 1 8 48]
 
 Each batch runs in a process of its own: prompts of random tokens are computed, then
-decode steps are timed part by part. Matrix products are what oneDNN says of itself
-(`ONEDNN_VERBOSE`); 4-bit ones are not oneDNN's and count as the rest of the model.
-Then a server is started and as many streams are read from it: what its time per
-output token is more than the step's is the router, gRPC and the loop between steps.
+decode steps are timed part by part. Matrix products and attention are what the kernels
+say of themselves; products that are oneDNN's count as the rest of the model. Then a
+server is started and as many streams are read from it: what its time per output token
+is more than the step's is the router, gRPC and the loop between steps.
 """
 
 import argparse
 import asyncio
-import ctypes
 import json
-import os
 import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,13 +86,7 @@ def _print(batches: list[int], columns: list[dict[str, float]], quantization: st
 def _profile_in_child(model: str, quantization: str, batch: int) -> dict[str, float]:
     command = [sys.executable, "-m", "benchmarks.step_profile", "--model", model]
     command += ["--quantization", quantization, "--inside", str(batch)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"ONEDNN_VERBOSE": "profile_exec"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
     parts: dict[str, float] = json.loads(line)
     return parts
@@ -105,14 +95,14 @@ def _profile_in_child(model: str, quantization: str, batch: int) -> dict[str, fl
 def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     """Mean seconds of each part of a decode step."""
     from engine.config import EngineSettings  # noqa: PLC0415 - the child's alone
-    from engine.executor import executor, paged_attention  # noqa: PLC0415
+    from engine.executor import executor  # noqa: PLC0415
     from engine.startup import build  # noqa: PLC0415
+    from kernels import cpu  # noqa: PLC0415
     from tests.engine.stepper import Stepper  # noqa: PLC0415
 
     settings: dict[str, Any] = {"model": model, "quantization": quantization, "compile": "wait"}
     needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
-    with _onednn():  # what it says before the steps is of no interest
-        parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
+    parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
     stepper: Any = Stepper(parts)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     spent: defaultdict[str, float] = defaultdict(float)
@@ -122,8 +112,6 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
         (executor, "prepare", "prepare"),
         (executor, "sample", "sample"),
         (parts.executor, "_forward", "model"),
-        (paged_attention, "write_kv", "attention"),
-        (paged_attention, "paged_attention", "attention"),
     ):
         setattr(owner, name, _timed(getattr(owner, name), spent, part))
     draw = random.Random(0)
@@ -133,14 +121,14 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     while any(group.sequences[0].num_output < WARM_STEPS for group in _live(parts.scheduler)):
         stepper.step()
     spent.clear()
+    cpu.take_spent()
     began = time.perf_counter()
-    with _onednn() as products:
-        for _ in range(STEPS):
-            stepper.step()
+    for _ in range(STEPS):
+        stepper.step()
     total = time.perf_counter() - began
-    model_seconds, attention = spent.pop("model"), spent["attention"]
-    spent["products"] = products()
-    spent["rest"] = model_seconds - attention - spent["products"]
+    kernels = cpu.take_spent()
+    spent["attention"], spent["products"] = kernels.attention, kernels.linear
+    spent["rest"] = spent.pop("model") - kernels.attention - kernels.linear
     spent["other"] = total - sum(spent.values())
     return {part: seconds / STEPS for part, seconds in spent.items()}
 
@@ -160,29 +148,6 @@ def _timed(
             spent[part] += time.perf_counter() - began
 
     return timed
-
-
-@contextmanager
-def _onednn() -> Any:  # noqa: ANN401
-    """Collects what oneDNN prints; what it yields gives the seconds it was at work."""
-    sys.stdout.flush()
-    with tempfile.TemporaryFile("w+") as sink:
-        kept = os.dup(1)
-        os.dup2(sink.fileno(), 1)
-        seconds = 0.0
-
-        def total() -> float:
-            return seconds
-
-        try:
-            yield total
-        finally:
-            ctypes.CDLL(None).fflush(None)  # oneDNN's words wait in C's own buffer
-            os.dup2(kept, 1)
-            os.close(kept)
-            sink.seek(0)
-            lines = [line.strip().split(",") for line in sink if ",exec," in line]
-            seconds = sum(float(line[-1]) for line in lines) / 1e3
 
 
 async def _serve(model: str, quantization: str, batch: int) -> float:

@@ -19,6 +19,7 @@ if _kernels is not None:
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
     begin_step = _kernels.begin_step  # for compiled steps, which cannot do without
+    take_spent = _kernels.take_spent  # likewise
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
     write_kv = fallback.write_kv

@@ -4,6 +4,7 @@
 // the compiled step is loaded, so this library must be loaded before it, globally.
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 
 #include "cache.h"
@@ -52,6 +53,25 @@ struct Step {
 };
 thread_local Step step;
 
+// What this thread's compiled steps have spent where.
+struct Spent {
+  double attention, linear;
+};
+thread_local Spent spent;
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(double& seconds) : seconds_(seconds), began_(Clock::now()) {}
+  ~Stopwatch() {
+    seconds_ += std::chrono::duration<double>(Clock::now() - began_).count();
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double& seconds_;
+  const Clock::time_point began_;
+};
+
 struct View {
   void* data = nullptr;
   int64_t* sizes = nullptr;
@@ -96,11 +116,19 @@ extern "C" void octavo_begin_step(const Cache* layers, const Batch* batch, const
   step = {layers, batch, slots, num_tokens, threads};
 }
 
+// Seconds that this thread's compiled steps have spent since it last asked.
+extern "C" Spent octavo_take_spent() {
+  const Spent result = spent;
+  spent = {};
+  return result;
+}
+
 // octavo::paged_attention
 extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor value,
                                                 int64_t layer, double scale,
                                                 int64_t* sliding_window, double* soft_cap,
                                                 Tensor* result) {
+  const Stopwatch stopwatch(spent.attention);
   const View q(query), k(key), v(value);
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
   const Cache& cache = step.layers[layer];
@@ -119,6 +147,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
 // octavo::packed_linear
 extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, Tensor panels, Tensor bias,
                                               int64_t outputs, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
   const View rows(x);
   auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
   if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
@@ -131,6 +160,7 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, Tensor panels, Tensor bi
 extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, Tensor panels, Tensor factors,
                                                    Tensor scales, Tensor row_sums, Tensor bias,
                                                    int64_t outputs, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
   const View rows(x);
   auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
   if (!out || rows.strides[1] != 1) return kFailed;
@@ -146,6 +176,7 @@ extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, Tensor nibbles, Ten
                                                    Tensor factors, Tensor scales,
                                                    Tensor row_sums, Tensor bias,
                                                    int64_t outputs, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
   const View rows(x);
   auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
   if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;

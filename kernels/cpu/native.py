@@ -10,6 +10,7 @@ from ctypes import (
     POINTER,
     Structure,
     byref,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -54,6 +55,12 @@ class _Batch(Structure):
         ("table_width", c_int32),
         ("num_seqs", c_int32),
     )
+
+
+class Spent(Structure):
+    """Seconds that compiled steps spent in kernels; mirrors the struct in aoti.cpp."""
+
+    _fields_ = (("attention", c_double), ("linear", c_double))
 
 
 class _KnownCache:
@@ -173,6 +180,8 @@ class NativeKernels:
         self._begin = library.octavo_begin_step
         self._begin.argtypes = (POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64, c_int)
         self._begin.restype = None
+        self._take_spent = library.octavo_take_spent
+        self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self.linear = LinearKernels(library)
         self._layers: _KnownLayers | None = None  # the latest
         self._caches: dict[int, _KnownCache] = {}
@@ -286,6 +295,11 @@ class NativeKernels:
             known.structs, batch.struct, slots.pointer, slots.count, torch.get_num_threads()
         )
 
+    def take_spent(self) -> Spent:
+        """What this thread's compiled steps have spent in kernels since the last call."""
+        spent: Spent = self._take_spent()
+        return spent
+
     def _know_batch(self, metadata: AttentionMetadata) -> _KnownBatch:
         batch = self._batch
         if batch is None or batch.metadata is not metadata:
@@ -342,4 +356,4 @@ def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 
 
-__all__ = ["NativeKernels"]
+__all__ = ["NativeKernels", "Spent"]

@@ -1,8 +1,8 @@
 """The cache directory of prepared models: each is made once, whole or not at all."""
 
 import os
+import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,11 +47,15 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     with FileLock(target.with_name(f"{target.name}.lock")):
         if target.is_dir():
             return target
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".preparing-") as work:
-            made = Path(work) / "model"
+        work = target.with_name(f".preparing-{target.name}")
+        shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+        work.mkdir()
+        try:
             with _progress() as stage:
-                make(made, stage)
-            made.rename(target)
+                make(work / "model", stage)
+            (work / "model").rename(target)
+        finally:
+            shutil.rmtree(work)
     log.info("model prepared", path=str(target))
     return target
 
