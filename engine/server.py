@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import version
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -133,12 +134,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             session.add(by_session[number], shown)
 
 
-async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | None = None) -> None:
+async def serve(
+    settings: EngineSettings,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    socket: Path | None = None,
+) -> None:
     """Serves a model until SIGTERM or SIGINT, then drains and stops.
 
     Args:
         settings: how.
-        on_ready: called with HOST:PORT once requests are accepted.
+        on_ready: called with the address once requests are accepted: HOST:PORT.
+        socket: where to listen, in place of host and port; the address is then its.
 
     Raises:
         StartupError: the settings do not fit each other, the model or the
@@ -168,10 +175,7 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
         )
-        address = listen(server, settings.host, settings.port, settings.tls)
-        if not is_loopback(settings.host) and settings.tls_client_ca is None:
-            hint = "say whose certificates it takes with --tls-client-ca"
-            log.warning("anybody may use the engine", address=address, hint=hint)
+        address = _listen(server, settings, socket)
         await server.start()
         with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
             await set_serving(health, ["", SERVICE], serving=True)
@@ -189,6 +193,18 @@ async def serve(settings: EngineSettings, *, on_ready: Callable[[str], None] | N
         servicer.core.stop()  # or its thread would outlive an error
         await tracing.close()
     log.info("engine stopped")
+
+
+def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | None) -> str:
+    if socket is not None:
+        address = f"unix:{socket}"
+        server.add_insecure_port(address)
+        return address
+    address = listen(server, settings.host, settings.port, settings.tls)
+    if not is_loopback(settings.host) and settings.tls_client_ca is None:
+        hint = "say whose certificates it takes with --tls-client-ca"
+        log.warning("anybody may use the engine", address=address, hint=hint)
+    return address
 
 
 async def _until_stopped(stopping: asyncio.Event, core: asyncio.Future[None]) -> None:

@@ -1,6 +1,7 @@
 """`octavo engine`: one model replica."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.config import EngineSettings
 from octavo.cli import running
@@ -25,8 +26,10 @@ async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
     await run_engine(settings, ready)
 
 
-async def run_engine(settings: EngineSettings, on_ready: Callable[[str], None]) -> None:
-    """Serves until SIGTERM.
+async def run_engine(
+    settings: EngineSettings, on_ready: Callable[[str], None], socket: Path | None = None
+) -> None:
+    """Serves until SIGTERM, at a socket if one is given.
 
     Raises:
         StartError: the settings do not fit each other, the model or the machine.
@@ -35,6 +38,6 @@ async def run_engine(settings: EngineSettings, on_ready: Callable[[str], None]) 
     from engine.startup import StartupError  # noqa: PLC0415
 
     try:
-        await serve(settings, on_ready=on_ready)
+        await serve(settings, on_ready=on_ready, socket=socket)
     except StartupError as error:
         raise running.StartError(str(error)) from error

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -31,15 +32,16 @@ class EngineProcess:
     """Starts an engine in a fresh process and stops it on exit.
 
     Args:
-        settings: the engine's; port 0 lets it choose.
+        settings: the engine's.
+        socket: where it listens.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, socket: Path) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._settings = settings
         self._reports, self._child_end = spawn.Pipe(duplex=False)
         self._process = spawn.Process(
-            target=_run, args=(settings, self._child_end, os.getpid()), name="octavo-engine"
+            target=_run, args=(settings, socket, self._child_end, os.getpid()), name="octavo-engine"
         )
 
     async def ready(self) -> str:
@@ -103,7 +105,7 @@ class EngineProcess:
         self.stop()
 
 
-def _run(settings: EngineSettings, reports: Connection, parent: int) -> None:
+def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: int) -> None:
     """The child: serves until SIGTERM, and tells the parent how the start went."""
     _die_with(parent)
     os.setpgid(0, 0)  # ctrl-C is the parent's to handle: it drains the router first
@@ -113,7 +115,7 @@ def _run(settings: EngineSettings, reports: Connection, parent: int) -> None:
         reports.send((kind, text))
 
     try:
-        asyncio.run(run_engine(settings, lambda address: report("ready", address)))
+        asyncio.run(run_engine(settings, lambda address: report("ready", address), socket))
     except EXPECTED as error:
         report("failed", str(error))
         sys.exit(1)

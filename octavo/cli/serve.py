@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import structlog
@@ -30,11 +32,12 @@ def serve(flags: Flags) -> None:
     """Serve a model: a router here and an engine in a child process.
 
     --host, --port, --metrics-port, --max-message-bytes and --tls-... are the router's. The engine
-    listens on a free loopback port and gives its metrics on the port after the router's.
+    listens on a socket that its user alone can open; its metrics' port is the one after the
+    router's.
     """
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     metrics = router.metrics_port + 1 if router.metrics_port else 0
-    own = {"host": "127.0.0.1", "port": 0, "metrics_port": metrics}
+    own = {"host": "127.0.0.1", "metrics_port": metrics}
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
@@ -54,7 +57,10 @@ async def _serve(
     progress.stage(f"Looking for {engine.model}")
     await asyncio.to_thread(models.resolve, engine.model)
     progress.stage(f"Loading {engine.model}")
-    with EngineProcess(engine) as process:
+    with (
+        TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
+        EngineProcess(engine, Path(directory, "engine.sock")) as process,
+    ):
         # The router's imports take seconds too; let them pass while the model loads.
         server, address = await asyncio.gather(asyncio.to_thread(_import_router), process.ready())
         progress.stage("Connecting the router")

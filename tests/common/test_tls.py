@@ -148,7 +148,7 @@ def test_files_that_cannot_be_used_are_named(authority, tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_a_key_with_a_passphrase_is_refused_and_not_asked_for(authority):
+def test_a_key_with_a_passphrase_is_refused(authority):
     from cryptography.hazmat.primitives import serialization
 
     cert, path = authority.issue("server", *HERE)

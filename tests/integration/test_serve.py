@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 
@@ -29,10 +30,15 @@ def test_drains_then_ends(demo_model, launch):
         thread.start()
         wait_until(lambda: stream.accepted is not None)
         engine = engine_of(server)
+        (socket,) = {c.laddr for c in engine.net_connections("unix") if "octavo-" in c.laddr}
+        listening = {c.laddr.port for c in engine.net_connections("tcp") if c.status == "LISTEN"}
+        assert listening == {server.metrics_port + 1}
+        assert Path(socket).parent.stat().st_mode & 0o777 == 0o700
         assert server.terminate() == 0, server.logs()
         thread.join(10)
     assert texts[0].usage.output_tokens == 64
     assert not engine.is_running()
+    assert not Path(socket).parent.exists()
 
 
 def test_engine_dies_with_a_killed_parent(demo_model, launch):
