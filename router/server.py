@@ -200,7 +200,7 @@ class Router:
         return HttpDoor(
             self._settings,
             services,
-            guard=self.gate.check,
+            gate=self.gate,
             pool=self.pool,
             service=self.service,
             is_serving=lambda: self._serving,

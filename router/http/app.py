@@ -15,11 +15,13 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.client import Error
+from octavo.common import rpc
 from octavo.v1 import generation_pb2
+from router.auth import Gate
 from router.config import RouterSettings
 from router.http import headers
 from router.http.answers import Answer, Vocabularies
-from router.http.body import ClientLeftError, parse, while_connected
+from router.http.body import ClientLeftError, M, parse, while_connected
 from router.http.chat import ChatLayout
 from router.http.completions import CompletionLayout
 from router.http.errors import ApiError, from_client
@@ -35,6 +37,7 @@ class Api:
     Args:
         settings: Limits and allowed origins.
         link: The router, as its clients know it.
+        gate: Who may use the router.
         vocabularies: Models' vocabularies.
         status: What GET /status says to those who may use certain models.
         is_serving: Whether there is an engine to serve with.
@@ -45,12 +48,14 @@ class Api:
         settings: RouterSettings,
         link: Link,
         *,
+        gate: Gate,
         vocabularies: Vocabularies,
         status: Callable[[Collection[str]], dict[str, Any]],
         is_serving: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._link = link
+        self._gate = gate
         self._vocabularies = vocabularies
         self._status = status
         self._is_serving = is_serving
@@ -83,14 +88,23 @@ class Api:
         )
 
     async def _chat(self, request: Request) -> Response:
-        body = await parse(request, ChatRequest, self._settings.max_message_bytes)
+        body = await self._parse(request, ChatRequest)
         layout = ChatLayout(logprobs=bool(body.logprobs))
         return await self._answer(request, body, layout)
 
     async def _completions(self, request: Request) -> Response:
-        body = await parse(request, CompletionRequest, self._settings.max_message_bytes)
+        body = await self._parse(request, CompletionRequest)
         layout = CompletionLayout(logprobs=body.logprobs is not None)
         return await self._answer(request, body, layout)
+
+    async def _parse(self, request: Request, model: type[M]) -> M:
+        """Reads the body of one who may use the router; nobody else's is looked at."""
+        authorization = dict(headers.metadata(request)).get("authorization")
+        try:
+            self._gate.admit(authorization)
+        except rpc.RpcError as error:
+            raise Error(error.code, error.message) from None
+        return await parse(request, model, self._settings.max_message_bytes)
 
     async def _answer(
         self,

@@ -5,7 +5,7 @@ from functools import partial
 
 import grpc.aio
 
-from octavo.common import rpc
+from router.auth import Gate
 from router.config import RouterSettings
 from router.engine_pool import EnginePool
 from router.generation import GenerationService
@@ -23,7 +23,7 @@ class HttpDoor:
     Args:
         settings: Where to listen, and limits.
         services: The router's gRPC services, as `rpc.create_server` takes them.
-        guard: Who may call what, as `rpc.create_server` takes it.
+        gate: Who may use the router.
         pool: The engines, whose load is shown.
         service: The router's service, whose figures are shown.
         is_serving: Whether there is an engine to serve with.
@@ -34,7 +34,7 @@ class HttpDoor:
         settings: RouterSettings,
         services: Mapping[str, Callable[[grpc.aio.Server], None]],
         *,
-        guard: rpc.Guard,
+        gate: Gate,
         pool: EnginePool,
         service: GenerationService,
         is_serving: Callable[[], bool],
@@ -42,10 +42,11 @@ class HttpDoor:
         self._settings = settings
         self._pool = pool
         self._vocabularies: dict[Tokenizer, Vocabulary] = {}
-        self._link = Link(services, guard=guard, max_message_bytes=settings.max_message_bytes)
+        self._link = Link(services, guard=gate.check, max_message_bytes=settings.max_message_bytes)
         api = Api(
             settings,
             self._link,
+            gate=gate,
             vocabularies=self._vocabulary,
             status=partial(status, pool, service),
             is_serving=is_serving,

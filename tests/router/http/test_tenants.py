@@ -34,6 +34,9 @@ async def test_a_key_is_needed(door, scripted, hello, tenants, get):
                 await ask
             assert caught.value.code == "invalid_api_key"
             assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        for path in ("chat/completions", "completions"):
+            rubbish = {"data": b"{", "headers": {"Content-Type": "application/json"}}
+            assert (await get(f"{stand.url}/v1/{path}", **rubbish)).status == 401
         assert (await get(f"{stand.url}/status")).status == 401
         assert (await get(f"{stand.url}/v1/models")).status == 401
         assert (await get(f"{stand.url}/health")).status == 200
