@@ -1,10 +1,12 @@
 """What the README says is so."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import octavo as package
 from octavo.cli import flag_table
+from router.tenants import hash_key, read_tenants
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -18,6 +20,15 @@ def test_the_client_in_ten_lines_runs(service, capsys):
     assert len(program.strip().splitlines()) <= 10
     exec(program.replace("localhost:50051", service.address), {})
     assert capsys.readouterr().out.startswith("Why is the sky blue? \n")
+
+
+def test_the_tenants_file_can_be_read(tmp_path):
+    (table,) = (t for t in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "[alice]" in t)
+    file = tmp_path / "tenants.toml"
+    file.write_text(re.sub('sha256:[^"]*', hash_key("k"), table))
+    (tenant,) = read_tenants(file)
+    unset = [f.name for f in fields(tenant) if getattr(tenant, f.name) in (None, ())]
+    assert not unset, "the README does not show them"
 
 
 def test_all_is_what_there_is():
