@@ -20,6 +20,8 @@ ATTACK_SHARE = 0.03
 CHANNELS = 8
 MOST_FAULTS = 20
 ASK_SECONDS = 0.5
+CLOSING_SECONDS = 1.0
+"""What closed connections get to be gone before what is open is counted."""
 WARM_UP = 300
 """Cases before anything is counted, so that what is made once has been made."""
 
@@ -55,6 +57,7 @@ async def fuzz(
     """Runs the numbered cases of a seed, and looks at what they leave; fills in `outcome`."""
     await _all(stand, "warm-up", range(WARM_UP), Outcome(), workers)
     await stand.ask()
+    await asyncio.sleep(CLOSING_SECONDS)
     outcome.before = await stand.settled(await asyncio.to_thread(stand.levels))
     began = time.monotonic()
     asking = asyncio.create_task(_ask(stand, outcome))
