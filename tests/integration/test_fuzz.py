@@ -6,7 +6,7 @@ benchmarks/fuzz in short.
 from benchmarks.fuzz.run import Outcome, fuzz
 from benchmarks.fuzz.stand import stand
 
-CASES = 800
+CASES = 600
 
 
 async def test_rude_clients_leave_no_trace(tmp_path):
