@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from octavo.common import rpc
 from router.admission import refusals
 from router.admission.claims import Claim, Claims
-from router.admission.fairness import TenantCounters
+from router.admission.fairness import TenantCounters, has_open_place
 from router.admission.output_lengths import OutputLengths
 from router.admission.queue import FairQueue, Waiter
 from router.admission.rates import Clock, DrainRate, Pace
@@ -29,6 +29,10 @@ class Replica(Candidate, Protocol):
 
 
 E = TypeVar("E", bound=Replica)
+
+WAIT_MARGIN = 1.25
+"""Waits are taken to be this many times what they are estimated at: who is let into the queue
+should not have to leave it for his deadline."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,11 +110,13 @@ class Admission(Generic[E]):
         """
         line = self._lines[ticket.model]
         claim = Claim(ticket, line.lengths)
+        line.counters.asked(ticket.tenant.name, self._clock())
         engines = self._engines(line, ticket.model)
-        engine = None if line.queue else self._choose(engines, claim)
+        engine = None if line.queue else self._choose(line, engines, claim)
         if engine is None:
             return await self._wait(line, claim)
         self._check_deadline(line, claim)
+        line.counters.join(ticket.tenant.name)
         return self._grant(line, claim, engine)
 
     def release(self, grant: Grant[E]) -> None:
@@ -144,11 +150,11 @@ class Admission(Generic[E]):
             if waiter.granted.done():  # cancelled in this instant, and about to leave
                 self._remove(line, waiter)
                 continue
-            engine = self._choose(engines, waiter.claim)
+            engine = self._choose(line, engines, waiter.claim)
             if engine is None:  # those behind wait too, or a wide request would starve
                 return
             try:
-                self._check_deadline(line, waiter.claim)
+                self._check_deadline(line, waiter.claim, before=0.0)
             except rpc.RpcError as error:
                 self._refuse(line, waiter, error)
                 continue
@@ -191,9 +197,12 @@ class Admission(Generic[E]):
         self._lines[model].given_up = True
         self.dispatch(model)
 
-    def _choose(self, engines: Sequence[E], claim: Claim) -> E | None:
+    def _choose(self, line: _Line[E], engines: Sequence[E], claim: Claim) -> E | None:
         """Returns an engine with room, or None."""
-        return self._policy.choose([e for e in engines if _fits(e, claim)], claim.ticket)
+        roomy = [engine for engine in engines if _fits(engine, claim)]
+        if not line.counters.is_least(claim.ticket.tenant.name, self._clock()):
+            roomy = [e for e in roomy if has_open_place(e, claim.ticket.sequences)]
+        return self._policy.choose(roomy, claim.ticket)
 
     def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:
         claim.since = self._clock()
@@ -210,10 +219,12 @@ class Admission(Generic[E]):
         if not claim.ticket.moved:
             self._check_deadline(line, claim, line.queue.ahead(waiter) + claim.tokens)
             self._make_room(line, waiter)
-            self._set_timer(line, waiter)
+            self._set_timer(line, waiter, since=self._clock())
         line.queue.push(waiter)
         if line.outage is None:
             line.drain.begin()
+        if line.queue.first(self._clock()) is waiter:
+            self.dispatch(claim.ticket.model)  # what is kept from others may be for it
         try:
             return await granted
         except asyncio.CancelledError:
@@ -273,13 +284,16 @@ class Admission(Generic[E]):
         rate = line.drain.per_second()
         return line.queue.tokens / 2 / rate if rate else None
 
-    def _check_deadline(self, line: _Line[E], claim: Claim, before: float = 0.0) -> None:
+    def _check_deadline(self, line: _Line[E], claim: Claim, before: float | None = None) -> None:
         """Checks that a request can be complete by its deadline, as far as can be told.
 
         Args:
             line: Where it is.
             claim: The request.
-            before: Tokens that must leave the queue for it to have an engine.
+            before: Tokens that must leave the queue for it to have an engine;
+                None where nobody waits. Where others wait, a place is for those
+                who will surely make it; where nobody does, nothing is lost by
+                trying.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if it cannot; DEADLINE_EXCEEDED if
@@ -289,30 +303,39 @@ class Admission(Generic[E]):
         if deadline is None or claim.ticket.moved:
             return
         rate = line.drain.per_second()
-        wait = before / rate if rate else 0.0
-        run = line.pace.seconds(claim.likely) or 0.0
+        wait = WAIT_MARGIN * before / rate if before and rate else 0.0
+        run = line.pace.seconds(claim.likely, safe=before is not None) or 0.0
         left = deadline - self._clock()
         if wait + run > left:
             raise refusals.too_late(wait, run, left)
 
-    def _set_timer(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
-        """Has a waiter leave when it has waited too long, or can no longer meet its deadline."""
-        claim = waiter.claim
-        seconds = self._limits.seconds
-        run = line.pace.seconds(claim.likely)
-        if claim.ticket.deadline is not None and run is not None:
-            seconds = min(seconds, claim.ticket.deadline - run - self._clock())
+    def _set_timer(self, line: _Line[E], waiter: Waiter[Grant[E]], since: float) -> None:
+        """Has a waiter leave when it has waited too long, or can no longer meet its deadline.
 
-        def expire() -> None:
-            try:
-                self._check_deadline(line, claim)
-                error = refusals.waited(self._limits, self._half_gone(line))
-            except rpc.RpcError as too_late:
-                error = too_late
+        Args:
+            line: Where it waits.
+            waiter: It.
+            since: When it began to.
+        """
+        now, deadline = self._clock(), waiter.claim.ticket.deadline
+        due = since + self._limits.seconds
+        run = line.pace.seconds(waiter.claim.likely, safe=True)
+        if deadline is not None and run is not None:
+            due = min(due, deadline - run)
+        loop = asyncio.get_running_loop()
+        waiter.timer = loop.call_later(due - now, self._expire, line, waiter, since)
+
+    def _expire(self, line: _Line[E], waiter: Waiter[Grant[E]], since: float) -> None:
+        """Its time has come; not so, if requests are faster now than when that was set."""
+        try:
+            self._check_deadline(line, waiter.claim, before=0.0)
+            if self._clock() >= since + self._limits.seconds:
+                raise refusals.waited(self._limits, self._half_gone(line))
+        except rpc.RpcError as error:
             self._refuse(line, waiter, error)
-            self.dispatch(claim.ticket.model)
-
-        waiter.timer = asyncio.get_running_loop().call_later(seconds, expire)
+            self.dispatch(waiter.claim.ticket.model)
+        else:
+            self._set_timer(line, waiter, since)
 
 
 def _cached_tokens(engine: Replica, ticket: Ticket) -> int:

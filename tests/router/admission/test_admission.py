@@ -1,5 +1,4 @@
 import asyncio
-from dataclasses import dataclass, field
 
 import grpc
 import pytest
@@ -8,68 +7,11 @@ from hypothesis import strategies as st
 
 from octavo.common import rpc
 from octavo.v1 import engine_pb2
-from router.admission import PRIORITY_SECONDS, Admission, QueueLimits, Ticket
-from router.admission.claims import Claim, Claims
+from router.admission import PRIORITY_SECONDS, QueueLimits, Ticket
+from router.admission.claims import Claim
 from router.admission.ticket import NoProgress
-from router.balancing import LeastLoaded
 from router.tenants import Tenant
-
-BLOCK = 16
-PLENTY = QueueLimits(requests=100, tokens=1 << 20, seconds=600.0)
-BLOCKS = 1 << 20
-"""More than anything here needs."""
-
-
-@dataclass(eq=False)
-class Replica:
-    max_num_seqs: int = 1
-    load: engine_pb2.Load = field(
-        default_factory=lambda: engine_pb2.Load(total_blocks=BLOCKS, free_blocks=BLOCKS)
-    )
-    claims: Claims = field(default_factory=lambda: Claims(BLOCK))
-
-    @property
-    def sequences(self):
-        return self.claims.sequences
-
-    def cached_tokens(self, prompt):
-        return 0
-
-    def expect(self, prompt):
-        pass
-
-
-class Gate(Admission[Replica]):
-    """Admission to some replicas, by a clock that the test moves; none is up while `down`."""
-
-    def __init__(self, *replicas: Replica, limits: QueueLimits = PLENTY, outage: float = 600.0):
-        self.replicas = replicas
-        self.down = False
-        self.now = 0.0
-        super().__init__(
-            self._up, LeastLoaded(), limits, outage_seconds=outage, clock=lambda: self.now
-        )
-
-    def _up(self, model):
-        if self.down or not self.replicas:
-            raise rpc.unavailable("none is up")
-        return [r for r in self.replicas if model in {"m", str(r.max_num_seqs)}]
-
-    def fill(self, replica: Replica, sequences: int | None = None) -> list:
-        """Gives a replica all the sequences that it takes, or so many."""
-        most = replica.max_num_seqs + max(1, replica.max_num_seqs // 8)
-        count = most - replica.sequences if sequences is None else sequences
-        line = self._lines["m"]
-        return [self._grant(line, Claim(ticket(), line.lengths), replica) for _ in range(count)]
-
-
-def ticket(arrival: float = 0.0, *, priority: int = 0, sequences: int = 1, model="m", **fields):
-    return Ticket(model, sequences, priority, arrival, **fields)
-
-
-async def settle() -> None:
-    for _ in range(4):
-        await asyncio.sleep(0)
+from tests.router.admission.stand import BLOCK, BLOCKS, Gate, Replica, settle, ticket
 
 
 async def queue(gate, *tickets) -> list[asyncio.Task]:
@@ -203,7 +145,9 @@ async def test_waiting_has_an_end():
     replica = Replica(1)
     gate = Gate(replica, limits=QueueLimits(10, 1 << 20, 0.02))
     (grant, _) = gate.fill(replica)
-    error = await error_of(gate.admit(ticket()))
+    (waiting,) = await queue(gate, ticket())
+    gate.now += 0.02
+    error = await error_of(waiting)
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "0.02 s" in error.message
     (moved,) = await queue(gate, ticket(moved=True))
@@ -263,10 +207,23 @@ async def test_a_wait_that_is_too_long_is_refused_by_the_measured_rate():
         gate.release(grants.pop(0))
         grants.append(await task)
     error = await error_of(gate.admit(ticket(99, deadline=gate.now + 10.0, **size)))
-    assert "start in about 21 s" in error.message
+    assert "start in about 26.2 s" in error.message, "21 s, and a quarter to be sure"
     (patient,) = await queue(gate, ticket(99, deadline=gate.now + 30.0, **size))
     assert not patient.done()
     await cancel(*tasks[20:], patient)
+
+
+async def test_who_can_meet_its_deadline_after_all_stays():
+    replica = Replica(1)
+    gate = Gate(replica)
+    learn(gate, replica, first=0.5, token=0.05)
+    (grant, _) = gate.fill(replica)
+    (waiting,) = await queue(gate, ticket(deadline=1.02, max_tokens=11))
+    learn(gate, replica, first=0.1, token=0.01, times=100)
+    gate.now = 0.1
+    await asyncio.sleep(0.05)
+    gate.release(grant)
+    assert await asyncio.wait_for(waiting, 1)
 
 
 async def test_who_can_no_longer_meet_its_deadline_leaves_the_queue():

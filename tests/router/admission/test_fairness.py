@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
-from router.admission.fairness import TenantCounters
+from router.admission.fairness import ACTIVE_SECONDS, TenantCounters
 from router.admission.output_lengths import OutputLengths
 from router.admission.queue import FairQueue, Waiter
 from router.admission.ticket import PRIORITY_SECONDS, NoProgress, Ticket
@@ -103,25 +103,44 @@ def test_weights_are_shares(line):
     assert tenants_of(line.serve() for _ in range(9)).count("d") == 6
 
 
-def test_idle_time_is_not_kept(line):
+LARGE = {"prompt": 1024, "output": 512}
+"""Two such requests are all that is kept of idle time."""
+
+
+def test_little_of_idle_time_is_kept(line):
     for _ in range(20):
-        line.ask(A)
+        line.ask(A, **LARGE)
     for _ in range(10):
         line.serve()
     for _ in range(10):
-        line.ask(B)
-    assert sorted(tenants_of(line.serve() for _ in range(10))) == ["a"] * 5 + ["b"] * 5
+        line.ask(B, **LARGE)
+    served = tenants_of(line.serve() for _ in range(12))
+    assert served.startswith("bb"), "a few at once do not wait for their share"
+    assert served.count("b") == 7
 
 
 def test_time_when_nobody_waited_is_not_kept_either(line):
     for _ in range(10):
-        line.ask(A)
+        line.ask(A, **LARGE)
         line.serve()
     for _ in range(10):  # the queue is empty when b comes, and a has been served much
-        line.ask(B)
+        line.ask(B, **LARGE)
     for _ in range(10):
-        line.ask(A)
-    assert tenants_of(line.serve() for _ in range(10)).count("a") >= 4
+        line.ask(A, **LARGE)
+    assert tenants_of(line.serve() for _ in range(12)).count("a") >= 5
+
+
+def test_places_are_kept_for_the_least_served_of_those_active():
+    counters = TenantCounters()
+    counters.asked("a", 0.0)
+    assert counters.is_least("a", 0.0), "it is alone"
+    counters.asked("b", 1.0)
+    line = Line(FairQueue(counters), counters)
+    line.ask(A)
+    line.serve()
+    assert not counters.is_least("a", 1.0)
+    assert counters.is_least("b", 1.0)
+    assert counters.is_least("a", 2.0 + ACTIVE_SECONDS), "b has gone"
 
 
 def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
