@@ -228,10 +228,10 @@ class EnginePool:
             self._on_change(link.engine.info.model)
 
     def _none_up(self, model: str) -> rpc.RpcError:
+        """For clients: engines' addresses are for the log and AdminService."""
         name = f" for model {model!r}" if model else ""
-        addresses = ", ".join(sorted(self._links)) or "none"
         return rpc.unavailable(
-            f"no engine is up{name}; {len(self._links)} configured ({addresses}); "
+            f"no engine is up{name}; {len(self._links)} configured; "
             "retry when one is, or start one with `octavo engine`",
             retry_after=1.0,
         )

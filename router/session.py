@@ -200,9 +200,8 @@ class Session:
         return session_id
 
     def _lost(self) -> EngineLostError:
-        return EngineLostError(
-            f"the connection to engine {self._name} was lost ({self._broken}); retry the request"
-        )
+        """For clients: which engine, and why it was lost, is for the log."""
+        return EngineLostError("the connection to the request's engine was lost; retry the request")
 
 
 def _error(failure: engine_pb2.Failure) -> rpc.RpcError:
