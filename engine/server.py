@@ -17,6 +17,7 @@ import structlog
 from engine.config import EngineSettings
 from engine.core import EngineCore
 from engine.events import Event, Load, PrefixChange
+from engine.handover import Handover
 from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
@@ -44,18 +45,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> None:
         self._settings = settings
         self._parts = parts
-        self._loop = asyncio.get_running_loop()
         self._sessions: dict[int, Session] = {}
         self._ids = count()
         metrics.sessions.set_function(lambda: len(self._sessions))
+        handover = Handover(asyncio.get_running_loop(), self._spread, self._distribute)
         tracer = RequestTracer(tracing.tracer, settings.model_name)
         self.core = EngineCore(
             parts.scheduler,
             parts.executor,
             metrics,
-            self._deliver,
+            handover.deliver,
             max_waiting=settings.max_waiting,
-            publish=self._publish,
+            publish=handover.publish,
             on_end=tracer.ended if tracing.on else None,
         )
 
@@ -111,14 +112,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """Ends all sessions; the core has stopped and told them so."""
         for session in self._sessions.values():
             session.close()
-
-    def _deliver(self, events: list[Event], load: Load) -> None:
-        """Called by the core's thread after every step."""
-        self._loop.call_soon_threadsafe(self._distribute, events, load)
-
-    def _publish(self, change: PrefixChange) -> None:
-        """Called by the core's thread before the `_deliver` of the same step."""
-        self._loop.call_soon_threadsafe(self._spread, change)
 
     def _spread(self, change: PrefixChange) -> None:
         for number, session in self._sessions.items():
