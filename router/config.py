@@ -66,7 +66,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         0,
         ge=0,
         le=65535,
-        description="Port of OpenAI's API over HTTP; 0 turns it off.",
+        description="Port of OpenAI's API and the playground over HTTP; 0 turns them off.",
     )
     http_cors_origin: list[str] = Field(
         [],

@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's API, and the engines' load as JSON.
+"""The HTTP door: OpenAI's API, the engines' load as JSON, and a playground for browsers.
 
 The door is a client of the router it belongs to. Each HTTP request becomes
 Generate calls over gRPC, on a Unix socket in a directory that only this process'

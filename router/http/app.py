@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -10,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -19,14 +20,23 @@ from octavo.common import rpc
 from octavo.v1 import generation_pb2
 from router.auth import Gate
 from router.config import RouterSettings
-from router.http import headers
+from router.http import headers, tokens
 from router.http.answers import Answer, Vocabularies
 from router.http.body import ClientLeftError, M, parse, while_connected
 from router.http.chat import ChatLayout
 from router.http.completions import CompletionLayout
 from router.http.errors import ApiError, from_client
 from router.http.link import Link
+from router.http.peer_limit import PeerLimit
 from router.http.schema import ChatRequest, CompletionRequest
+
+PLAYGROUND = Path(__file__).parent / "playground"
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -74,14 +84,19 @@ class Api:
                     expose_headers=["X-Request-Id", "Retry-After", "Retry-After-Ms"],
                 )
             )
+        if self._settings.max_calls_per_peer:
+            middleware.append(Middleware(PeerLimit, most=self._settings.max_calls_per_peer))
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
                 Route("/v1/completions", _answered(self._completions), methods=["POST"]),
                 Route("/v1/models", _answered(self._models)),
                 Route("/v1/models/{model:path}", _answered(self._model)),
+                Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
                 Route("/status", _answered(self._get_status)),
                 Route("/health", self._health),
+                Route("/", _page),
+                Route("/playground/{name}", _page),
             ],
             middleware=middleware,
             exception_handlers={HTTPException: _not_there, Exception: _broken},
@@ -123,6 +138,12 @@ class Api:
             answer.close()
             raise
         return JSONResponse(whole, headers={"X-Request-Id": answer.id})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = await self._parse(request, tokens.TokenizeRequest)
+        metadata = headers.metadata(request)
+        made = await self._link.tokenize(body.text_or_chat, body.model, metadata)
+        return JSONResponse(tokens.answer(made))
 
     async def _models(self, request: Request) -> Response:
         cards = await self._link.list_models(headers.metadata(request))
@@ -194,6 +215,14 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             return Response(status_code=499)  # nobody reads it
 
     return call
+
+
+async def _page(request: Request) -> Response:
+    """Serves the playground's files: index.html, and by name what it refers to."""
+    name = request.path_params.get("name", "index.html")
+    if name not in {path.name for path in PLAYGROUND.iterdir()}:
+        raise HTTPException(404)
+    return FileResponse(PLAYGROUND / name, headers=PAGE_HEADERS)
 
 
 async def _not_there(request: Request, error: Exception) -> Response:

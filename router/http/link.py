@@ -11,7 +11,7 @@ import grpc.aio
 
 from octavo.client import AsyncStream, GenerateOptions, Prompt
 from octavo.client.errors import from_rpc_error
-from octavo.client.requests import generate_request
+from octavo.client.requests import generate_request, tokenize_request
 from octavo.common import rpc
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 
@@ -86,6 +86,19 @@ class Link:
         """
         request = generate_request(prompt, options)
         return AsyncStream(self._stub.Generate(request, timeout=timeout, metadata=metadata))
+
+    async def tokenize(
+        self, prompt: Prompt, model: str, metadata: Metadata
+    ) -> generation_pb2.TokenizeResponse:
+        """Returns the tokens of text or a chat.
+
+        Raises:
+            Error: The call failed.
+        """
+        try:
+            return await self._stub.Tokenize(tokenize_request(prompt, model), metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
 
     async def list_models(self, metadata: Metadata) -> list[generation_pb2.ModelCard]:
         """Returns the models that are served now.

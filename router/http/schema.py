@@ -82,11 +82,13 @@ def _is_tokens(value: object) -> bool:
 Never: TypeAlias = Annotated[Any, _only()]
 
 
-class _Model(BaseModel):
+class Strict(BaseModel):
+    """JSON of which every member is known and of its type."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class StreamOptions(_Model):
+class StreamOptions(Strict):
     """What a stream reports besides its choices.
 
     Attributes:
@@ -99,7 +101,7 @@ class StreamOptions(_Model):
     include_obfuscation: Annotated[bool, _only(False)] = False
 
 
-class TextPart(_Model):
+class TextPart(Strict):
     """A piece of a message; of the kinds there are, text is served."""
 
     type: Annotated[str, _only("text")]
@@ -110,7 +112,7 @@ class TextPart(_Model):
     file: Any = None
 
 
-class ChatMessage(_Model):
+class ChatMessage(Strict):
     """One message. An answer's message may be sent back as it was received."""
 
     role: str
@@ -129,7 +131,7 @@ class ChatMessage(_Model):
         return Message(role, "\n".join(part.text for part in self.content))
 
 
-class Parameters(_Model):
+class Parameters(Strict):
     """What both APIs take: OpenAI's parameters, Octavo's own, and what is not served."""
 
     model: str = ""

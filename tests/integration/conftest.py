@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.common.ports import free_port
 from tests.integration.harness import Server
 
 SMALL = ("--num-blocks", "512", "--max-model-len", "2048", "--swap-space", "0.1")
@@ -28,8 +29,14 @@ def launch_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def served(demo_model: Path, launch_shared: Launch) -> Server:
-    """`octavo serve --model demo`, ready. For tests that leave it as it was."""
-    return launch_shared("serve", "--model", "demo", *SMALL).wait_ready()
+    """`octavo serve --model demo`, ready. For tests that leave it as it was.
+
+    Its `http` is where its HTTP door is.
+    """
+    port = free_port()
+    server = launch_shared("serve", "--model", "demo", *SMALL, "--http-port", str(port))
+    server.http = f"http://127.0.0.1:{port}"
+    return server.wait_ready()
 
 
 def _launcher(directory: Path) -> Iterator[Launch]:

@@ -59,15 +59,18 @@ class Response:
 def get():
     """Sends a request by urllib, which adds nothing of its own."""
 
-    async def send(url: str, *, headers=(), data=None) -> Response:
-        request = urllib.request.Request(url, headers=dict(headers), data=data)
+    def wait(request: urllib.request.Request) -> Response:
         try:
-            response = await asyncio.to_thread(urllib.request.urlopen, request, timeout=20)
+            response = urllib.request.urlopen(request, timeout=20)
         except urllib.error.HTTPError as error:
             response = error
         with response:
             names = {name.lower(): value for name, value in response.headers.items()}
             return Response(response.status, names, response.read())
+
+    async def send(url: str, *, headers=(), data=None) -> Response:
+        request = urllib.request.Request(url, headers=dict(headers), data=data)
+        return await asyncio.to_thread(wait, request)
 
     return send
 

@@ -24,6 +24,21 @@ async def test_a_full_queue_says_when_to_come_back(door, scripted, hello, fill):
         await stand.clean()
 
 
+async def test_one_address_may_have_so_many(door, scripted, hello, fill):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with door(engine, max_calls_per_peer=2) as (stand, client):
+        running = await fill(stand, client, engine)
+        with pytest.raises(openai.RateLimitError, match="2 requests of 127") as caught:
+            await client.chat.completions.create(**hello)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        for task in running:
+            task.cancel()
+        await stand.clean()
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(**hello, n=0)
+
+
 async def test_nothing_there(door, scripted, hello):
     async with door(scripted("a")) as (_, client):
         with pytest.raises(openai.NotFoundError) as caught:

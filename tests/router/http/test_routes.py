@@ -1,9 +1,12 @@
 """What there is besides generating."""
 
 import json
+import re
 
+import openai
 import pytest
 
+from octavo.common import rpc
 from octavo.common.ports import free_port
 from router.config import RouterSettings
 from router.server import Router
@@ -65,3 +68,50 @@ async def test_a_port_that_is_taken(scripted):
     finally:
         await second.stop()
         await first.stop()
+
+
+async def test_headers_become_metadata(door, scripted, hello, monkeypatch):
+    seen = []
+
+    async def note(call, message, context):
+        seen.append(dict(context.invocation_metadata()))
+        raise rpc.unavailable("noted")
+
+    sent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "k=v", "cookie": "c=d"}
+    async with door(scripted("a"), key="mine") as (stand, client):
+        monkeypatch.setattr(stand.router.service, "_generate", note)
+        with pytest.raises(openai.InternalServerError, match="noted"):
+            await client.chat.completions.create(**hello, extra_headers=sent)
+    (metadata,) = seen
+    assert metadata["authorization"] == "Bearer mine"
+    assert (metadata["traceparent"], metadata["tracestate"]) == (sent["traceparent"], "k=v")
+    assert "cookie" not in metadata
+
+
+async def test_tokenize(door, scripted, post, encode):
+    async with door(scripted("a")) as (stand, _):
+
+        async def ask(**body):
+            response = await post(f"{stand.url}/tokenize", json.dumps(body).encode())
+            return response.status, json.loads(response.body)
+
+        expected = encode("hello")
+        answer = {"tokens": expected, "count": 5, "max_model_len": 512}
+        assert await ask(prompt="hello") == (200, answer)
+        _, chat = await ask(messages=[{"role": "user", "content": "hi"}])
+        assert chat["tokens"] == encode("<s>user:hi<s>assistant:")
+        for wrong in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
+            assert (await ask(**wrong))[0] == 400
+
+
+async def test_the_playground_is_served_and_nothing_beside_it(door, scripted, get):
+    async with door(scripted("a")) as (stand, _):
+        page = await get(f"{stand.url}/")
+        assert page.status == 200
+        assert "text/html" in page.headers["content-type"]
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        names = re.findall(r'"(playground/[^"]+)"', page.body.decode())
+        for name in {*names, "playground/api.js"}:
+            assert (await get(f"{stand.url}/{name}")).status == 200, name
+        for name in ("app.py", "..%2Fapp.py", "%2e%2e/app.py"):
+            assert (await get(f"{stand.url}/playground/{name}")).status == 404, name

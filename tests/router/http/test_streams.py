@@ -14,15 +14,16 @@ def request(body: dict, path: str = "/v1/completions") -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
-async def leave(stand, body: dict, *, after: bytes = b"") -> None:
-    """Sends a request and closes the connection, once `after` has been received."""
+async def leave(stand, engine, body: dict, *, after: bytes = b"") -> None:
+    """Sends a request and closes the connection, once the engine has it and `after` has come."""
+    submits = len(engine.submits)
     host, port = stand.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(request(body))
+    prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+    await stand.until(lambda: len(engine.submits) == submits + len(prompts))
     if after:
         await reader.readuntil(after)
-    else:
-        await stand.until(lambda: stand.router.service.in_flight)
     writer.close()
 
 
@@ -30,11 +31,11 @@ async def test_leaving_before_and_in_a_stream_frees_everything(door, scripted):
     engine = scripted("a long answer " * 30, interval=0.02)
     async with door(engine) as (stand, _):
         body = {"prompt": "x", "max_tokens": 400}
-        await leave(stand, body)  # waits for a whole answer
+        await leave(stand, engine, body)  # waits for a whole answer
         await stand.until(lambda: len(engine.aborts) == 1)
-        await leave(stand, {**body, "stream": True}, after=b'"text":"a"')
+        await leave(stand, engine, {**body, "stream": True}, after=b'"text":"a"')
         await stand.until(lambda: len(engine.aborts) == 2)
-        await leave(stand, {**body, "stream": True, "prompt": ["x", "y"]}, after=b"data:")
+        await leave(stand, engine, {**body, "stream": True, "prompt": ["x", "y"]}, after=b"data:")
         await stand.until(lambda: len(engine.aborts) == 4)
         await stand.clean()
 

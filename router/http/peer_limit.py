@@ -1,0 +1,49 @@
+"""How many requests one address may have in progress: what --max-calls-per-peer is over gRPC."""
+
+from collections import Counter
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.common.peer_limit import RETRY_SECONDS
+from router.http.errors import ApiError
+
+
+class PeerLimit:
+    """Refuses an address's POSTs beyond so many in progress; they are in progress till their end.
+
+    Args:
+        app: What is asked if there is room.
+        most: How many.
+    """
+
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._calls: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or refuses it."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        address = scope["client"][0]
+        if self._calls[address] >= self._most:
+            await self._refusal(address).response()(scope, receive, send)
+            return
+        self._calls[address] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._calls[address] -= 1
+            if not self._calls[address]:
+                del self._calls[address]
+
+    def _refusal(self, address: str) -> ApiError:
+        return ApiError(
+            429,
+            f"{self._most} requests of {address} are in progress, the most that one address may "
+            "have (--max-calls-per-peer); retry when one has ended",
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            headers={"Retry-After": f"{RETRY_SECONDS:g}"},
+        )

@@ -1,0 +1,103 @@
+// The column on the right: what the engines say of themselves, several times a second.
+
+import { get } from "./api.js";
+import { drawBlocks } from "./blocks.js";
+
+const POLL_MS = 250;
+const RATE_MS = 2000; // tokens/s are counted over so long
+const SPARK_POINTS = 120;
+const GRID_HEIGHT = 250;
+const SWAP_HEIGHT = 48;
+
+const $ = (selector, from = document) => from.querySelector(selector);
+
+const history = []; // [milliseconds, output tokens] of the last RATE_MS
+const rates = Array(SPARK_POINTS).fill(0);
+
+/** Follows /status for as long as the page is open, and rests while it is not seen. */
+export async function follow(onEngines, onRefused) {
+  for (;;) {
+    if (!document.hidden) {
+      try {
+        const status = await get("status");
+        show(status);
+        onEngines(status.engines);
+      } catch (error) {
+        showNotice(error.status ? error.message : "The router cannot be reached.");
+        if (error.status === 401) onRefused();
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+  }
+}
+
+function show(status) {
+  showNotice(status.engines.length ? "" : "No engine is up.");
+  showRate(status.output_tokens);
+  const list = $("#engines");
+  while (list.children.length > status.engines.length) list.lastElementChild.remove();
+  while (list.children.length < status.engines.length)
+    list.append($("#engine-template").content.cloneNode(true));
+  status.engines.forEach((engine, i) => showEngine(list.children[i], engine));
+}
+
+function showNotice(text) {
+  if ($("#notice").textContent !== text) $("#notice").textContent = text;
+}
+
+function showRate(tokens) {
+  const now = performance.now();
+  if (history.length && tokens < history.at(-1)[1]) history.length = 0; // another router
+  history.push([now, tokens]);
+  while (history.length > 2 && now - history[0][0] > RATE_MS) history.shift();
+  const [then, before] = history[0];
+  const rate = now > then ? ((tokens - before) * 1000) / (now - then) : 0;
+  rates.push(rate);
+  rates.shift();
+  $("#rate").textContent = Math.round(rate);
+  const top = Math.max(...rates, 10);
+  const points = rates.map((r, i) => `${i},${(27 - (25 * r) / top).toFixed(2)}`);
+  $("#spark .line").setAttribute("d", `M${points.join("L")}`);
+  $("#spark .area").setAttribute("d", `M0,28L${points.join("L")}L${SPARK_POINTS - 1},28Z`);
+}
+
+function showEngine(card, engine) {
+  const load = engine.load;
+  const inUse = load.total_blocks - load.free_blocks - load.cached_blocks;
+  const counts = {
+    shared: load.shared_blocks,
+    used: inUse - load.shared_blocks,
+    free: load.free_blocks,
+    cached: load.cached_blocks,
+    swapped: load.used_swap_blocks,
+    swap_cached: load.cached_swap_blocks,
+  };
+  for (const item of card.querySelectorAll(".legend li"))
+    $("output", item).textContent = counts[item.dataset.state];
+  $(".device", card).textContent = `${engine.model} on ${engine.device}, ${engine.dtype}`;
+  $(".in-use", card).textContent = inUse;
+  $(".figure .of", card).textContent =
+    `of ${load.total_blocks} blocks in use, ${engine.block_size} tokens each`;
+  const kinds = ["shared", "used", "free", "cached"].map((name) => [name, counts[name]]);
+  drawBlocks($(".blocks", card), kinds, GRID_HEIGHT);
+  showSwap($(".swap", card), load, counts);
+  const slots = inUse * engine.block_size;
+  const values = {
+    running: load.running,
+    waiting: load.waiting,
+    swapped: load.swapped,
+    step: load.running ? `${(load.step_seconds * 1000).toFixed(0)} ms` : "–",
+    waste: slots ? `${((100 * load.wasted_slots) / slots).toFixed(1)}%` : "–",
+  };
+  for (const [name, value] of Object.entries(values))
+    $(`[data-value="${name}"]`, card).textContent = value;
+}
+
+function showSwap(part, load, counts) {
+  part.hidden = !load.total_swap_blocks;
+  if (part.hidden) return;
+  const free = load.total_swap_blocks - counts.swapped - counts.swap_cached;
+  $(".of", part).textContent = `${load.total_swap_blocks} blocks`;
+  const kinds = [["swapped", counts.swapped], ["free", free], ["swap_cached", counts.swap_cached]];
+  drawBlocks($("canvas", part), kinds, SWAP_HEIGHT);
+}

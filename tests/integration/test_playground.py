@@ -1,0 +1,117 @@
+"""The playground in a real browser, over a real model."""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+EXPECTED = {"Failed to load resource: the server responded with a status of 400 (Bad Request)"}
+SECONDS = 60_000
+"""Generous, in milliseconds: CI's machines may be busy."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright: pip install 'octavo[browser]'"
+    )
+    with playwright.sync_playwright() as driver:
+        own = driver.chromium.executable_path
+        found = next(filter(None, map(shutil.which, BROWSERS)), None)
+        path = own if Path(own).exists() else found
+        if path is None:
+            pytest.skip(f"needs a browser: one of {', '.join(BROWSERS)}, or playwright's own")
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, served):
+    """The page; fails the test if it reports an error or asks anybody else for anything."""
+    troubles = []
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(SECONDS)
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("console", lambda message: message.text in EXPECTED or troubles.append(message.text))
+    page.on(
+        "request",
+        lambda request: request.url.startswith(served.http) or troubles.append(request.url),
+    )
+    page.goto(served.http)
+    page.wait_for_selector("#model option", state="attached")
+    yield page
+    page.close()
+    assert troubles == []
+
+
+def shown(page, selector: str) -> int:
+    return int(page.inner_text(selector))
+
+
+def until(page, condition, what: str) -> None:
+    """Polls here: the page's security policy lets nothing be evaluated there."""
+    deadline = time.monotonic() + SECONDS / 1000
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true"
+        page.wait_for_timeout(50)
+
+
+def test_a_chat_streams_and_goes_on(page):
+    page.fill("#temperature", "0")
+    page.fill("#system", "")
+    page.fill("#prompt", "What is the capital of France?")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".answer.working")
+    page.wait_for_selector(".answer:not(.working)")
+    assert page.inner_text(".answer .text") == "The capital of France is Paris."
+    assert "done" in page.inner_text(".answer .facts")
+    assert "8 tokens" in page.inner_text("#summary")
+    until(page, lambda: shown(page, "[data-state=cached] output") > 0, "a block is cached")
+    page.fill("#max_tokens", "4")
+    page.fill("#prompt", "And of Italy?")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".answer:nth-child(2):not(.working)")
+    assert "max tokens" in page.inner_text(".answer:nth-child(2) .facts")
+    cached = int(page.inner_text("#summary").split(" · ")[-1].split()[0])
+    assert cached >= 32, "the conversation's beginning was not found in the cache"
+
+
+def test_a_batch_fills_blocks_and_stopping_frees_them(page):
+    page.click("[data-mode=batch]")
+    page.fill("#prompt", "\n".join(f"Count to {100 + i}." for i in range(8)))
+    page.fill("#max_tokens", "400")
+    page.click("#send")
+    until(page, lambda: shown(page, "[data-value=running]") == 8, "all run")
+    until(page, lambda: all(page.locator(".text").all_inner_texts()), "all have begun")
+    assert shown(page, ".in-use") > 8
+    assert shown(page, "[data-state=shared] output") > 0
+    assert re.match(r"[1-9]\d* shared, [1-9]\d* used", page.get_attribute(".blocks", "aria-label"))
+    page.keyboard.press("Escape")
+    until(page, lambda: shown(page, ".in-use") == 0, "all is free")
+    assert page.locator(".answer").count() == 8
+    assert page.locator(".answer.working").count() == 0
+    assert "stopped" in page.inner_text(".answer .facts")
+
+
+def test_text_is_gone_on_from(page):
+    page.click("[data-mode=text]")
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "6")
+    page.fill("#prompt", "1, 2, 3, <b>4</b>, 5,")
+    page.click("#send")
+    page.wait_for_selector(".answer:not(.working)")
+    assert page.inner_text(".asked") == "1, 2, 3, <b>4</b>, 5,"
+    assert page.inner_text(".text").strip()
+
+
+def test_a_refusal_is_shown(page):
+    page.fill("#temperature", "-1")
+    page.fill("#prompt", "Hello")
+    page.evaluate("document.querySelector('#composer').noValidate = true")
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".answer:not(.working)")
+    assert "temperature must be in" in page.inner_text(".answer .facts")
