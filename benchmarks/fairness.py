@@ -83,7 +83,8 @@ async def service(weights: dict[str, float]) -> AsyncIterator[dict[str, AsyncCli
         )
         model = make_model(directory / "model")
         back = await start(paced_engine(model, step_seconds=STEP_SECONDS, max_num_seqs=PLACES))
-        front = await start(router([back.address], tenants=file))
+        # Both tenants share a connection, which has 1024 streams at most.
+        front = await start(router([back.address], tenants=file, max_queue_size=512))
         clients = {
             name: await stack.enter_async_context(AsyncClient(front.address, api_key=name))
             for name in weights
