@@ -23,7 +23,7 @@ def prompts(demo_model):
     text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
     tokens = AutoTokenizer.from_pretrained(demo_model)(text).input_ids
     spread = LONGEST / SHORTEST
-    lengths = [round(SHORTEST * spread ** (i / (PROMPTS - 1)) ** 2) for i in range(PROMPTS)]
+    lengths = [round(SHORTEST * spread ** (i / (PROMPTS - 1)) ** 4) for i in range(PROMPTS)]
     starts = [(i * 37) % (len(tokens) - length) for i, length in enumerate(lengths)]
     return [tokens[at : at + length] for at, length in zip(starts, lengths, strict=True)]
 

@@ -6,6 +6,7 @@ import grpc
 import pytest
 
 import octavo
+from octavo.common.ports import free_port
 from tests.integration.harness import wait_until
 
 STREAMS = 16
@@ -23,8 +24,10 @@ async def outcome(stream):
     return grpc.StatusCode.OK, tokens
 
 
-@pytest.fixture
-def cluster(launch, demo_model):
+@pytest.fixture(scope="module")
+def cluster(launch_shared, demo_model):
+    """A router and two engines, both of which are there again after each test but the last."""
+    launch = launch_shared
     engines = [launch("engine", "--model", "demo", *SMALL) for _ in range(2)]
     flags = [flag for engine in engines for flag in ("--engine", engine.address)]
     router = launch("router", *flags)
@@ -34,7 +37,7 @@ def cluster(launch, demo_model):
     return router, engines
 
 
-async def test_a_killed_engine_s_requests_go_on_at_the_other(cluster, launch):
+async def test_a_killed_engine_s_requests_go_on_at_the_other(cluster, launch_shared):
     router, (doomed, spared) = cluster
     async with octavo.AsyncClient(router.address) as client:
         options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0, "token_ids": True}
@@ -48,27 +51,25 @@ async def test_a_killed_engine_s_requests_go_on_at_the_other(cluster, launch):
         assert 0 < router.metric("octavo_router_moves_total") < STREAMS
         wait_until(lambda: router.metric("octavo_router_requests_in_flight") == 0)
         assert spared.metric("octavo_engine_blocks", state="used") == 0
-    back = launch("engine", "--model", "demo", *SMALL, port=doomed.port)
-    back.wait_ready()
+    launch_shared("engine", "--model", "demo", *SMALL, port=doomed.port).wait_ready()
     wait_until(lambda: router.metric("octavo_router_engines_up") == 2, 30, "the engine coming back")
 
 
 async def test_without_engines_the_router_says_so_and_recovers(launch, demo_model):
-    engine = launch("engine", "--model", "demo", *SMALL).wait_ready()
-    engine.kill()
-    router = launch("router", "--engine", engine.address)
+    port = free_port()
+    router = launch("router", "--engine", f"127.0.0.1:{port}", "--failover-timeout", "1")
     wait_until(lambda: "listening" in router.logs(), 60, "the router listening")
     async with octavo.AsyncClient(router.address) as client:
         with pytest.raises(octavo.Error) as refused:
             await client.generate("Hello", max_tokens=1).complete()
         assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-        launch("engine", "--model", "demo", *SMALL, port=engine.port)
+        launch("engine", "--model", "demo", *SMALL, port=port)
         router.wait_ready()
         assert (await client.generate("Hello", max_tokens=1).complete()).usage.output_tokens == 1
 
 
 async def test_a_draining_engine_finishes_its_requests(cluster):
-    router, (leaving, _) = cluster
+    router, (_, leaving) = cluster
     async with octavo.AsyncClient(router.address) as client:
         options = {"max_tokens": 30, "ignore_eos": True, "temperature": 0}
         tasks = [
