@@ -30,9 +30,9 @@ def prompts(demo_model):
 
 @pytest.fixture(scope="module")
 def expected(reference, prompts):
-    """What transformers generates, eight prompts of like length at a time."""
+    """What transformers generates, prompts of like length at a time: it pads them."""
     outputs = []
-    for batch in (prompts[i : i + 8] for i in range(0, PROMPTS, 8)):  # batched() is 3.12's
+    for batch in (prompts[:48], prompts[48:56], *([prompt] for prompt in prompts[56:])):
         width = max(map(len, batch))
         padded = torch.tensor([[0] * (width - len(p)) + p for p in batch])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])

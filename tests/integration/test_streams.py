@@ -15,7 +15,7 @@ from tests.integration.harness import wait_until
 
 STREAMS = 200
 PROMPTS = 20
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 TOPICS = ("Paris", "rivers", "bread", "the moon", "glass", "wolves", "iron", "maps", "salt", "rain")
 
 
