@@ -68,7 +68,10 @@ def outputs(stepper):
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
     ("dtype", "quantization", "tolerance"),
-    [("bfloat16", "none", 0.1), ("bfloat16", "int4", 0.1)],
+    [
+        pytest.param("bfloat16", "none", 0.1, marks=pytest.mark.slow),
+        ("bfloat16", "int4", 0.1),
+    ],
 )
 def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
     expected = outputs(engine(model, "off", dtype, quantization))
@@ -101,6 +104,7 @@ import sys
 from engine.config import EngineSettings
 from engine.startup import build
 settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
+settings["quantization"] = "int4"
 parts = build(EngineSettings(model={str(model)!r}, **settings))
 assert parts.executor.compiled
 assert not {{"torch._inductor.compile_fx", "transformers"}} & sys.modules.keys()
@@ -124,6 +128,7 @@ def _no_compiler(compiler, artifact):
     compiler.step = None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_cache")
 def test_a_model_that_cannot_be_compiled_stays_eager(model, monkeypatch):
     monkeypatch.setenv("CXX", "/bin/false")

@@ -36,6 +36,7 @@ def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_
     assert server.logs().count("Converting") == 1
 
 
+@pytest.mark.slow
 def test_a_later_start_does_not_convert_again(launch, cache, tmp_path):
     file = tiny_gguf.write(tmp_path / "tiny.gguf")
     arguments = ("--model", str(file), "--num-blocks", "64", "--swap-space", "0")
