@@ -96,8 +96,14 @@ def check(found, expected, tolerance):
                 break
 
 
-@pytest.mark.usefixtures("_cache")
-def test_a_service_neither_traces_nor_loads_the_model(model):
+@pytest.fixture(scope="module")
+def kept(model, _cache):
+    """An artifact, whichever test comes first."""
+    assert engine(model, "wait", "bfloat16", "int4").parts.executor.compiled
+    return model
+
+
+def test_a_service_neither_traces_nor_loads_the_model(kept):
     """Nothing that could recompile is even imported."""
     program = f"""
 import sys
@@ -105,7 +111,7 @@ from engine.config import EngineSettings
 from engine.startup import build
 settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
 settings["quantization"] = "int4"
-parts = build(EngineSettings(model={str(model)!r}, **settings))
+parts = build(EngineSettings(model={str(kept)!r}, **settings))
 assert parts.executor.compiled
 assert not {{"torch._inductor.compile_fx", "transformers"}} & sys.modules.keys()
 """

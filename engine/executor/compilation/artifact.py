@@ -18,7 +18,8 @@ from octavo.common.model_cache import cache_dir
 MANIFEST = "step.json"
 SOURCES = ("artifact.py", "export.py", "../attention.py", "../linear.py", "../model.py")
 QUANTIZATION = ("../calibration.py", "../calibration.txt", "../quantization.py")
-KERNELS = "../../../kernels/cpu/aoti.cpp"
+KERNELS = tuple(f"../../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py"))
+"""What a compiled step calls, and the order of the weights packed into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def locate(recipe: Recipe) -> Artifact | None:
     files = _model_files(recipe.model)
     if files is None:
         return None
-    sources = (*SOURCES, KERNELS, *(QUANTIZATION if recipe.quantization != "none" else ()))
+    sources = (*SOURCES, *KERNELS, *(QUANTIZATION if recipe.quantization != "none" else ()))
     facts = {
         "recipe": asdict(recipe) | {"model": ""},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
