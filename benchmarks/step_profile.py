@@ -103,6 +103,7 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     settings: dict[str, Any] = {"model": model, "quantization": quantization, "compile": "wait"}
     needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
     parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
+    cpu.pin_threads()
     stepper: Any = Stepper(parts)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     spent: defaultdict[str, float] = defaultdict(float)

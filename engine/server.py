@@ -23,6 +23,7 @@ from engine.session import Session, to_load
 from engine.startup import Parts, build
 from engine.tracing import RequestTracer
 from engine.validation import to_request
+from kernels import cpu
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving
@@ -160,6 +161,8 @@ async def serve(
     metrics = EngineMetrics()
     observe_process(metrics.registry)
     servicer = EngineServicer(settings, parts, metrics, tracing)
+    if parts.device == "cpu":
+        await loop.run_in_executor(thread, cpu.pin_threads)
     core = loop.run_in_executor(thread, servicer.core.run)
     try:
         add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)

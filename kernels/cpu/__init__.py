@@ -20,12 +20,14 @@ if _kernels is not None:
     swap_blocks = _kernels.swap_blocks
     begin_step = _kernels.begin_step  # for compiled steps, which cannot do without
     take_spent = _kernels.take_spent  # likewise
+    pin_threads = _kernels.pin_threads
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
     write_kv = fallback.write_kv
     paged_attention = fallback.paged_attention
     copy_blocks = fallback.copy_blocks
     swap_blocks = fallback.swap_blocks
+    pin_threads = fallback.pin_threads
     linear = None
 
-__all__ = ["copy_blocks", "linear", "paged_attention", "swap_blocks", "write_kv"]
+__all__ = ["copy_blocks", "linear", "paged_attention", "pin_threads", "swap_blocks", "write_kv"]

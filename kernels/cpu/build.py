@@ -16,7 +16,10 @@ import platformdirs
 
 from kernels.machine import cpu_identity
 
-SOURCES = ("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp")
+SOURCES = (
+    *("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp"),
+    "pin_threads.cpp",
+)
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "vector.h")
 FLAGS = (
     "-O3",

@@ -81,6 +81,11 @@ def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Te
     return gathered.masked_fill(past_end[:, None, :, None], 0)
 
 
+def pin_threads() -> bool:
+    """Pins no threads: PyTorch has no way to; see `NativeKernels.pin_threads`."""
+    return False
+
+
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
     """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
