@@ -3,6 +3,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BUF   := clients/node/node_modules/.bin/buf
 MODEL ?= demo
 ARGS  ?=
 
@@ -11,10 +12,11 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench memory-study peers lint format protos readme clean
+.PHONY: help demo test serve bench memory-study peers lint format protos contracts \
+	contracts-release docs readme clean
 
 help: ## This list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 demo: $(STAMP) ## Serve the demo model, ask it several things at once, show it at work
 	$(BIN)/octavo demo $(ARGS)
@@ -48,6 +50,16 @@ format: $(STAMP) ## Lay the code out and fix what can be fixed
 protos: $(STAMP) ## Make the Python stubs anew
 	$(BIN)/python protos/generate.py
 
+contracts: $(BUF) ## buf's checks of the contracts: style, and that nothing released was broken
+	$(BUF) lint protos
+	$(BUF) breaking protos --against protos/released.binpb
+
+contracts-release: $(BUF) ## Make today's contracts the ones that `make contracts` holds later ones to
+	$(BUF) build protos --exclude-source-info --output protos/released.binpb
+
+docs: $(STAMP) ## Make docs/api.md anew from the contracts
+	$(BIN)/python protos/reference.py
+
 readme: $(STAMP) ## Bring the README's tables of flags up to date
 	$(BIN)/python -m octavo.cli.flag_table
 
@@ -59,4 +71,8 @@ $(STAMP): pyproject.toml $(wildcard protos/*.py protos/octavo/v1/*.proto)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed (PYTHON=... to name it)" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+$(BUF): clients/node/package-lock.json
+	npm --prefix clients/node ci --ignore-scripts
 	touch $@

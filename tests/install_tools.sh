@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Installs what some tests need beyond Python, where it is missing and can be had: as root on Debian,
+# with npm where there is one. Tests whose tools are not there are skipped, so nothing here fails.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+LIMIT=240 # seconds that one step may take
+
+DEBIAN=(
+    # clients/cpp
+    cmake g++ libgrpc++-dev pkg-config protobuf-compiler protobuf-compiler-grpc
+    # clients/go
+    golang-github-golang-protobuf-1-5-dev golang-go golang-google-grpc-dev make protoc-gen-go-1-5
+    protoc-gen-go-grpc
+)
+
+missing() { # those of the given packages that are not installed
+    comm -23 <(printf '%s\n' "$@" | sort) \
+        <(dpkg-query --show --showformat '${db:Status-Status} ${Package}\n' |
+            sed -n 's/^installed //p' | sort -u)
+}
+
+install_debian() {
+    command -v apt-get dpkg-query >/dev/null && [ "$(id -u)" -eq 0 ] || return 0
+    local packages
+    mapfile -t packages < <(missing "${DEBIAN[@]}")
+    [ ${#packages[@]} -gt 0 ] || return 0
+    echo "installing ${packages[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    timeout "$LIMIT" apt-get -qq -o DPkg::Lock::Timeout=60 update >/dev/null
+    timeout "$LIMIT" apt-get -qq -o DPkg::Lock::Timeout=60 install --yes --no-install-recommends \
+        "${packages[@]}" >/dev/null
+}
+
+install_npm() { # for clients/node; buf among it, which checks the contracts
+    command -v npm >/dev/null || return 0
+    [ clients/node/node_modules/.package-lock.json -nt clients/node/package-lock.json ] && return 0
+    echo "installing clients/node/node_modules"
+    timeout "$LIMIT" npm --prefix clients/node ci --ignore-scripts --no-audit --no-fund --loglevel=error
+}
+
+install_debian || echo "some Debian packages could not be installed: tests that need them are skipped"
+install_npm || echo "npm packages could not be installed: tests that need them are skipped"
+exit 0
