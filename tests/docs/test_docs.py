@@ -1,0 +1,165 @@
+"""What the documents point at is there, and what they claim of the sources is so."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from octavo.v1 import engine_pb2
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    [
+        *(ROOT / name for name in ("README.md", "protos/README.md")),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "clients").glob("README.md"),
+        *(ROOT / "clients").glob("*/README.md"),
+    ]
+)
+MADE = {"node_modules", "build", "dist", "venv"}
+PACKAGES = ("engine", "kernels", "octavo", "router")
+CODE = re.compile(r"```.*?```", re.DOTALL)
+MERMAID = ("sequenceDiagram", "stateDiagram-v2", "flowchart")
+
+
+def named(paths):
+    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that a document's headings can be linked by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", CODE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@named(DOCUMENTS)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)]+)\)", CODE.sub("", path.read_text())):
+        target, _, fragment = link.partition("#")
+        if "://" in target:
+            continue
+        there = (path.parent / target).resolve() if target else path
+        assert there.exists(), f"{link} is not there"
+        if fragment:
+            assert fragment in anchors(there.read_text()), f"{link}: no such heading"
+
+
+@cache
+def everything() -> frozenset[str]:
+    """Every file and folder, the latter with a slash at its end, from the root."""
+    found = set()
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in MADE]
+        here = f"/{Path(folder).relative_to(ROOT)}/".replace("/./", "/")
+        found |= {f"{here}{name}" for name in files} | {f"{here}{name}/" for name in folders}
+    return frozenset(found)
+
+
+@named(DOCUMENTS)
+def test_files_that_are_named_are_there(path):
+    """Those in backticks: a path may be told by its end alone."""
+    text = CODE.sub("", path.read_text())
+    for name in re.findall(r"`([\w./-]+/|[\w./-]+\.(?:py|md|proto|cpp|h|cc|sh|toml|ts))`", text):
+        there = any(path.endswith(f"/{name}") for path in everything())
+        assert there or name in SHOWN_NOT_THERE, f"`{name}` is not there"
+
+
+SHOWN_NOT_THERE = {"router/balancing/two_choices.py"}
+"""What an example would add."""
+
+
+@named([path for path in DOCUMENTS if "mermaid" in path.read_text()])
+def test_diagrams_are_of_a_known_kind(path):
+    for diagram in re.findall(r"```mermaid\n(.*?)```", path.read_text(), re.DOTALL):
+        assert diagram.startswith(MERMAID)
+
+
+# docs/architecture.md
+
+
+def imports(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, packages) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
+
+
+def sources() -> dict[str, Path]:
+    """Every module of Octavo's by its dotted name, but for the stubs."""
+    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    return {name: path for name, path in names.items() if not within(name, ["octavo.v1"])}
+
+
+def test_layers_are_those_of_the_table():
+    text = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.MULTILINE)
+    allowed = {package: re.findall(r"`([\w.]+)`", names) for package, names in rows}
+    assert {"engine", "engine.kv_cache", "kernels", "router", "octavo.cli"} <= set(allowed)
+    judged = set()
+    for module, path in sources().items():
+        homes = [package for package in allowed if within(module, [package])]
+        if not homes:
+            continue  # octavo/__init__.py and the like
+        home = max(homes, key=len)
+        judged.add(home)
+        for name in imports(path):
+            if within(name, PACKAGES):
+                assert within(name, [home, *allowed[home]]), f"{module} imports {name}"
+    assert judged == set(allowed)
+
+
+def test_pytorch_stays_where_it_is_said_to():
+    homes = ["kernels", "engine.executor", "engine.startup", "octavo.common.gguf"]
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert all(f"`{home}`" in text for home in homes)
+    for module, path in sources().items():
+        if any(within(name, ["torch"]) for name in imports(path)):
+            assert within(module, homes), module
+
+
+# docs/extending.md
+
+
+@dataclass(eq=False)
+class Replica:
+    """An engine as policies see it."""
+
+    sequences: int = 0
+    max_num_seqs: int = 8
+    load: engine_pb2.Load = field(default_factory=engine_pb2.Load)
+
+
+@dataclass(frozen=True)
+class Demand:
+    sequences: int = 1
+    model: str = "m"
+    prompt: None = None
+
+
+def test_the_policy_chooses():
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL
+    )
+    names = {}
+    exec(program, names)
+    policy = names["TwoChoices"]()
+    busy, idle, full = Replica(4), Replica(1), Replica(9)
+    assert policy.choose([busy, idle], Demand()) is idle
+    assert policy.choose([full, busy], Demand()) is busy
+    assert policy.choose([full], Demand()) is None
+    assert policy.choose([], Demand()) is None
+    drawn = {id(policy.choose([busy, idle, Replica(2)], Demand())) for _ in range(200)}
+    assert id(busy) not in drawn
+    assert len(drawn) == 2
