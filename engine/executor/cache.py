@@ -1,12 +1,9 @@
 """The KV cache's tensors: on the device and in CPU swap space."""
 
-import ctypes
-import mmap
-import sys
-
 import psutil
 import torch
 
+from engine.executor import huge_pages
 from engine.executor.shape import ModelShape
 from engine.executor.swap import CopyTime, make_swapper
 from engine.kv_cache import Transfers
@@ -36,7 +33,7 @@ class CacheTensors:
         block = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self.device = torch.empty((num_blocks, *block), dtype=dtype, device=device)
         if device.type == "cpu":
-            _ask_for_huge_pages(self.device)
+            huge_pages.ask_for(self.device)
         self.swap = torch.empty(
             (num_swap_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
         )
@@ -58,19 +55,6 @@ class CacheTensors:
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""
         return self._swapper.take_times()
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    """Has Linux back memory by pages of 2 MiB: blocks lie anywhere, and each page is looked up.
-
-    A hint: where it is not taken, the memory is as it was.
-    """
-    if sys.platform == "linux":
-        start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = tensor.data_ptr() + tensor.nbytes - start
-        if length > 0:
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from engine.config import Quantization
+from engine.executor import huge_pages
 from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
 from kernels import cpu
@@ -113,6 +114,7 @@ class CompiledStep:
         # start, and leave them there; its runner takes the library where it lies.
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu  # noqa: SLF001 - has no other name
         self._runner = runner(str(artifact.path / self.manifest.library), 1)
+        huge_pages.collapse(self._runner.extract_constants_map(False).values())
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
