@@ -138,10 +138,16 @@ def test_draws_are_independent_across_positions_outputs_and_seeds():
         assert abs(correlation) < 0.03
 
 
-def test_greedy_takes_the_lowest_of_equals():
-    logits = torch.zeros(1, VOCAB)
-    logits[0, [7, 9]] = 1.0
-    assert sample(logits, [drawer(temperature=0.0)])[0].token_id == 7
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1001, 3 * 128, 32_000, 4 * 1024])
+def test_greedy_takes_the_lowest_of_the_greatest(vocab, dtype):
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, [7, 9, vocab - 1]] = 9.0
+    logits[1, [vocab - 1, vocab - 3]] = 9.0
+    logits[2] = -3.0
+    expected = [row.tolist().index(row.max().item()) for row in logits]
+    draws = sample(logits, [drawer(temperature=0.0) for _ in expected])
+    assert [draw.token_id for draw in draws] == expected
 
 
 def test_repetition_penalty_is_transformers():
