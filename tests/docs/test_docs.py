@@ -15,7 +15,7 @@ from octavo.v1 import engine_pb2
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     [
-        *(ROOT / name for name in ("README.md", "protos/README.md")),
+        *(ROOT / name for name in ("README.md", "examples/README.md", "protos/README.md")),
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "clients").glob("README.md"),
         *(ROOT / "clients").glob("*/README.md"),
