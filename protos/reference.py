@@ -29,6 +29,23 @@ Package `octavo.v1`. A router offers GenerationService to clients and, on a port
 AdminService to operators; an engine offers EngineService to routers. Each also offers
 `grpc.health.v1.Health` and [reflection](#calling-without-stubs). What is released stays as it is:
 [protos/README.md](../protos/README.md) has the rules.
+
+What a failed call means, and what comes with it in the trailer `grpc-status-details-bin`
+(google.rpc.BadRequest names the field at fault, google.rpc.RetryInfo says when to come back):
+
+| status | why | then |
+| --- | --- | --- |
+| INVALID_ARGUMENT | the request is wrong; BadRequest | mend it |
+| NOT_FOUND | no such model, or engine; BadRequest | `ListModels` says what there is |
+| FAILED_PRECONDITION | a chat for a model without a chat template; BadRequest | send text |
+| UNIMPLEMENTED | the model's engines cannot do it, as beam search; BadRequest | do without |
+| UNAUTHENTICATED | no key or certificate that the router knows | get one |
+| PERMISSION_DENIED | a model or priority that the tenant may not have | ask for less |
+| RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline too near; RetryInfo | come back |
+| UNAVAILABLE | no engine is up, or the server stops; RetryInfo where known | come back |
+| DEADLINE_EXCEEDED | the call's deadline passed | allow more time, or ask for less |
+| CANCELLED | the client cancelled, or did not read its stream | |
+| INTERNAL | a fault of the server's, which its log has | come back; report it |
 """
 
 TAIL = """\

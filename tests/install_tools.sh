@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Installs what some tests need beyond Python, where it is missing and can be had: as root on Debian,
-# with npm where there is one. Tests whose tools are not there are skipped, so nothing here fails.
+# Installs what some tests need beyond Python, where it is missing and can be had: as root on
+# Debian, with npm where there is one. Tests whose tools are not there are skipped, so nothing here
+# fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,6 +13,9 @@ DEBIAN=(
     # clients/go
     golang-github-golang-protobuf-1-5-dev golang-go golang-google-grpc-dev make protoc-gen-go-1-5
     protoc-gen-go-grpc
+    # clients/java
+    libgeronimo-annotation-1.3-spec-java libgrpc-java libperfmark-java openjdk-17-jdk-headless
+    protobuf-compiler-grpc-java-plugin
 )
 
 missing() { # those of the given packages that are not installed
@@ -20,25 +24,35 @@ missing() { # those of the given packages that are not installed
             sed -n 's/^installed //p' | sort -u)
 }
 
+known() { # those of the given packages that this Debian has
+    local package
+    for package in "$@"; do
+        if apt-cache show "$package" >/dev/null 2>&1; then echo "$package"; fi
+    done
+}
+
 install_debian() {
     command -v apt-get dpkg-query >/dev/null && [ "$(id -u)" -eq 0 ] || return 0
     local packages
     mapfile -t packages < <(missing "${DEBIAN[@]}")
     [ ${#packages[@]} -gt 0 ] || return 0
-    echo "installing ${packages[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    timeout "$LIMIT" apt-get -qq -o DPkg::Lock::Timeout=60 update >/dev/null
-    timeout "$LIMIT" apt-get -qq -o DPkg::Lock::Timeout=60 install --yes --no-install-recommends \
-        "${packages[@]}" >/dev/null
+    local apt=(timeout "$LIMIT" apt-get -qq -o DPkg::Lock::Timeout=60)
+    "${apt[@]}" update >/dev/null
+    mapfile -t packages < <(known "${packages[@]}")
+    [ ${#packages[@]} -gt 0 ] || return 0
+    echo "installing ${packages[*]}"
+    "${apt[@]}" install --yes --no-remove --no-install-recommends "${packages[@]}" >/dev/null
 }
 
 install_npm() { # for clients/node; buf among it, which checks the contracts
     command -v npm >/dev/null || return 0
     [ clients/node/node_modules/.package-lock.json -nt clients/node/package-lock.json ] && return 0
     echo "installing clients/node/node_modules"
-    timeout "$LIMIT" npm --prefix clients/node ci --ignore-scripts --no-audit --no-fund --loglevel=error
+    timeout "$LIMIT" npm --prefix clients/node ci --ignore-scripts --no-audit --no-fund \
+        --loglevel=error
 }
 
-install_debian || echo "some Debian packages could not be installed: tests that need them are skipped"
-install_npm || echo "npm packages could not be installed: tests that need them are skipped"
+install_debian || echo "not all Debian packages are there: tests that need them are skipped"
+install_npm || echo "not all npm packages are there: tests that need them are skipped"
 exit 0

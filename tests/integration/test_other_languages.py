@@ -19,7 +19,8 @@ from tests.conftest import Authority
 from tests.integration.harness import Server, wait_until
 
 CLIENTS = Path(__file__).parents[2] / "clients"
-GOCODE = Path("/usr/share/gocode/src/google.golang.org/grpc")
+GO_SOURCES = Path("/usr/share/gocode/src/google.golang.org/grpc")
+JARS = [Path("/usr/share/java", f"{name}.jar") for name in ("grpc-netty", "perfmark-api")]
 KEY = "alice-key"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris.\n"
@@ -38,6 +39,7 @@ class Language:
     build: tuple[str, ...]
     command: tuple[str, ...]
     can_build: Callable[[], bool]
+    has_tls: bool = True
 
     @property
     def directory(self) -> Path:
@@ -59,8 +61,19 @@ LANGUAGES = (
         ("make debian",),
         ("build/octavo-chat",),
         lambda: (
-            has("go", "make", "protoc", "protoc-gen-go", "protoc-gen-go-grpc") and GOCODE.is_dir()
+            has("go", "make", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
+            and GO_SOURCES.is_dir()
         ),
+    ),
+    Language(
+        "java",
+        ("make",),
+        ("build/octavo-chat",),
+        lambda: (
+            has("java", "javac", "make", "protoc", "grpc_java_plugin")
+            and all(jar.exists() for jar in JARS)
+        ),
+        has_tls=False,  # Debian's Netty lacks it
     ),
     Language(
         "node",
@@ -124,9 +137,10 @@ def program(language, served) -> Program:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A router of TLS, whose authority is in the file `ca`, and of one tenant, whose key is KEY."""
+    """Two routers that know one tenant, whose key is KEY; one has TLS, of the authority in `ca`."""
 
-    address: str
+    plain: str
+    tls: str
     ca: Path
 
 
@@ -142,17 +156,19 @@ def guarded(tmp_path_factory) -> Iterator[Guarded]:
     authority = Authority(directory / "authority")
     certificate, key = authority.issue("router", "ip:127.0.0.1")
     engine = fleet.engine(model)
-    files = {"tls_cert": certificate, "tls_key": key, "tenants": tenants}
-    router = fleet.router([engine.address], **files)
+    plain = fleet.router([engine.address], tenants=tenants)
+    tls = fleet.router([engine.address], tenants=tenants, tls_cert=certificate, tls_key=key)
+    nodes = (engine, plain, tls)
     try:
-        asyncio.run(engine.start())
-        asyncio.run(router.start())
-        with octavo.Client(router.address, tls=octavo.Tls(authority.ca)) as client:
-            wait_until(client.is_serving, 60, "the router's connection to the engine")
-        yield Guarded(router.address, authority.ca)
+        for node in nodes:
+            asyncio.run(node.start())
+        for address, files in ((plain.address, None), (tls.address, octavo.Tls(authority.ca))):
+            with octavo.Client(address, tls=files) as client:
+                wait_until(client.is_serving, 60, "a router's connection to the engine")
+        yield Guarded(plain.address, tls.address, authority.ca)
     finally:
-        asyncio.run(router.close())
-        asyncio.run(engine.close())
+        for node in reversed(nodes):
+            asyncio.run(node.close())
 
 
 def used_blocks(server: Server) -> float:
@@ -216,15 +232,27 @@ def test_failures_are_told_apart(program, tmp_path):
         assert not done.stdout
 
 
-def test_keys_and_tls(language, guarded):
-    program, ca = Program(language, guarded.address), str(guarded.ca)
-    few = ("--max-tokens", "4", QUESTION)
+FEW = ("--max-tokens", "4", QUESTION)
+
+
+def test_keys(language, guarded):
+    program = Program(language, guarded.plain)
+    for done in (program("--api-key", KEY, *FEW), program(*FEW, OCTAVO_API_KEY=KEY)):
+        assert done.returncode == 0, done.stderr
+        assert " 4 output tokens\n" in done.stderr
+    assert program("--api-key", "another", *FEW).returncode == 64 + 16
+    assert program(*FEW).returncode == 64 + 16
+
+
+def test_tls(language, guarded):
+    if not language.has_tls:
+        pytest.skip("Debian's library has no TLS")
+    program, ca = Program(language, guarded.tls), str(guarded.ca)
     for done in (
-        program("--ca", ca, "--api-key", KEY, *few),
-        program(*few, OCTAVO_CA=ca, OCTAVO_API_KEY=KEY),
+        program("--ca", ca, "--api-key", KEY, *FEW),
+        program(*FEW, OCTAVO_CA=ca, OCTAVO_API_KEY=KEY),
     ):
         assert done.returncode == 0, done.stderr
         assert " 4 output tokens\n" in done.stderr
-    assert program("--ca", ca, *few).returncode == 64 + 16
-    assert program("--ca", ca, "--api-key", "another", *few).returncode == 64 + 16
-    assert program("--api-key", KEY, *few).returncode == 64 + 14  # no TLS
+    assert program("--ca", ca, *FEW).returncode == 64 + 16
+    assert program("--api-key", KEY, *FEW).returncode == 64 + 14  # no TLS
