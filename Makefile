@@ -22,7 +22,7 @@ demo: $(STAMP) ## Serve the demo model, ask it several things at once, show it a
 	$(BIN)/octavo demo $(ARGS)
 
 test: $(STAMP) ## Run the tests (ARGS="tests/octavo -k client" for some of them)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 serve: $(STAMP) ## Serve MODEL (default: demo)
 	$(BIN)/octavo serve --model $(MODEL) $(ARGS)

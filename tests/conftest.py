@@ -15,12 +15,21 @@ from octavo.common import models
 
 KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
 
+# Where each core has a process of tests, threads of one only wait for those of another.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Compiling takes minutes of both cores: the tests that want it say so.
 os.environ["OCTAVO_COMPILE"] = "off"
 
 # How fast examples are drawn says how busy the machine is, not whether the code is right.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("octavo")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the files first that start processes, so that short ones are left for the end."""
+    items.sort(key=lambda item: "integration" not in item.path.parts)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,14 @@ fixtures_are_shared = settings(
 )
 
 
+@pytest.fixture(autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def native():
     return NativeKernels()
@@ -58,16 +66,24 @@ def test_keys_split_among_threads(harness, kernels, dtype, window):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("window", [None, 37])
+def test_heads_go_together(harness, kernels, dtype, block_size, window):
+    """Where sequences are many, an item has all their KV heads; not those of a long prefill."""
+    lengths = [(1, 1 + 7 * i) for i in range(12)] + [(3, 130), (20, 20), (2, 64)]
+    sizes = {"num_kv_heads": 3, "group": 3, "block_size": block_size}
+    harness.check_attention(
+        kernels, harness.case(lengths=lengths, dtype=dtype, sliding_window=window, **sizes)
+    )
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(harness, kernels, threads):
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        harness.check_attention(
-            kernels, harness.case(lengths=[(1, 1200), (50, 90), (1, 200)], num_kv_heads=2, group=2)
-        )
-    finally:
-        torch.set_num_threads(before)
+    harness.check_attention(
+        kernels, harness.case(lengths=[(1, 1200), (50, 90), (1, 200)], num_kv_heads=2, group=2)
+    )
 
 
 @pytest.mark.parametrize("scale", [40.0, -3.0, 0.0])
