@@ -1,6 +1,6 @@
 // PagedAttention on CPU: decodes and prefill chunks of any length, in one call.
 //
-// Work is cut into items of (sequence, KV heads, up to kMaxRows query rows, range of
+// Work is cut into items of (sequence, KV head, up to kMaxRows query rows, range of
 // keys), spread over threads. A query row is a (token, head of the group) pair, so
 // the query heads that share a KV head share each load of K and V. An item walks its
 // keys in tiles of kTile, whatever the block size: it finds where they lie through
@@ -43,8 +43,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 // Keys that lie side by side in every cache; a tile is so many runs of them.
 constexpr int kRun = std::min(kLanes, kMinBlock);
 constexpr int kRuns = kTile / kRun;
-constexpr int kGroupRuns = kLanes / kRun;  // of a vector of keys
-constexpr int kLine = 64;                  // bytes
+constexpr int kLine = 64;  // bytes
 
 // One call. Strides are in elements.
 struct Attention {
@@ -96,13 +95,12 @@ struct Scratch {
   }
 };
 
-// Where a tile's K and V lie, of the item's first KV head: both of a run of keys.
+// Where a tile's K and V lie: both of a run of keys.
 template <class T>
 struct Tile {
   using Stored = typename T::Stored;
 
   int count;  // keys
-  int heads;  // KV heads
   const Stored *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
 };
 
@@ -134,8 +132,7 @@ class Worker {
  public:
   Worker(const Attention& p, float* parts)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
-        words_(p.cache.head_dim / kPack), head_size_(p.cache.block_size * p.cache.head_dim),
-        block_shift_(__builtin_ctz(p.cache.block_size)),
+        words_(p.cache.head_dim / kPack), block_shift_(__builtin_ctz(p.cache.block_size)),
         copies_keys_(p.cache.block_size % kLanes), copies_values_(p.cache.head_dim % kLanes),
         scratch_(p.cache.head_dim), parts_(parts) {}
 
@@ -146,7 +143,7 @@ class Worker {
   void run(const Item& item, const Item* next) {
     const int context = p_.batch.seq_lens[item.seq] - p_.batch.query_count(item.seq);
     load_queries(item);
-    clear(item.heads * item.rows);
+    clear(item.rows);
     for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
       const bool last = begin + kTile >= item.key_end;
       if (!last)
@@ -155,16 +152,11 @@ class Worker {
         find_tile(*next, next->key_begin, coming_);
       else
         coming_.count = 0;
-      Piece pieces[kRuns * 2];
-      Fetcher fetcher = fetch_coming(pieces, item.heads * (words_ + tile_words()));
+      multiply_keys(item.rows);
       const int vectors = (tile_.count + kLanes - 1) / kLanes;
-      for (int row = 0; row < item.heads * item.rows; row += item.rows) {
-        place_head(row / item.rows);
-        multiply_keys(row, item.rows, fetcher);
-        for (int i = row; i < row + item.rows; i++)
-          softmax(i, head_of(item, i), context + token_of(item, i) - begin, vectors);
-        multiply_values(row, item.rows, fetcher);
-      }
+      for (int row = 0; row < item.rows; row++)
+        softmax(row, head_of(item, row), context + token_of(item, row) - begin, vectors);
+      multiply_values(item.rows);
       std::swap(tile_, coming_);
     }
     if (item.key_begin == item.key_end && next) start(*next);
@@ -177,10 +169,10 @@ class Worker {
   // Joins the parts of one result, each weighed by its share of the softmax.
   void merge(const Merge& merge) {
     const Item& item = merge.item;
-    clear(item.heads * item.rows);
+    clear(item.rows);
     for (int part = merge.part; part < merge.part + merge.parts; part++) {
       const float* saved = parts_ + part * part_size(cache_.head_dim);
-      for (int row = 0; row < item.heads * item.rows; row++, saved += scratch_.width + 2) {
+      for (int row = 0; row < item.rows; row++, saved += scratch_.width + 2) {
         float maximum = std::max(scratch_.maximum[row], saved[0]);
         float old_share = std::exp2(scratch_.maximum[row] - maximum);
         float new_share = std::exp2(saved[0] - maximum);
@@ -200,12 +192,9 @@ class Worker {
   }
 
  private:
-  // Scratch has the rows of one KV head after those of another.
-  int token_of(const Item& item, int row) const {
-    return (item.row_begin + row % item.rows) / group_;
-  }
+  int token_of(const Item& item, int row) const { return (item.row_begin + row) / group_; }
   int head_of(const Item& item, int row) const {
-    return (item.kv_head + row / item.rows) * group_ + (item.row_begin + row % item.rows) % group_;
+    return item.kv_head * group_ + (item.row_begin + row) % group_;
   }
 
   void clear(int rows) {
@@ -215,7 +204,7 @@ class Worker {
   }
 
   void load_queries(const Item& item) {
-    for (int row = 0; row < item.heads * item.rows; row++) {
+    for (int row = 0; row < item.rows; row++) {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       const Stored* from = static_cast<const Stored*>(p_.query) +
                            token * p_.query_token_stride +
@@ -238,7 +227,6 @@ class Worker {
   void find_tile(const Item& item, int begin, Tile<T>& tile) const {
     const int32_t* table = p_.batch.block_tables + item.seq * p_.batch.table_stride;
     tile.count = std::clamp(item.key_end - begin, 0, kTile);
-    tile.heads = item.heads;
     for (int i = 0; tile.count && i < kRuns; i++) {
       const int key = i * kRun < tile.count ? begin + i * kRun : begin;
       const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
@@ -248,59 +236,44 @@ class Worker {
     }
   }
 
-  // Words of V that the tile's keys take, of a dimension.
-  int tile_words() const { return (tile_.count + kPack - 1) / kPack; }
-
-  // Asks for the coming tile, in `steps` steps: a vector of keys, K and then V of all heads.
-  Fetcher fetch_coming(Piece* pieces, int steps) const {
-    const int group = copies_keys_ ? 1 : kGroupRuns;
-    int count = 0;
-    for (int run = 0; run * kRun < coming_.count; run += group) {
-      const int runs = std::min(group, (coming_.count - run * kRun + kRun - 1) / kRun);
-      const int64_t key_stride = cache_.block_size * kPack * int64_t(sizeof(Stored));
-      const int value_lines = runs * kRun * cache_.head_dim * int(sizeof(Stored)) / kLine;
-      pieces[count++] = {coming_.keys[run], words_, key_stride};
-      pieces[count++] = {coming_.values[run], value_lines, kLine};
-    }
-    return Fetcher(pieces, count, coming_.heads, head_size_ * sizeof(Stored), steps);
-  }
-
-  // Turns to one of the tile's heads.
-  void place_head(int head) {
-    for (int run = 0; run < kRuns; run++) {
-      keys_[run] = tile_.keys[run] + head * head_size_;
-      values_[run] = tile_.values[run] + head * head_size_;
-    }
-  }
-
-  // The tile's logits, of `rows` rows from `row` on.
-  void multiply_keys(int row, int rows, Fetcher& fetcher) {
+  // The tile's logits, while the coming tile's V is fetched.
+  void multiply_keys(int rows) {
     if (copies_keys_) copy_keys();
-    KeyMatrix<T> keys{keys_, (copies_keys_ ? kTile : cache_.block_size) * kPack};
-    Product<T, KeyMatrix<T>> product(words_, scratch_.query + row * words_, words_, keys,
-                                     scratch_.logits + row * kTile, kTile, nullptr, fetcher);
+    const void* pieces[kRuns];
+    int count = 0;
+    for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
+    const int lines = kRun * cache_.head_dim * int(sizeof(Stored)) / kLine;
+    Fetcher fetcher(pieces, count, lines, kLine, words_);
+    KeyMatrix<T> keys{tile_.keys, (copies_keys_ ? kTile : cache_.block_size) * kPack};
+    Product<T, KeyMatrix<T>> product(words_, scratch_.query, words_, keys, scratch_.logits, kTile,
+                    nullptr, fetcher);
     const int vectors = (tile_.count + kLanes - 1) / kLanes;
     product.run(rows, (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns);
   }
 
-  // Adds the tile's weighted V to `rows` rows from `row` on.
-  void multiply_values(int row, int rows, Fetcher& fetcher) {
+  // Adds the tile's weighted V, while the coming tile's K is fetched.
+  void multiply_values(int rows) {
     if (copies_values_)
       for (int run = 0; run < kRuns; run++) copy_values(run);
     if (tile_.count % kPack) drop_second();
-    ValueMatrix<T> values{values_, value_stride()};
-    Product<T, ValueMatrix<T>> product(
-        tile_words(), reinterpret_cast<uint32_t*>(scratch_.logits + row * kTile), kTile, values,
-        scratch_.out + row * scratch_.width, scratch_.width, scratch_.rescale + row, fetcher);
+    const void* pieces[kRuns];
+    int count = 0;
+    for (int run = 0; run * kRun < coming_.count; run += copies_keys_ ? 1 : kLanes / kRun)
+      pieces[count++] = coming_.keys[run];
+    const int depth = (tile_.count + kPack - 1) / kPack;
+    Fetcher fetcher(pieces, count, words_, cache_.block_size * kPack * sizeof(Stored), depth);
+    ValueMatrix<T> values{tile_.values, value_stride()};
+    Product<T, ValueMatrix<T>> product(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile,
+                    values, scratch_.out, scratch_.width, scratch_.rescale, fetcher);
     product.run(rows, scratch_.width / kLanes);
   }
 
   // Joins runs shorter than a vector.
   void copy_keys() {
     for (int run = 0; run < kRuns; run++) {
-      const Stored* from = keys_[run];
+      const Stored* from = tile_.keys[run];
       Stored* to = scratch_.keys + run * kRun * kPack;
-      keys_[run] = to;
+      tile_.keys[run] = to;
       for (int k = 0; k < words_; k++, from += cache_.block_size * kPack, to += kTile * kPack)
         std::memcpy(to, from, kRun * kPack * sizeof *to);
     }
@@ -310,9 +283,9 @@ class Worker {
   int value_stride() const { return (copies_values_ ? scratch_.width : cache_.head_dim) * kPack; }
 
   void copy_values(int run) {
-    const Stored* from = values_[run];
+    const Stored* from = tile_.values[run];
     Stored* to = scratch_.values + run * kRun * scratch_.width;
-    values_[run] = to;
+    tile_.values[run] = to;
     for (int i = 0; i < kRun / kPack; i++, from += cache_.head_dim * kPack, to += value_stride())
       std::memcpy(to, from, cache_.head_dim * kPack * sizeof *to);
   }
@@ -371,7 +344,7 @@ class Worker {
   }
 
   void finish(const Item& item) {
-    for (int row = 0; row < item.heads * item.rows; row++) {
+    for (int row = 0; row < item.rows; row++) {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       Stored* to = static_cast<Stored*>(p_.out) +
                    (token * p_.num_heads + head_of(item, row)) * cache_.head_dim;
@@ -392,7 +365,7 @@ class Worker {
 
   void save_part(const Item& item) {
     float* to = parts_ + item.part * part_size(cache_.head_dim);
-    for (int row = 0; row < item.heads * item.rows; row++, to += scratch_.width + 2) {
+    for (int row = 0; row < item.rows; row++, to += scratch_.width + 2) {
       to[0] = scratch_.maximum[row];
       to[1] = scratch_.total[row];
       std::copy_n(scratch_.out + row * scratch_.width, scratch_.width, to + 2);
@@ -401,14 +374,11 @@ class Worker {
 
   const Attention& p_;
   const Cache& cache_;
-  const int group_, words_;
-  const int64_t head_size_;  // elements of a block's head
-  const int block_shift_;
+  const int group_, words_, block_shift_;
   const bool copies_keys_, copies_values_;  // they do not lie as whole vectors
   Scratch<T> scratch_;
   float* parts_;
   Tile<T> tile_, coming_;  // the one at work and the one after it
-  const Stored *keys_[kRuns], *values_[kRuns];  // the tile's, of the head at work
 };
 
 template <class T>
@@ -460,7 +430,8 @@ extern "C" int octavo_paged_attention(
   const Attention attention{*cache, *batch, query, query_token_stride, query_head_stride, out,
                             alibi_slopes, num_heads, sliding_window, scale, soft_cap};
   const int group = num_heads / cache->num_kv_heads;
-  const Plan plan = make_plan(*batch, group, cache->num_kv_heads, sliding_window, threads);
+  Plan plan = make_plan(*batch, group, cache->num_kv_heads, sliding_window);
+  split_items(plan, threads);
   with_type(*cache, [&](auto type) { attend<decltype(type)>(attention, plan, threads); });
   return 0;
 }

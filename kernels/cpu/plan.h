@@ -27,12 +27,10 @@ struct Batch {
 // A row r is token r / group and head r % group of the sequence's tokens and of the
 // query heads that share the KV head.
 struct Item {
-  int seq, kv_head, heads;  // the KV heads from kv_head on
-  int row_begin, rows;      // of each of them
-  int key_begin, key_end;   // begins on a whole vector of keys
-  int part;                 // where the unfinished result goes; -1: it is the whole
-
-  int64_t work() const { return int64_t(heads) * rows * (key_end - key_begin); }
+  int seq, kv_head;
+  int row_begin, rows;
+  int key_begin, key_end;  // begins on a whole vector of keys
+  int part;                // where the unfinished result goes; -1: it is the whole
 };
 
 // The parts [part, part + parts) make up one result.
@@ -48,8 +46,32 @@ struct Plan {
   int64_t work = 0;  // products of a query row and a key
 };
 
+// Cuts the batch into items, the last (longest) rows of a sequence first.
+inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int sliding_window) {
+  Plan plan;
+  for (int seq = 0; seq < batch.num_seqs; seq++) {
+    const int queries = batch.query_count(seq);
+    const int context = batch.seq_lens[seq] - queries;
+    const int rows = queries * group;
+    const int pieces = (rows + kMaxRows - 1) / kMaxRows;
+    for (int piece = pieces - 1; piece >= 0; piece--) {
+      Item item{seq, 0, piece * kMaxRows, std::min(kMaxRows, rows - piece * kMaxRows), 0, 0, -1};
+      const int first = context + item.row_begin / group;
+      const int last = context + (item.row_begin + item.rows - 1) / group;
+      if (sliding_window) item.key_begin = std::max(0, first - sliding_window + 1);
+      item.key_begin -= item.key_begin % kLanes;
+      item.key_end = std::max(item.key_begin, last + 1);
+      plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
+      for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++)
+        plan.items.push_back(item);
+    }
+  }
+  return plan;
+}
+
 // Splits long items by keys until every thread has a few.
-inline void split_items(Plan& plan, int threads, int wanted) {
+inline void split_items(Plan& plan, int threads) {
+  const int wanted = kItemsPerThread * threads;
   if (threads == 1 || plan.items.empty() || int(plan.items.size()) >= wanted) return;
   const int shares = (wanted + int(plan.items.size()) - 1) / int(plan.items.size());
   std::vector<Item> whole;
@@ -70,36 +92,4 @@ inline void split_items(Plan& plan, int threads, int wanted) {
       item.key_begin = item.key_end;
     }
   }
-}
-
-// Cuts the batch into items for so many threads, the ones that take longest first.
-//
-// A few rows take all KV heads at once, where that leaves enough items: K and V of a
-// block's heads lie side by side, and are read fastest in that order.
-inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int sliding_window,
-                      int threads) {
-  Plan plan;
-  const int wanted = kItemsPerThread * threads;
-  for (int seq = 0; seq < batch.num_seqs; seq++) {
-    const int queries = batch.query_count(seq);
-    const int context = batch.seq_lens[seq] - queries;
-    const int rows = queries * group;
-    const int pieces = (rows + kMaxRows - 1) / kMaxRows;
-    for (int piece = pieces - 1; piece >= 0; piece--) {
-      Item item{seq, 0, 1, piece * kMaxRows, std::min(kMaxRows, rows - piece * kMaxRows), 0, 0, -1};
-      const int first = context + item.row_begin / group;
-      const int last = context + (item.row_begin + item.rows - 1) / group;
-      if (sliding_window) item.key_begin = std::max(0, first - sliding_window + 1);
-      item.key_begin -= item.key_begin % kLanes;
-      item.key_end = std::max(item.key_begin, last + 1);
-      plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
-      if (batch.num_seqs >= wanted && rows * num_kv_heads <= kMaxRows) item.heads = num_kv_heads;
-      for (; item.kv_head < num_kv_heads; item.kv_head += item.heads) plan.items.push_back(item);
-    }
-  }
-  split_items(plan, threads, wanted);
-  std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& a, const Item& b) {
-    return a.work() > b.work();
-  });
-  return plan;
 }

@@ -18,12 +18,12 @@ constexpr int kMicroColumns = 2;  // vectors; 16 registers
 //
 // a has `depth` words a row. b.at(k, j) is where vector j of row k of b lies, in
 // elements of T. c counts as zero where rescale, one factor a row, is null.
-// The fetcher takes a step for each row of b, and is left where it has come.
+// The fetcher takes a step for each row of b.
 template <class T, class Matrix>
 class Product {
  public:
   Product(int depth, const uint32_t* a, int a_stride, Matrix b, float* c, int c_stride,
-          const float* rescale, Fetcher& fetcher)
+          const float* rescale, const Fetcher& fetcher)
       : depth_(depth), a_stride_(a_stride), c_stride_(c_stride), a_(a), b_(b), c_(c),
         rescale_(rescale), fetcher_(fetcher) {}
 
@@ -55,7 +55,7 @@ class Product {
   void run_block(int row, int column) const {
     const uint32_t* a = a_ + row * a_stride_;
     float* c = c_ + row * c_stride_ + column * kLanes;
-    Fetcher fetcher = fetcher_;  // a copy, to live in registers
+    Fetcher fetcher = fetcher_;  // by value, to live in registers
     Floats sum[kRows][kColumns];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++)
@@ -76,7 +76,6 @@ class Product {
           sum[i][j] = T::multiply_add(sum[i][j], element, vector[j]);
       }
     }
-    if constexpr (kFetches) fetcher_ = fetcher;
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++)
 #pragma GCC unroll 8
@@ -88,5 +87,5 @@ class Product {
   Matrix b_;
   float* c_;
   const float* rescale_;
-  Fetcher& fetcher_;
+  const Fetcher fetcher_;
 };

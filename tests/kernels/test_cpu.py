@@ -69,8 +69,7 @@ def test_keys_split_among_threads(harness, kernels, dtype, window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 @pytest.mark.parametrize("window", [None, 37])
-def test_heads_go_together(harness, kernels, dtype, block_size, window):
-    """Where sequences are many, an item has all their KV heads; not those of a long prefill."""
+def test_many_sequences(harness, kernels, dtype, block_size, window):
     lengths = [(1, 1 + 7 * i) for i in range(12)] + [(3, 130), (20, 20), (2, 64)]
     sizes = {"num_kv_heads": 3, "group": 3, "block_size": block_size}
     harness.check_attention(
