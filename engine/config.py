@@ -10,6 +10,7 @@ from octavo.common.listening import TlsSettings
 from octavo.common.tracing import TracingSettings
 
 Quantization = Literal["none", "int8", "int4"]
+KVCacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 
 
 class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
@@ -30,7 +31,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to compute.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="Type of weights and KV cache. auto: what model and device are best at."
+        "auto", description="Type of weights. auto: what model and device are best at."
+    )
+    kv_cache_dtype: KVCacheDtype = Field(
+        "auto",
+        description="Type of the KV cache: the model's, or on a GPU fp8, at a little quality.",
     )
     quantization: Quantization = Field(
         "none", description="Bits of the weights, on a CPU; int8 and int4 cost a little quality."

@@ -41,7 +41,7 @@ class Parts:
         block_bytes: bytes per block, all layers.
         max_num_batched_tokens: as settled for the device.
         device: for a person.
-        dtype: of weights and cache.
+        dtype: of weights.
     """
 
     scheduler: Scheduler
@@ -75,7 +75,7 @@ def build(settings: EngineSettings) -> Parts:
         settings.max_num_seqs,
         GPU_BATCHED_TOKENS if loaded.device.type == "cuda" else CPU_BATCHED_TOKENS,
     )
-    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.dtype)
+    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
     _warm_up(Executor(loaded, probe), loaded, tokens, settings.block_size)
@@ -89,6 +89,7 @@ def build(settings: EngineSettings) -> Parts:
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         block_size=settings.block_size,
+        dtype=str(loaded.cache_dtype).removeprefix("torch."),
         gib=round(num_blocks * block_bytes / GIB, 3),
         max_model_len=max_model_len,
         seconds=round(time.perf_counter() - began, 2),
@@ -133,7 +134,7 @@ def _allocate(
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         block_size=settings.block_size,
-        dtype=loaded.dtype,
+        dtype=loaded.cache_dtype,
         device=loaded.device,
     )
 

@@ -6,6 +6,27 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How a GPU's programs share a batch; made by `kernels.ops.plan_attention`.
+
+    Attributes:
+        items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows),
+            those of sequences with one query first.
+        num_decode_items: how many those are.
+        longest_decode: tokens of the longest sequence with one query.
+        longest_chunk: tokens of the longest sequence with several.
+        splits: into how many pieces the longest sequence's keys are cut, where that
+            is not left to the kernels.
+    """
+
+    items: torch.Tensor
+    num_decode_items: int
+    longest_decode: int
+    longest_chunk: int
+    splits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """Which tokens of a flat batch belong to which sequence and where their K/V lie.
 
@@ -22,6 +43,7 @@ class AttentionMetadata:
             slot each token is written to; a negative one is not written.
         max_query_len: the most queries that any one sequence has.
         max_seq_len: the greatest of `seq_lens`.
+        plan: for a GPU, which otherwise must ask for the lengths, in every layer.
     """
 
     query_starts: torch.Tensor
@@ -30,3 +52,4 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
+    plan: AttentionPlan | None = None

@@ -13,12 +13,17 @@ Triton is imported only where CUDA tensors come; a machine without it runs on CP
 from functools import cache
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, AttentionPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Of keys and values only."""
+FP8_E4M3_CAPABILITY = (8, 9)
+"""GPUs convert e4m3 from this compute capability on, and e5m2 all."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
 HEAD_DIM_MULTIPLE = 8
@@ -34,6 +39,7 @@ class _Backend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        **scales: float,
     ) -> None: ...
 
     def paged_attention(
@@ -47,6 +53,7 @@ class _Backend(Protocol):
         sliding_window: int | None,
         soft_cap: float | None,
         alibi_slopes: Tensor | None,
+        **scales: float,
     ) -> Tensor: ...
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None: ...
@@ -68,25 +75,49 @@ def _backend(device_type: str) -> _Backend:
     raise ValueError(f"device {device_type!r} is not supported: use 'cuda' or 'cpu'")
 
 
+def _scales(key_cache: Tensor, key_scale: float, value_scale: float) -> dict[str, float]:
+    """Those of an fp8 cache; others have none."""
+    if key_cache.dtype in FP8_DTYPES:
+        return {"key_scale": key_scale, "value_scale": value_scale}
+    return {}
+
+
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Writes each token's key and value to its slot of the cache.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, of the cache's dtype; may be a
-            strided view.
+        key: `[num_tokens, num_kv_heads, head_dim]`, of the cache's dtype or, where
+            that is fp8, of the model's; may be a strided view.
         value: as `key`.
         key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous
             inside a block.
         value_cache: as `key_cache`.
         slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`.
             Negative slots are skipped.
+        key_scale: an fp8 cache keeps keys divided by this, positive; what is then too
+            large for its type becomes the largest.
+        value_scale: as `key_scale`.
 
     Raises:
         IndexError: a slot is past the cache's end (CPU only; a GPU does not look).
     """
-    _backend(key_cache.device.type).write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _backend(key_cache.device.type).write_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        **_scales(key_cache, key_scale, value_scale),
+    )
 
 
 def paged_attention(
@@ -99,6 +130,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attends causally over keys and values that lie in blocks.
 
@@ -108,17 +141,19 @@ def paged_attention(
     masked. Slots past a sequence's end and free blocks may hold anything, NaN too.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, of the cache's dtype; may be a
-            strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
+        query: `[num_tokens, num_heads, head_dim]`, of the cache's dtype unless that is
+            fp8; may be a strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
         key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous
             inside a block.
         value_cache: as `key_cache`.
         metadata: which rows are whose, and which blocks.
-        scale: multiplies the dot products.
+        scale: multiplies the dot products; positive.
         sliding_window: how many positions, its own included, a query sees; all
             the earlier ones if None.
         soft_cap: c turns a logit x into `c * tanh(x / c)`.
         alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
+        key_scale: what keys in an fp8 cache are to be multiplied by.
+        value_scale: as `key_scale`.
 
     Returns:
         Tensor: `[num_tokens, num_heads, head_dim]`, contiguous, of the query's dtype.
@@ -135,6 +170,50 @@ def paged_attention(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        **_scales(key_cache, key_scale, value_scale),
+    )
+
+
+def plan_attention(
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionPlan | None:
+    """Shares a step's attention out among a GPU's programs, once for all layers.
+
+    Args:
+        query_lens: `[num_seqs]`; queries of each sequence.
+        seq_lens: `[num_seqs]`; its tokens, queries included.
+        num_heads: of queries.
+        num_kv_heads: of keys and values.
+        head_dim: elements of a head.
+        dtype: of queries.
+        cache_dtype: of keys and values.
+        device: where the cache is.
+
+    Returns:
+        AttentionPlan | None: for `AttentionMetadata.plan`; none on a CPU, which
+            needs none.
+    """
+    if device.type != "cuda":
+        return None
+    from kernels.triton import plan_attention as plan  # noqa: PLC0415  # as in `_backend`
+
+    return plan(
+        query_lens,
+        seq_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        device=device,
     )
 
 
@@ -194,11 +273,14 @@ def check_supported(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
+    cache_dtype: torch.dtype | None = None,
 ) -> None:
     """Says whether the kernels can serve a model, before memory is spent on it.
 
     On CPU it also loads them, which the first time on a machine means to compile
     them for some seconds: better while a model loads than in its first request.
+
+    `cache_dtype` is that of keys and values, the model's own if None.
 
     Raises:
         ValueError: they cannot; the message names the limit that is broken.
@@ -223,5 +305,22 @@ def check_supported(
         )
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device {device.type!r} is not supported: use 'cuda' or 'cpu'")
+    if cache_dtype is not None and cache_dtype != dtype:
+        _check_cache_dtype(cache_dtype, device)
     if device.type == "cpu":
         _backend("cpu")
+
+
+def _check_cache_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError if the cache cannot be of a dtype that is not the model's."""
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"a KV cache of {dtype} is not supported: use the model's dtype or fp8")
+    if device.type == "cpu":
+        raise ValueError("an fp8 KV cache is for GPUs only: CPUs have no arithmetic for it")
+    if dtype == torch.float8_e4m3fn and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_E4M3_CAPABILITY:
+            raise ValueError(
+                "fp8_e4m3 needs a GPU of compute capability {}.{}, and this one has {}.{}:"
+                " use fp8_e5m2".format(*FP8_E4M3_CAPABILITY, *capability)
+            )

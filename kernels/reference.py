@@ -11,7 +11,14 @@ from kernels.metadata import AttentionMetadata
 
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Writes each token's key and value to its slot of the cache.
 
@@ -21,12 +28,24 @@ def write_kv(
         key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
         value_cache: as `key_cache`.
         slot_mapping: `[num_tokens]` int64, see `AttentionMetadata`.
+        key_scale: an fp8 cache keeps keys divided by this; what is then too large for
+            its type becomes the largest.
+        value_scale: as `key_scale`.
     """
     block_size = key_cache.shape[2]
+    key, value = _rounded(key, key_cache, key_scale), _rounded(value, value_cache, value_scale)
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:
             key_cache[slot // block_size, :, slot % block_size] = key[token]
             value_cache[slot // block_size, :, slot % block_size] = value[token]
+
+
+def _rounded(x: Tensor, cache: Tensor, scale: float) -> Tensor:
+    """Keys or values as the cache keeps them."""
+    if x.dtype == cache.dtype:
+        return x
+    largest = torch.finfo(cache.dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(cache.dtype)
 
 
 def paged_attention(
@@ -39,6 +58,8 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attends causally over keys and values that lie in blocks.
 
@@ -57,6 +78,8 @@ def paged_attention(
             the earlier ones if None.
         soft_cap: c turns a logit x into `c * tanh(x / c)`.
         alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
+        key_scale: what keys in an fp8 cache are to be multiplied by.
+        value_scale: as `key_scale`.
 
     Returns:
         Tensor: `[num_tokens, num_heads, head_dim]`, contiguous, as `query` in dtype.
@@ -73,7 +96,7 @@ def paged_attention(
         q = query[first:last].float().transpose(0, 1)
         k = _gather(key_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
         v = _gather(value_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
-        logits = scale * q @ k.transpose(1, 2)
+        logits = scale * key_scale * q @ k.transpose(1, 2)
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         query_positions = torch.arange(seq_len - (last - first), seq_len, device=query.device)
@@ -84,7 +107,7 @@ def paged_attention(
         if sliding_window is not None:
             hidden = hidden | (distance <= -sliding_window)
         weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:last] = (weights @ v).transpose(0, 1).to(out.dtype)
+        out[first:last] = (value_scale * weights @ v).transpose(0, 1).to(out.dtype)
     return out
 
 

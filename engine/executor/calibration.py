@@ -1,7 +1,8 @@
-"""What linear layers are given, found on a short text: so their rounding can be fitted."""
+"""Runs a model on a short text, to see what numbers it meets.
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+What linear layers are given, found so, tells how to fit their rounding.
+"""
+
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str,
     Returns:
         The inputs of each linear layer that was called, by its name in the model.
     """
-    tokens = _tokens(path, shape)
+    tokens = calibration_tokens(path, shape)
     found: dict[str, Inputs] = {}
 
     def watch(name: str, x: Tensor) -> None:
@@ -60,19 +61,14 @@ def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str,
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
-    with _alone(shape, len(tokens), model.dtype):
-        model(
-            input_ids=tokens[None],
-            position_ids=torch.arange(len(tokens))[None],
-            use_cache=False,
-        )
+    run_alone(model, shape, tokens)
     for hook in hooks:
         hook.remove()
     return found
 
 
-def _tokens(path: str, shape: ModelShape) -> Tensor:
-    """`[count]` token ids."""
+def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
+    """Returns the text as `[count]` token ids; random ones where there is no tokenizer."""
     count = min(TOKENS, shape.max_position)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -83,22 +79,41 @@ def _tokens(path: str, shape: ModelShape) -> Tensor:
     return torch.tensor(tokenizer(text)["input_ids"][:count])
 
 
-@contextmanager
-def _alone(shape: ModelShape, count: int, dtype: torch.dtype) -> Iterator[None]:
-    """A step of one sequence of `count` tokens in a cache of its own."""
+def run_alone(
+    model: PreTrainedModel, shape: ModelShape, tokens: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Runs a model on one sequence, in a cache of its own.
+
+    Args:
+        model: on any device.
+        shape: its figures.
+        tokens: `[count]` token ids on the CPU.
+
+    Returns:
+        Each layer's keys and values, in blocks of which the rest is zeros.
+    """
+    count, device = len(tokens), model.device
     blocks = -(-count // BLOCK_SIZE)
     size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=torch.arange(count),
+        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
+        slot_mapping=torch.arange(count, device=device),
         max_query_len=count,
         max_seq_len=count,
     )
     layers = [
-        (torch.empty(size, dtype=dtype), torch.empty(size, dtype=dtype))
+        (
+            torch.zeros(size, dtype=model.dtype, device=device),
+            torch.zeros(size, dtype=model.dtype, device=device),
+        )
         for _ in range(shape.num_layers)
     ]
     with attending(PagedStep(metadata, layers)):
-        yield
+        model(
+            input_ids=tokens[None].to(device),
+            position_ids=torch.arange(count, device=device)[None],
+            use_cache=False,
+        )
+    return layers

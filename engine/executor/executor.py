@@ -1,5 +1,7 @@
 """The executor: does a batch's copies, runs the model on it and draws tokens."""
 
+from functools import partial
+
 import torch
 
 from engine.batch import Batch, StepResult
@@ -10,6 +12,7 @@ from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.sampler import Drawer, continue_beams, sample, score
 from engine.executor.swap import CopyTime
 from engine.sequence import TokenLogprob
+from kernels.ops import plan_attention
 
 SCORED_ROWS = 256
 """Rows of prompt logits turned into log-probabilities at a time."""
@@ -23,6 +26,15 @@ class Executor:
         self._device = loaded.device
         self._cache = cache
         self._block_size = cache.device.shape[4]
+        self._plan = partial(
+            plan_attention,
+            num_heads=loaded.shape.num_heads,
+            num_kv_heads=loaded.shape.num_kv_heads,
+            head_dim=loaded.shape.head_dim,
+            dtype=loaded.dtype,
+            cache_dtype=loaded.cache_dtype,
+            device=loaded.device,
+        )
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> StepResult:
@@ -35,7 +47,7 @@ class Executor:
         self._cache.apply(batch.transfers)
         if not batch.slices:
             return StepResult([])
-        inputs = prepare(batch, block_size=self._block_size, device=self._device)
+        inputs = prepare(batch, block_size=self._block_size, device=self._device, plan=self._plan)
         logits = self._forward(inputs)
         rows, drawers = [], []
         beam_rows, beams = [], []
@@ -65,7 +77,7 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""
-        with attending(PagedStep(inputs.metadata, self._cache.layers)):
+        with attending(PagedStep(inputs.metadata, self._cache.layers, self._loaded.kv_scales)):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:

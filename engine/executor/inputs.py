@@ -1,12 +1,16 @@
 """Turns a batch into the tensors that one step of the model takes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from engine.batch import Batch
-from kernels.metadata import AttentionMetadata
+from kernels.metadata import AttentionMetadata, AttentionPlan
+
+Plan = Callable[[np.ndarray, np.ndarray], AttentionPlan | None]
+"""Makes attention's plan of a step from its queries and tokens of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class StepInputs:
     scored: dict[int, int]
 
 
-def prepare(batch: Batch, *, block_size: int, device: torch.device) -> StepInputs:
+def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) -> StepInputs:
     """Lays a batch out flat."""
     count = len(batch.slices)
     starts = np.zeros(count + 1, np.int32)
@@ -63,6 +67,7 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device) -> StepInput
         slot_mapping=torch.from_numpy(slots).to(device),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
+        plan=plan(query_lens, seq_lens),
     )
     return StepInputs(
         token_ids=torch.tensor([tokens], device=device),

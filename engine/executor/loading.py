@@ -24,13 +24,17 @@ class LoadedStep:
 
     Attributes:
         shape: the model's figures.
-        dtype: of activations and KV cache.
+        dtype: of activations.
+        cache_dtype: of the KV cache.
+        kv_scales: each layer's (key scale, value scale), where that is fp8.
         device: where it runs.
         compiler: at work on a faster step, where there is one to be had.
     """
 
     shape: ModelShape
     dtype: torch.dtype
+    cache_dtype: torch.dtype
+    kv_scales: list[tuple[float, float]] | None
     device: torch.device
     compiler: Compiler | None
     _step: Step
@@ -61,7 +65,8 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     """
     recipe = Recipe(model, settings.dtype, settings.quantization, settings.block_size)
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    compiles = settings.compile != "off" and on_cpu
+    # What a CPU cannot do must be refused, compiled or not.
+    compiles = settings.compile != "off" and on_cpu and settings.kv_cache_dtype == "auto"
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
@@ -73,13 +78,22 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         device=settings.device,
         block_size=settings.block_size,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
     compiler = Compiler(artifact) if artifact and _room_to_compile(loaded.model) else None
     if compiler and settings.compile == "wait":
         compiler.join()
     step = EagerStep(loaded.model)
-    return LoadedStep(loaded.shape, loaded.dtype, loaded.device, compiler, step)
+    return LoadedStep(
+        loaded.shape,
+        loaded.dtype,
+        loaded.cache_dtype,
+        loaded.kv_scales,
+        loaded.device,
+        compiler,
+        step,
+    )
 
 
 def _room_to_compile(model: torch.nn.Module) -> bool:
@@ -106,4 +120,4 @@ def _load_compiled(artifact: Artifact) -> LoadedStep | None:
         return None
     manifest = step.manifest
     dtype = getattr(torch, manifest.dtype)
-    return LoadedStep(manifest.shape, dtype, torch.device("cpu"), None, step)
+    return LoadedStep(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step)

@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from engine.config import Quantization
+from engine.config import KVCacheDtype, Quantization
 from engine.executor.attention import PAGED_ATTENTION
+from engine.executor.kv_scales import measure_kv_scales
 from engine.executor.paged_attention import ShapeProbe, attending
 from engine.executor.shape import ModelShape
 from kernels.ops import check_supported
+
+_FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class UnsupportedModelError(ValueError):
@@ -19,11 +22,22 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A model ready to run.
+
+    Attributes:
+        model: with its attention replaced.
+        shape: its figures.
+        dtype: of its weights.
+        cache_dtype: of the KV cache.
+        kv_scales: each layer's (key scale, value scale), where that is fp8.
+        device: where it is.
+    """
 
     model: PreTrainedModel
     shape: ModelShape
     dtype: torch.dtype
+    cache_dtype: torch.dtype
+    kv_scales: list[tuple[float, float]] | None
     device: torch.device
 
 
@@ -60,7 +74,13 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
 
 
 def load(
-    path: str, *, dtype: str, device: str, block_size: int, quantization: Quantization = "none"
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int,
+    quantization: Quantization = "none",
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> LoadedModel:
     """Loads a hub name's or a directory's model.
 
@@ -72,6 +92,7 @@ def load(
     where = choose_device(device)
     config = AutoConfig.from_pretrained(path)
     kind = choose_dtype(dtype, config.get_text_config(), where)
+    cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
     model = AutoModelForCausalLM.from_pretrained(
@@ -87,6 +108,7 @@ def load(
             block_size=block_size,
             dtype=kind,
             device=where,
+            cache_dtype=cache_kind,
         )
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
@@ -94,7 +116,8 @@ def load(
         _prepare_linears(model, shape, path, quantization)
     elif quantization != "none":
         raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
-    return LoadedModel(model, shape, kind, where)
+    kv_scales = None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
+    return LoadedModel(model, shape, kind, cache_kind, kv_scales, where)
 
 
 def _prepare_linears(

@@ -29,10 +29,12 @@ class PagedStep:
         metadata: the batch's sequences and where their K/V lie.
         layers: each layer's (key cache, value cache), both `[num_blocks,
             num_kv_heads, block_size, head_dim]`.
+        kv_scales: each layer's (key scale, value scale), where the caches are fp8.
     """
 
     metadata: AttentionMetadata
     layers: list[tuple[torch.Tensor, torch.Tensor]]
+    kv_scales: list[tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,16 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
         return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
     key_cache, value_cache = step.layers[layer]
     metadata = step.metadata
-    write_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
+    write_kv(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        metadata.slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
     return paged_attention(
         query,
         key_cache,
@@ -111,6 +122,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 

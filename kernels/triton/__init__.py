@@ -2,6 +2,7 @@
 
 from kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from kernels.triton.paged_attention import paged_attention
+from kernels.triton.plan import plan_attention
 from kernels.triton.write_kv import write_kv
 
-__all__ = ["copy_blocks", "paged_attention", "swap_blocks", "write_kv"]
+__all__ = ["copy_blocks", "paged_attention", "plan_attention", "swap_blocks", "write_kv"]

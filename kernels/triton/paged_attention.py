@@ -1,16 +1,24 @@
-"""PagedAttention on GPU: decodes and prefill chunks of any length, in one kernel.
+"""PagedAttention on GPU: one kernel for decodes and for chunks of prompts.
 
-A program serves one sequence, one KV head and a tile of query rows, where a row is
-a (token, head of the group) pair: so the query heads that share a KV head share
-each load of K and V, and even a decode fills the rows of a matrix product. It walks
-the keys in tiles, finding each key's block through the block table (PagedAttention,
-Kwon et al., SOSP 2023, section 4.1), with an online softmax in float32
-(FlashAttention-2, Dao 2023, section 3.1), and skips the tiles that causality or the
-window hide from all its rows.
+A program serves one tile of a sequence's query rows, one KV head and one share of
+the keys. A row is a (token, head of the group) pair: the query heads that share a
+KV head share each load of K and V, and even a decode fills the rows of a matrix
+product. Which tiles there are says the plan, so that no program is launched for
+nothing: decodes are tiles of few rows, chunks of prompts tiles of many, each in a launch of
+its own. Keys come in tiles, each key's block from the block table
+(PagedAttention, Kwon et al., SOSP 2023, section 4.1), with an online softmax in
+float32 (FlashAttention-2, Dao 2023, section 3.1). Tiles that causality or the window
+hide are skipped; only those that they cut are masked.
+
+Where sequences are too few to fill the GPU, their keys are shared out among several
+programs (Flash-Decoding, Dao et al. 2023), and merge_splits.py puts together what
+those found.
 """
 
 # Triton reads its kernels' source: types there are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -18,23 +26,136 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.triton.merge_splits import merge_splits
+from kernels.triton.plan import plan_of
+from kernels.triton.shares import share_of
+from kernels.triton.splits import LEAST_KEYS, choose_splits
+from kernels.triton.tiles import Kind, choose_tiles, gpu
 
 _LOG2_E = 1.4426950408889634
+_MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
+"""Rows and pieces that a program of the merge takes at a time: decodes are cut into many
+pieces, chunks, which have rows enough, into few."""
+# What changes from step to step must not compile a kernel anew.
+_VARYING = ["items", "partial_out", "partial_lse", "table_stride", "sliding_window", "splits"]
 
 
 @triton.jit
+def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The block of each key of a tile; one for all where a block holds whole tiles."""
+    if BLOCK_SIZE >= KEYS:
+        # Past the end: the last one again, so that nothing beyond the table is read.
+        block = tl.load(table + tl.maximum(tl.minimum(tile_begin, end - 1), 0) // BLOCK_SIZE)
+    else:
+        key = tile_begin + tl.arange(0, KEYS)
+        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+    return block
+
+
+@triton.jit
+def _walk(  # noqa: PLR0917
+    maximum,
+    total,
+    attended,
+    begin,
+    end,
+    q,
+    position,
+    slope,
+    key_cache,
+    value_cache,
+    table,
+    factor,
+    soft_cap,
+    sliding_window,
+    block_stride,
+    DTYPE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+    MASKED: tl.constexpr,  # some rows do not see some of the keys
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    LOG2_E: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Attends to the keys from `begin` up to `end`; returns the softmax's new state."""
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < HEAD_DIM
+    # Blocks are looked up a tile ahead: were that load in the same round as the loads
+    # of K and V that hang on it, the pipeline could not fetch these early.
+    block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
+    for tile_begin in range(begin, end, KEYS):
+        key = tile_begin + tl.arange(0, KEYS)
+        place = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
+        block = _blocks_of(table, tile_begin + KEYS, end, KEYS, BLOCK_SIZE)
+        from_key = key_cache + place[None, :] + dim[:, None]
+        from_value = value_cache + place[:, None] + dim[None, :]
+        real_key = key < end
+        if MASKED:
+            # Slots past the end may hold anything: they are never loaded.
+            k = tl.load(from_key, mask=real_key[None, :] & real_dim[:, None], other=0.0)
+            v = tl.load(from_value, mask=real_key[:, None] & real_dim[None, :], other=0.0)
+        elif PADDED_DIM > HEAD_DIM:
+            k = tl.load(from_key, mask=real_dim[:, None], other=0.0)
+            v = tl.load(from_value, mask=real_dim[None, :], other=0.0)
+        else:
+            k = tl.load(from_key)
+            v = tl.load(from_value)
+
+        # "ieee": float32 models get float32 products, not TF32.
+        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        to_log2 = factor * LOG2_E
+        if HAS_CAP or HAS_ALIBI:
+            logits *= factor
+            to_log2 = LOG2_E
+        if HAS_CAP:
+            # tanh(x) is 2 * sigmoid(2x) - 1
+            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
+        distance = key[None, :] - position[:, None]
+        if HAS_ALIBI:
+            logits += slope[:, None] * distance.to(tl.float32)
+        if MASKED:
+            seen = (distance <= 0) & real_key[None, :]
+            if HAS_WINDOW:
+                seen = seen & (distance > -sliding_window)
+            logits = tl.where(seen, logits, float("-inf"))
+
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1) * to_log2)
+        weights = tl.exp2(logits * to_log2 - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 1)
+        maximum = new_maximum
+        weights = weights.to(DTYPE)
+        v = v.to(DTYPE)
+        if UPCAST:
+            weights = weights.to(tl.float32)
+            v = v.to(tl.float32)
+        attended = attended * rescale[:, None]
+        attended = tl.dot(weights, v, attended, input_precision="ieee")
+    return maximum, total, attended
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _paged_attention_kernel(  # noqa: PLR0915, PLR0917
     query,
     key_cache,
     value_cache,
     out,
+    partial_out,  # what programs that share keys find: see merge_splits.py
+    partial_lse,
+    items,
     query_starts,
     seq_lens,
     block_tables,
     alibi_slopes,  # or, where unused, anything
-    scale,
+    factor,  # of products, positive: the scale of logits times that of stored keys
+    value_scale,  # of stored values
     soft_cap,
     sliding_window,
+    splits,
     query_token_stride,
     query_head_stride,
     block_stride,
@@ -45,105 +166,111 @@ def _paged_attention_kernel(  # noqa: PLR0915, PLR0917
     PADDED_DIM: tl.constexpr,  # the next power of two to HEAD_DIM
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # query rows of a tile
+    PARTIAL_ROWS: tl.constexpr,  # of which some may be real
     KEYS: tl.constexpr,  # keys of a tile
+    LEAST_TILES: tl.constexpr,  # of keys, to a piece
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     LOG2_E: tl.constexpr,
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands are
 ):
-    seq = tl.program_id(0)
+    item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    tile = tl.program_id(2)
-    query_start = tl.load(query_starts + seq)
-    query_len = tl.load(query_starts + seq + 1) - query_start
-    seq_len = tl.load(seq_lens + seq)
-    if tile * ROWS < query_len * GROUP:
-        row = tile * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces = share_of(
+        items, item, query_starts, seq_lens, sliding_window, splits,
+        GROUP, ROWS, KEYS, LEAST_TILES, HAS_WINDOW,
+    )  # fmt: skip
+    # Where there are no keys at all, the first program writes the zeros.
+    if split < tl.maximum(pieces, 1):
+        local = tl.arange(0, ROWS)
+        row = first_row + local
         token = row // GROUP
         head = kv_head * GROUP + row % GROUP
         real_row = token < query_len
-        position = seq_len - query_len + token
+        context = seq_len - query_len
+        position = context + token
         dim = tl.arange(0, PADDED_DIM)
-        real_dim = dim < HEAD_DIM
         flat_token = (query_start + token).to(tl.int64)
         from_query = flat_token * query_token_stride + head * query_head_stride
-        q = tl.load(
-            query + from_query[:, None] + dim[None, :],
-            mask=real_row[:, None] & real_dim[None, :],
-            other=0.0,
-        )
+        real = real_row[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(query + from_query[:, None] + dim[None, :], mask=real, other=0.0)
         if UPCAST:
             q = q.to(tl.float32)
+        slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + head, mask=real_row, other=0.0)
+        table = block_tables + seq.to(tl.int64) * table_stride
+        from_head = kv_head * (BLOCK_SIZE * HEAD_DIM)
 
-        # The keys that some row of this tile may see.
-        first_position = seq_len - query_len + tile * ROWS // GROUP
-        end = tl.minimum(seq_len - query_len + (tile * ROWS + ROWS - 1) // GROUP + 1, seq_len)
-        begin = 0
+        begin += split * piece * KEYS
+        end = tl.minimum(begin + piece * KEYS, end)
+        # Keys that all rows see: not after the first row, within the last one's window.
+        clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
+        clear_begin = begin
         if HAS_WINDOW:
-            begin = tl.maximum(first_position - sliding_window + 1, 0) // KEYS * KEYS
+            last = tl.minimum(context + (first_row + ROWS - 1) // GROUP, seq_len - 1)
+            clear_begin = tl.cdiv(tl.maximum(last - sliding_window + 1, 0), KEYS) * KEYS
+            clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
+        clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
 
         # A finite start, so that a row which sees nothing of a tile makes no NaN.
         maximum = tl.full([ROWS], -1e30, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        for tile_begin in range(begin, end, KEYS):
-            key = tile_begin + tl.arange(0, KEYS)
-            # Slots past the end may hold anything: they are never loaded.
-            real_key = key < end
-            block = tl.load(
-                block_tables + seq.to(tl.int64) * table_stride + key // BLOCK_SIZE,
-                mask=real_key,
-                other=0,
-            ).to(tl.int64)
-            place = block * block_stride + (kv_head * BLOCK_SIZE + key % BLOCK_SIZE) * HEAD_DIM
-            k = tl.load(
-                key_cache + place[None, :] + dim[:, None],
-                mask=real_key[None, :] & real_dim[:, None],
-                other=0.0,
-            )
-            # "ieee": float32 models get float32 products, not TF32.
-            if UPCAST:
-                k = k.to(tl.float32)
-            logits = tl.dot(q, k, input_precision="ieee") * scale
-            if HAS_CAP:
-                # tanh(x) is 2 * sigmoid(2x) - 1
-                logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
-            distance = key[None, :] - position[:, None]
-            if HAS_ALIBI:
-                logits += slope[:, None] * distance.to(tl.float32)
-            seen = (distance <= 0) & real_key[None, :]
-            if HAS_WINDOW:
-                seen = seen & (distance > -sliding_window)
-            logits = tl.where(seen, logits * LOG2_E, float("-inf"))
-
-            new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-            weights = tl.exp2(logits - new_maximum[:, None])
-            rescale = tl.exp2(maximum - new_maximum)
-            total = total * rescale + tl.sum(weights, 1)
-            maximum = new_maximum
-            v = tl.load(
-                value_cache + place[:, None] + dim[None, :],
-                mask=real_key[:, None] & real_dim[None, :],
-                other=0.0,
-            )
-            weights = weights.to(v.dtype)
-            if UPCAST:
-                weights = weights.to(tl.float32)
-                v = v.to(tl.float32)
-            attended = attended * rescale[:, None]
-            attended += tl.dot(weights, v, input_precision="ieee")
+        if HAS_WINDOW:
+            maximum, total, attended = _walk(
+                maximum, total, attended, begin, clear_begin, q, position, slope,
+                key_cache + from_head, value_cache + from_head, table,
+                factor, soft_cap, sliding_window, block_stride,
+                query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, True,
+                HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
+            )  # fmt: skip
+        maximum, total, attended = _walk(
+            maximum, total, attended, clear_begin, clear_end, q, position, slope,
+            key_cache + from_head, value_cache + from_head, table,
+            factor, soft_cap, sliding_window, block_stride,
+            query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, False,
+            HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
+        )  # fmt: skip
+        maximum, total, attended = _walk(
+            maximum, total, attended, clear_end, end, q, position, slope,
+            key_cache + from_head, value_cache + from_head, table,
+            factor, soft_cap, sliding_window, block_stride,
+            query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, True,
+            HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
+        )  # fmt: skip
 
         # A row that may attend to nothing gives zeros.
-        attended = attended / tl.where(total > 0, total, 1.0)[:, None]
-        to = (flat_token * NUM_HEADS + head) * HEAD_DIM
-        tl.store(
-            out + to[:, None] + dim[None, :],
-            attended.to(out.dtype.element_ty),
-            mask=real_row[:, None] & real_dim[None, :],
-        )
+        divisor = tl.where(total > 0, total, 1.0)
+        attended *= (value_scale / divisor)[:, None]
+        if pieces > 1:
+            place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits + split
+            place = place * PARTIAL_ROWS + local
+            lse = tl.where(total > 0, maximum + tl.log2(divisor), float("-inf"))
+            tl.store(partial_lse + place, lse, mask=real_row)
+            tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], attended, mask=real)
+        else:
+            to = (flat_token * NUM_HEADS + head) * HEAD_DIM
+            rounded = attended.to(out.dtype.element_ty)
+            tl.store(out + to[:, None] + dim[None, :], rounded, mask=real)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a call's launches share."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+    metadata: AttentionMetadata
+    factor: float
+    value_scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    alibi_slopes: Tensor | None
 
 
 def paged_attention(
@@ -156,56 +283,106 @@ def paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
-    num_tokens, num_heads, head_dim = query.shape
-    _, num_kv_heads, block_size, _ = key_cache.shape
-    group = num_heads // num_kv_heads
+    if scale <= 0 or key_scale <= 0:
+        raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
     if query.stride(-1) != 1:
         query = query.contiguous()
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    num_seqs = metadata.seq_lens.shape[0]
-    if num_tokens == 0 or num_seqs == 0:
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if not len(query):
         return out
-    # A matrix product takes 16 rows at least. Tiles shrink as heads grow, so that two
-    # stages of them fit in the 99 KiB of shared memory that every GPU since 2020 has.
-    head_bytes = head_dim * query.element_size()
-    keys = 64 if head_bytes <= 256 else 32 if head_bytes <= 512 else 16
-    rows = min(
-        32 if head_bytes > 512 else 64, triton.next_power_of_2(metadata.max_query_len * group)
-    )
-    rows = max(16, rows)
-    grid = (num_seqs, num_kv_heads, triton.cdiv(metadata.max_query_len * group, rows))
-    _paged_attention_kernel[grid](
+    plan = plan_of(metadata, query, key_cache)
+    call = _Call(
         query,
         key_cache,
         value_cache,
         out,
-        metadata.query_starts,
-        metadata.seq_lens,
-        metadata.block_tables,
-        metadata.seq_lens if alibi_slopes is None else alibi_slopes.float().contiguous(),
-        scale,
-        soft_cap or 0.0,
-        sliding_window or 0,
-        query.stride(0),
-        query.stride(1),
-        key_cache.stride(0),
-        metadata.block_tables.stride(0),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
+        metadata,
+        scale * key_scale,
+        value_scale,
+        sliding_window,
+        soft_cap,
+        None if alibi_slopes is None else alibi_slopes.float().contiguous(),
+    )
+    if plan.num_decode_items:
+        items = plan.items[: plan.num_decode_items]
+        _launch(call, "decode", items, plan.longest_decode, plan.splits)
+    if plan.num_decode_items < len(plan.items):
+        items = plan.items[plan.num_decode_items :]
+        _launch(call, "chunk", items, plan.longest_chunk, plan.splits)
+    return out
+
+
+def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
+    """Attends for `items`, of which the longest has `longest` keys."""
+    query, metadata = call.query, call.metadata
+    _, num_heads, head_dim = query.shape
+    _, num_kv_heads, block_size, _ = call.key_cache.shape
+    group = num_heads // num_kv_heads
+    where = gpu(query.device)
+    tiles = choose_tiles(
+        kind,
+        where,
+        group=group,
+        head_dim=head_dim,
+        dtype=query.dtype,
+        cache_dtype=call.key_cache.dtype,
+    )
+    seen = min(longest, call.sliding_window or longest)
+    least_tiles = LEAST_KEYS // tiles.keys if splits is None else 1
+    splits = splits or choose_splits(len(items) * num_kv_heads, seen, where.multiprocessors)
+    partial_rows = min(tiles.rows, group) if kind == "decode" else tiles.rows
+    shape = (len(items), num_kv_heads, splits if splits > 1 else 0, partial_rows)
+    partial_lse = query.new_empty(shape, dtype=torch.float32)
+    partial_out = query.new_empty((*shape, head_dim), dtype=torch.float32)
+    shared: dict[str, object] = {
+        "items": items,
+        "query_starts": metadata.query_starts,
+        "seq_lens": metadata.seq_lens,
+        "partial_out": partial_out,
+        "partial_lse": partial_lse,
+        "sliding_window": call.sliding_window or 0,
+        "splits": splits,
+        "NUM_HEADS": num_heads,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "ROWS": tiles.rows,
+        "PARTIAL_ROWS": partial_rows,
+        "KEYS": tiles.keys,
+        "LEAST_TILES": least_tiles,
+        "HAS_WINDOW": call.sliding_window is not None,
+    }
+    _paged_attention_kernel[len(items), num_kv_heads, splits](
+        query=query,
+        key_cache=call.key_cache,
+        value_cache=call.value_cache,
+        out=call.out,
+        block_tables=metadata.block_tables,
+        alibi_slopes=metadata.seq_lens if call.alibi_slopes is None else call.alibi_slopes,
+        factor=call.factor,
+        value_scale=call.value_scale,
+        soft_cap=call.soft_cap or 0.0,
+        query_token_stride=query.stride(0),
+        query_head_stride=query.stride(1),
+        block_stride=call.key_cache.stride(0),
+        table_stride=metadata.block_tables.stride(0),
         BLOCK_SIZE=block_size,
-        ROWS=rows,
-        KEYS=keys,
-        HAS_WINDOW=sliding_window is not None,
-        HAS_CAP=soft_cap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
+        HAS_CAP=call.soft_cap is not None,
+        HAS_ALIBI=call.alibi_slopes is not None,
         LOG2_E=_LOG2_E,
         # The interpreter would multiply the bits of a bfloat16 as an integer.
         UPCAST=triton.knobs.runtime.interpret,
-        num_warps=4,
-        num_stages=2,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=True,
+        **shared,
     )
-    return out
+    if splits > 1:
+        rows, pieces = _MERGED[kind]
+        merge_splits[len(items), num_kv_heads, triton.cdiv(partial_rows, rows)](
+            out=call.out, MERGED_ROWS=rows, PIECES=pieces, enable_fp_fusion=True, **shared
+        )

@@ -3,9 +3,24 @@
 # Triton reads its kernels' source: types there are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+
+@triton.jit
+def stored(x, to, scale, LARGEST: tl.constexpr):
+    """Returns `x` as the cache that `to` points into keeps it, where that is fp8."""
+    dtype = to.dtype.element_ty
+    if x.dtype != dtype:
+        x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST).to(dtype)
+    return x
+
+
+def largest(cache: Tensor) -> float:
+    """The largest number of a cache's dtype."""
+    return torch.finfo(cache.dtype).max
 
 
 @triton.jit
@@ -15,6 +30,8 @@ def _write_kv_kernel(  # noqa: PLR0917
     key_cache,
     value_cache,
     slot_mapping,
+    key_scale,
+    value_scale,
     key_token_stride,
     key_head_stride,
     value_token_stride,
@@ -24,6 +41,7 @@ def _write_kv_kernel(  # noqa: PLR0917
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,  # the next power of two to NUM_KV_HEADS * HEAD_DIM
+    LARGEST: tl.constexpr,  # number of the cache's dtype
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -37,12 +55,21 @@ def _write_kv_kernel(  # noqa: PLR0917
         place = block * block_stride + (head * block_size + offset) * HEAD_DIM + within
         from_key = key + token * key_token_stride + head * key_head_stride + within
         from_value = value + token * value_token_stride + head * value_head_stride + within
-        tl.store(key_cache + place, tl.load(from_key, mask=real), mask=real)
-        tl.store(value_cache + place, tl.load(from_value, mask=real), mask=real)
+        k = stored(tl.load(from_key, mask=real), key_cache, key_scale, LARGEST)
+        v = stored(tl.load(from_value, mask=real), value_cache, value_scale, LARGEST)
+        tl.store(key_cache + place, k, mask=real)
+        tl.store(value_cache + place, v, mask=real)
 
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -55,6 +82,8 @@ def write_kv(
         key_cache,
         value_cache,
         slot_mapping,
+        key_scale,
+        value_scale,
         key.stride(0),
         key.stride(1),
         value.stride(0),
@@ -64,4 +93,5 @@ def write_kv(
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PADDED=triton.next_power_of_2(num_kv_heads * head_dim),
+        LARGEST=largest(key_cache),
     )

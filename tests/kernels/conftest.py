@@ -1,11 +1,13 @@
 """Random batches over a paged cache, and what any implementation must make of them."""
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -13,6 +15,9 @@ from hypothesis import strategies as st
 from kernels import reference
 from kernels.metadata import AttentionMetadata
 
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Powers of two: what an fp8 cache holds, any dtype holds exactly.
+KEY_SCALE, VALUE_SCALE = 0.5, 0.125
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
@@ -31,6 +36,16 @@ class Case:
     alibi: bool = False
     seed: int = 0
     scale: float | None = None
+    cache_dtype: torch.dtype | None = None  # that of queries if None
+
+    @property
+    def kept_as(self) -> torch.dtype:
+        return self.cache_dtype or self.dtype
+
+    @property
+    def scales(self) -> dict[str, float]:
+        fp8 = self.cache_dtype is not None
+        return {"key_scale": KEY_SCALE, "value_scale": VALUE_SCALE} if fp8 else {}
 
 
 @dataclass
@@ -45,13 +60,20 @@ class Batch:
 
 
 @st.composite
-def _cases(draw: st.DrawFn, longest: int = 300) -> Case:
+def _cases(
+    draw: st.DrawFn,
+    longest: int = 300,
+    most_queries: int = 70,
+    most_sequences: int = 5,
+    *,
+    fp8: bool = False,
+) -> Case:
     def sequence() -> tuple[int, int]:
-        queries = draw(st.one_of(st.just(1), st.integers(0, 70)))
+        queries = draw(st.one_of(st.just(1), st.integers(0, most_queries)))
         return queries, queries + draw(st.integers(0, longest))
 
     return Case(
-        lengths=[sequence() for _ in range(draw(st.integers(1, 5)))],
+        lengths=[sequence() for _ in range(draw(st.integers(1, most_sequences)))],
         num_kv_heads=draw(st.integers(1, 3)),
         group=draw(st.sampled_from([1, 2, 3, 4, 7, 20])),
         head_dim=draw(st.sampled_from([32, 40, 64, 72, 80, 128, 256])),
@@ -61,6 +83,7 @@ def _cases(draw: st.DrawFn, longest: int = 300) -> Case:
         soft_cap=draw(st.none() | st.floats(0.5, 30)),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
+        cache_dtype=draw(st.sampled_from([None, *FP8_DTYPES])) if fp8 else None,
     )
 
 
@@ -83,7 +106,9 @@ def _build(case: Case, device: str = "cpu") -> Batch:
             cache[(*place, position % case.block_size)] = torch.randn(
                 (2, case.num_kv_heads, case.head_dim), generator=generator
             )
-    cache = cache.to(case.dtype).to(device)
+    if case.cache_dtype is not None:
+        cache /= torch.tensor([KEY_SCALE, VALUE_SCALE]).view(2, 1, 1, 1)
+    cache = cache.to(case.kept_as).to(device)
     num_heads = case.num_kv_heads * case.group
     queries = [queries for queries, _ in case.lengths]
     # A view of a wider tensor, as a fused projection gives.
@@ -93,7 +118,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
         "sliding_window": case.sliding_window,
         "soft_cap": case.soft_cap,
         "alibi_slopes": 2.0 ** -torch.arange(1, num_heads + 1) if case.alibi else None,
-    }
+    } | case.scales
     if case.alibi:
         options["alibi_slopes"] = options["alibi_slopes"].to(device)
     return Batch(
@@ -112,17 +137,25 @@ def _build(case: Case, device: str = "cpu") -> Batch:
     )
 
 
-def _in_order_of(kernels: ModuleType, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_order_of(
+    kernels: ModuleType, case: Case, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a batch's caches with blocks in the order that an implementation keeps.
 
     The order is its own: what is written here is what a model would have written.
     """
     shape = (batch.key_cache.shape[0], 2, *batch.key_cache.shape[1:])
-    both = torch.full(shape, torch.nan, dtype=batch.query.dtype, device=batch.query.device)
+    both = torch.full(shape, torch.nan, device=batch.query.device).to(batch.key_cache.dtype)
     key_cache, value_cache = both[:, 0], both[:, 1]
-    rows = [cache.transpose(1, 2).flatten(0, 1) for cache in (batch.key_cache, batch.value_cache)]
-    (slots,) = torch.where(~rows[0].isnan().any(2).any(1))
-    kernels.write_kv(rows[0][slots], rows[1][slots], key_cache, value_cache, slots)
+    keys, values = (
+        (cache.float() * scale).to(case.dtype).transpose(1, 2).flatten(0, 1)
+        for cache, scale in (
+            (batch.key_cache, case.scales.get("key_scale", 1.0)),
+            (batch.value_cache, case.scales.get("value_scale", 1.0)),
+        )
+    )
+    (slots,) = torch.where(~keys.isnan().any(2).any(1))
+    kernels.write_kv(keys[slots], values[slots], key_cache, value_cache, slots, **case.scales)
     return key_cache, value_cache
 
 
@@ -131,9 +164,12 @@ def _order(kernels: ModuleType, case: Case, device: str) -> torch.Tensor:
 
     `[2, block_size, head_dim]`, for keys and values: found by writing numbers.
     """
-    size = case.block_size * case.head_dim
+    shape = (case.block_size, 1, case.head_dim)
+    if case.cache_dtype is not None:  # too few numbers; only GPUs have it, and in plain order
+        return torch.arange(math.prod(shape)).view(1, *shape[::2]).expand(2, -1, -1)
+    size = math.prod(shape)
     integer = torch.int32 if case.dtype == torch.float32 else torch.int16
-    numbers = torch.arange(size, dtype=integer).view(case.block_size, 1, case.head_dim)
+    numbers = torch.arange(size, dtype=integer).view(shape)
     tokens = numbers.view(case.dtype).to(device)
     cache = torch.zeros((1, 2, 1, case.block_size, case.head_dim), dtype=case.dtype, device=device)
     slots = torch.arange(case.block_size, device=device)
@@ -142,10 +178,26 @@ def _order(kernels: ModuleType, case: Case, device: str) -> torch.Tensor:
     return order.view(2, case.block_size, case.head_dim)
 
 
-def _check_attention(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
+def _check_attention(
+    kernels: ModuleType, case: Case, device: str = "cpu", splits: int | None = None
+) -> None:
     batch = _build(case, device)
-    caches = _in_order_of(kernels, batch)
-    out = kernels.paged_attention(batch.query, *caches, batch.metadata, **batch.options)
+    caches = _in_order_of(kernels, case, batch)
+    metadata = batch.metadata
+    if splits is not None:
+        plan = kernels.plan_attention(
+            np.array([queries for queries, _ in case.lengths]),
+            np.array([tokens for _, tokens in case.lengths]),
+            num_heads=case.num_kv_heads * case.group,
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            dtype=case.dtype,
+            cache_dtype=case.kept_as,
+            device=batch.query.device,
+            splits=splits,
+        )
+        metadata = replace(metadata, plan=plan)
+    out = kernels.paged_attention(batch.query, *caches, metadata, **batch.options)
     # In float32 from the very same inputs, so that all error is the kernel's own.
     expected = reference.paged_attention(
         batch.query.float(),
@@ -161,30 +213,40 @@ def _check_attention(kernels: ModuleType, case: Case, device: str = "cpu") -> No
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def _check_write(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
-    """Writes to random slots, some skipped, from strided views, and looks at every byte."""
+def _check_write(
+    kernels: ModuleType, case: Case, device: str = "cpu", *, rounds: bool = True
+) -> None:
+    """Writes to random slots, some skipped, from strided views, and looks at every byte.
+
+    If not `rounds`, an fp8 cache is given nothing that it would have to round.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     num_blocks, num_tokens = 5, sum(queries for queries, _ in case.lengths)
     num_tokens = min(num_tokens, num_blocks * case.block_size)
     shape = (num_blocks, 3, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    cache = torch.randn(shape, generator=generator).to(case.dtype).to(device)
+    cache = torch.randn(shape, generator=generator).to(case.kept_as).to(device)
     expected = cache.clone()
     slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
     slots = slots.to(device)
-    fused = torch.randn((num_tokens, 3 * case.num_kv_heads, case.head_dim), generator=generator).to(
-        case.dtype
-    )
-    _, key, value = fused.to(device).chunk(3, 1)
-    kernels.write_kv(key, value, cache[:, 1, 0], cache[:, 1, 1], slots)
+    fused = torch.randn((num_tokens, 3 * case.num_kv_heads, case.head_dim), generator=generator)
+    if case.cache_dtype and not rounds:
+        fused = fused.to(case.cache_dtype).float()
+    fused[:: max(1, num_tokens // 3)] *= 3e4  # more than e4m3 holds
+    _, key, value = fused.to(case.dtype).to(device).chunk(3, 1)
+    kernels.write_kv(key, value, cache[:, 1, 0], cache[:, 1, 1], slots, **case.scales)
+    plain = torch.empty((2, num_blocks * case.block_size, *key.shape[1:]), device=device)
+    plain = plain.to(case.kept_as).view(2, num_blocks, case.block_size, *key.shape[1:])
+    plain = plain.transpose(2, 3).contiguous()
+    reference.write_kv(key, value, plain[0], plain[1], slots, **case.scales)
     heads = expected.flatten(4)
     places = _order(kernels, case, device)
-    for token, slot in enumerate(slots.tolist()):
+    for slot in slots.tolist():
         block, offset = divmod(slot, case.block_size)
         if slot >= 0:
-            heads[block, 1, 0][:, places[0, offset]] = key[token]
-            heads[block, 1, 1][:, places[1, offset]] = value[token]
-    assert torch.equal(cache, expected)
+            for kind in range(2):
+                heads[block, 1, kind][:, places[kind, offset]] = plain[kind, block, :, offset]
+    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
 def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:

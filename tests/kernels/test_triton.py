@@ -16,7 +16,9 @@ pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-MAX_EXAMPLES = 15 if INTERPRETED else 200
+# GPUs before compute capability 8.9 have no e4m3.
+FP8 = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
+MAX_EXAMPLES = 10 if INTERPRETED else 200
 
 if not INTERPRETED:
     pytestmark = [
@@ -39,14 +41,27 @@ def kernels():
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES)
 def test_attention(harness, kernels, data):
-    case = data.draw(harness.cases(longest=60 if INTERPRETED else 300))
-    harness.check_attention(kernels, case, DEVICE)
+    sizes = (60, 20, 3) if INTERPRETED else (300, 70, 9)
+    case = data.draw(harness.cases(*sizes, fp8=FP8))
+    splits = data.draw(st.none() | st.integers(1, 8))
+    harness.check_attention(kernels, case, DEVICE, splits)
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=10 * MAX_EXAMPLES)
+def test_sweep(harness, kernels, data):
+    case = data.draw(harness.cases(longest=530, most_sequences=9, fp8=FP8))
+    splits = data.draw(st.none() | st.integers(1, 8))
+    harness.check_attention(kernels, case, DEVICE, splits)
 
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
 def test_write(harness, kernels, data):
-    harness.check_write(kernels, data.draw(harness.cases(longest=20)), DEVICE)
+    case = data.draw(harness.cases(longest=20, fp8=FP8))
+    # The interpreter's own rounding to fp8 is not to the nearest.
+    harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
 
 
 @given(data=st.data())
@@ -68,6 +83,39 @@ def test_mixed_batch(harness, kernels, dtype):
         ),
         DEVICE,
     )
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.skipif(not FP8, reason="the GPU has no e4m3")
+def test_fp8(harness, kernels, cache_dtype):
+    case = harness.case(
+        lengths=[(1, 90), (40, 60)], group=2, dtype=torch.bfloat16, cache_dtype=cache_dtype
+    )
+    harness.check_attention(kernels, case, DEVICE)
+    harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
+
+
+@pytest.mark.parametrize("splits", [2, 8])
+def test_keys_shared_out_among_programs(harness, kernels, splits):
+    lengths = [(1, 200), (1, 0), (1, 1), (9, 140)]
+    for window in (None, 40):
+        case = harness.case(lengths=lengths, num_kv_heads=2, group=2, sliding_window=window)
+        harness.check_attention(kernels, case, DEVICE, splits)
+
+
+def test_more_heads_to_a_kv_head_than_a_tile_has_rows(harness, kernels):
+    case = harness.case(lengths=[(1, 40), (3, 30)], group=71, head_dim=256)
+    harness.check_attention(kernels, case, DEVICE, splits=2)
+
+
+@pytest.mark.parametrize("scales", [{"scale": 0.0}, {"scale": -1.0}, {"key_scale": 0.0}])
+def test_scales_are_positive(harness, kernels, scales):
+    batch = harness.build(harness.case(lengths=[(1, 9)]), DEVICE)
+    options = batch.options | scales
+    with pytest.raises(ValueError, match="scales must be positive"):
+        kernels.paged_attention(
+            batch.query, batch.key_cache, batch.value_cache, batch.metadata, **options
+        )
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 100])

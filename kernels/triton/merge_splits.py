@@ -1,0 +1,83 @@
+"""Puts together what the programs that shared a sequence's keys found.
+
+Each piece comes as a softmax of its own keys and the logarithm of that softmax's
+total; the whole is the pieces' mean, weighted by their totals (Flash-Decoding, Dao
+et al. 2023). A program does some of an item's query rows; it finds nothing to do
+where the keys were not shared out.
+"""
+
+# Triton reads its kernels' source: types there are its own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from kernels.triton.shares import share_of
+
+
+@triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "sliding_window", "splits"])
+def merge_splits(  # noqa: PLR0917
+    out,
+    partial_out,
+    partial_lse,
+    items,
+    query_starts,
+    seq_lens,
+    sliding_window,
+    splits,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,  # of a program
+    PIECES: tl.constexpr,  # taken at a time
+):
+    """Grid: items, KV heads, MERGED_ROWS of PARTIAL_ROWS; arguments as in paged_attention.py."""
+    item = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    _, query_start, query_len, _, first_row, _, _, _, pieces = share_of(
+        items, item, query_starts, seq_lens, sliding_window, splits,
+        GROUP, ROWS, KEYS, LEAST_TILES, HAS_WINDOW,
+    )  # fmt: skip
+    first_local = tl.program_id(2) * MERGED_ROWS
+    if (pieces > 1) & (first_row + first_local < query_len * GROUP):
+        local = first_local + tl.arange(0, MERGED_ROWS)
+        row = first_row + local
+        real_row = (row < query_len * GROUP) & (local < PARTIAL_ROWS)
+        dim = tl.arange(0, PADDED_DIM)
+        real_dim = dim < HEAD_DIM
+        maximum = tl.full([MERGED_ROWS], -1e30, tl.float32)
+        total = tl.zeros([MERGED_ROWS], tl.float32)
+        merged = tl.zeros([MERGED_ROWS, PADDED_DIM], tl.float32)
+        first_place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits * PARTIAL_ROWS
+        for begin in range(0, pieces, PIECES):
+            piece = begin + tl.arange(0, PIECES)
+            place = first_place + piece[None, :] * PARTIAL_ROWS + local[:, None]
+            real = (piece < pieces)[None, :] & real_row[:, None]
+            lse = tl.load(partial_lse + place, mask=real, other=float("-inf"))
+            part = tl.load(
+                partial_out + place[:, :, None] * HEAD_DIM + dim[None, None, :],
+                mask=real[:, :, None] & real_dim[None, None, :],
+                other=0.0,
+            )
+            # A finite start: where no piece saw a key, there is no NaN but zeros.
+            new_maximum = tl.maximum(maximum, tl.max(lse, 1))
+            weights = tl.exp2(lse - new_maximum[:, None])
+            rescale = tl.exp2(maximum - new_maximum)
+            total = total * rescale + tl.sum(weights, 1)
+            merged = merged * rescale[:, None] + tl.sum(part * weights[:, :, None], 1)
+            maximum = new_maximum
+        merged = merged / tl.where(total > 0, total, 1.0)[:, None]
+        head = kv_head * GROUP + row % GROUP
+        flat_token = (query_start + row // GROUP).to(tl.int64)
+        to = (flat_token * NUM_HEADS + head) * HEAD_DIM
+        tl.store(
+            out + to[:, None] + dim[None, :],
+            merged.to(out.dtype.element_ty),
+            mask=real_row[:, None] & real_dim[None, :],
+        )

@@ -1,0 +1,82 @@
+"""Shares a batch out among programs, on the host, once per step."""
+
+import numpy as np
+import torch
+
+from kernels.metadata import AttentionMetadata, AttentionPlan
+from kernels.triton.tiles import choose_tiles, gpu
+
+
+def plan_attention(
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    splits: int | None = None,
+) -> AttentionPlan:
+    """Makes the plan of a batch; see `kernels.ops.plan_attention`."""
+    group = num_heads // num_kv_heads
+    decode_rows, chunk_rows = (
+        choose_tiles(
+            kind,
+            gpu(device),
+            group=group,
+            head_dim=head_dim,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+        ).rows
+        for kind in ("decode", "chunk")
+    )
+    decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+    items = np.concatenate(
+        [
+            _tiles_of(decodes, query_lens[decodes] * group, decode_rows),
+            _tiles_of(chunks, query_lens[chunks] * group, chunk_rows),
+        ]
+    )
+    return AttentionPlan(
+        items=to_device(items, device),
+        num_decode_items=len(decodes) * -(-group // decode_rows),
+        longest_decode=int(seq_lens[decodes].max(initial=0)),
+        longest_chunk=int(seq_lens[chunks].max(initial=0)),
+        splits=splits,
+    )
+
+
+def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
+    """`[num_tiles, 2]` int32 of (sequence, tile): each one's last first, which has most keys."""
+    counts = -(-rows // tile_rows)
+    ends = np.cumsum(counts)
+    tile = np.repeat(ends, counts) - 1 - np.arange(ends[-1] if len(ends) else 0)
+    return np.stack([np.repeat(seqs, counts), tile], 1).astype(np.int32)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copies to a device without the host's waiting for what that is doing."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor
+
+
+def plan_of(
+    metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
+) -> AttentionPlan:
+    """The batch's plan; made here, while the host waits for the GPU, if it has none."""
+    if metadata.plan is not None:
+        return metadata.plan
+    return plan_attention(
+        metadata.query_starts.diff().cpu().numpy(),
+        metadata.seq_lens.cpu().numpy(),
+        num_heads=query.shape[1],
+        num_kv_heads=key_cache.shape[1],
+        head_dim=query.shape[2],
+        dtype=query.dtype,
+        cache_dtype=key_cache.dtype,
+        device=query.device,
+    )

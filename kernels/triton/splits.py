@@ -1,0 +1,32 @@
+"""Into how many pieces the keys of sequences are cut, so that a GPU is busy everywhere."""
+
+from functools import cache
+
+from kernels.triton.tiles import RESIDENT
+
+MAX_SPLITS = 128
+LEAST_KEYS = 256
+"""A piece has so many keys at least: less is not worth its start and its merge."""
+START_KEYS = 128
+"""What starting a program and merging its piece costs, in keys that it could have read."""
+
+
+@cache
+def choose_splits(programs: int, longest: int, multiprocessors: int) -> int:
+    """Returns how many pieces the longest sequence is cut into.
+
+    As many as make the last wave of programs end soonest: with `programs` enough for
+    the whole GPU that is one, with few sequences of long context many.
+
+    Args:
+        programs: without splits: sequences (tiles of queries) x KV heads.
+        longest: keys of the longest sequence.
+        multiprocessors: of the GPU.
+    """
+
+    def time(splits: int) -> int:
+        waves = -(-programs * splits // (RESIDENT * multiprocessors))
+        return waves * (-(-longest // splits) + START_KEYS)
+
+    most = min(MAX_SPLITS, max(1, longest // LEAST_KEYS))
+    return min(range(1, most + 1), key=time)

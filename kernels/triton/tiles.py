@@ -1,0 +1,160 @@
+"""How large the pieces are that a program of the attention kernel works on.
+
+What is here is where tuning begins: `python -m benchmarks.gpu --tune` times the
+neighbours of each choice on the GPU at hand, and what it finds for a GPU, kept in
+tuned.json, goes before these rules. Nothing is tuned while an engine serves: a step
+never waits for a trial, and a captured CUDA graph holds what was chosen.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+import triton
+
+Kind = Literal["decode", "chunk"]
+
+LEAST_ROWS = 16
+"""Rows that a matrix product takes at least."""
+TUNED = Path(__file__).with_name("tuned.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes of a program's pieces.
+
+    Attributes:
+        rows: query rows, (token, head of the group) pairs; a power of two from 16.
+        keys: keys taken at a time; a power of two from 16.
+        warps: of a program.
+        stages: depth of the software pipeline that fetches keys and values.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the choice depends on of a GPU.
+
+    Attributes:
+        name: as its driver says.
+        capability: compute capability.
+        shared_bytes: shared memory that one program may have.
+        multiprocessors: how many it has.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    shared_bytes: int
+    multiprocessors: int
+
+
+RESIDENT = 2
+"""Decoding programs that a multiprocessor is to run side by side: one computes while
+another waits."""
+
+RESERVED = 1 << 10
+"""Bytes of shared memory that each program takes for the system."""
+SCRATCH = 1 << 10
+"""Bytes of shared memory for what warps tell each other."""
+
+INTERPRETER = Gpu("interpreter", (8, 0), 99 << 10, 4)
+"""What Triton's interpreter stands for: a GPU small enough that tests split sequences."""
+
+
+@cache
+def gpu(device: torch.device) -> Gpu:
+    """The GPU that `device` is, which is the current one."""
+    if device.type != "cuda":
+        return INTERPRETER
+    index = torch.cuda.current_device()  # where Triton launches
+    found = triton.runtime.driver.active.utils.get_device_properties(index)
+    return Gpu(
+        torch.cuda.get_device_name(index),
+        torch.cuda.get_device_capability(index),
+        found["max_shared_mem"],
+        found["multiprocessor_count"],
+    )
+
+
+@cache
+def choose_tiles(
+    kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> Tiles:
+    """Returns the sizes for a kind of work.
+
+    Args:
+        kind: "decode" of one token a sequence, or "chunk" of a prompt.
+        gpu: where.
+        group: query heads to a KV head.
+        head_dim: elements of a head.
+        dtype: of queries.
+        cache_dtype: of keys and values.
+    """
+    padded = triton.next_power_of_2(head_dim)
+    rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+    case = tuning_key(
+        kind, gpu, group=group, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
+    )
+    tuned = _tuned().get(case)
+    if tuned is not None:
+        return tuned
+    row_bytes = padded * max(dtype.itemsize, cache_dtype.itemsize)
+    if kind == "decode":
+        # Bound by memory: small tiles, as many on their way as shared memory holds.
+        rows = min(rows, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
+        keys = max(16, min(128, (16 << 10) // row_bytes))
+        if rows > 64:
+            tiles = Tiles(rows, min(keys, 64), warps=8, stages=4)
+        else:
+            warps = 8 if dtype == torch.float32 else 4
+            tiles = Tiles(rows, keys, warps, stages=6)
+        shared_bytes = (gpu.shared_bytes + RESERVED) // RESIDENT - RESERVED
+    else:
+        if dtype == torch.float32:  # no tensor cores: registers are what runs out
+            rows, keys, stages = 32, 32 if padded <= 64 else 16, 2
+        elif padded <= 128:
+            # Where operands come from registers, these run out.
+            rows, keys, stages = 128, 64 if gpu.capability[0] >= 9 or padded <= 64 else 32, 4
+        else:
+            rows, keys, stages = 64, 32, 4
+        tiles = Tiles(rows, keys, warps=8, stages=stages)
+        shared_bytes = gpu.shared_bytes
+    while tiles.stages > 1 and _needed(tiles, gpu, padded, dtype, cache_dtype) > shared_bytes:
+        tiles = replace(tiles, stages=tiles.stages - 1)
+    return tiles
+
+
+def _needed(
+    tiles: Tiles, gpu: Gpu, padded: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> int:
+    """Bytes of shared memory that a program takes: queries, weights and the pipeline's tiles."""
+    queries = tiles.rows * padded * dtype.itemsize
+    weights = tiles.rows * tiles.keys * dtype.itemsize
+    # Hopper's products read their operands where they lie: a tile more is in use.
+    in_place = gpu.capability[0] >= 9 and tiles.rows >= 64 and dtype != torch.float32
+    buffers = tiles.stages - 1 + in_place
+    return SCRATCH + queries + weights + 2 * buffers * tiles.keys * padded * cache_dtype.itemsize
+
+
+def tuning_key(
+    kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> str:
+    """Names a case in tuned.json; groups that fill as many rows are one case."""
+    rows = max(LEAST_ROWS, triton.next_power_of_2(group))
+    names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))
+    return "/".join((gpu.name, kind, str(rows), str(head_dim), *names))
+
+
+@cache
+def _tuned() -> dict[str, Tiles]:
+    if not TUNED.exists():
+        return {}
+    return {key: Tiles(**sizes) for key, sizes in json.loads(TUNED.read_text()).items()}

@@ -1,0 +1,109 @@
+"""An engine on the GPU's kernels: on a GPU, or else interpreted on CPU.
+
+As in tests/kernels/test_triton.py; without a GPU, test_triton_interpreted.py there
+runs these tests in a process of their own.
+"""
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineSettings
+from engine.executor import executor
+from engine.startup import build
+from kernels import ops
+from tests.engine.stepper import Stepper
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OUTPUT_TOKENS = 5
+LENGTHS = (1, 7, 16, 40)
+
+if not INTERPRETED:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
+
+
+@pytest.fixture
+def engine(tiny_model, monkeypatch):
+    """Makes an engine that runs a prompt of each length, some tokens of it a step."""
+    from kernels import triton
+
+    if INTERPRETED:  # the CPU stands for a GPU
+        monkeypatch.setattr(ops, "_backend", lambda _: triton)
+        monkeypatch.setattr(ops, "_check_cache_dtype", lambda *_: None)
+        monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)
+
+    def make(**settings):
+        settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01} | settings
+        return Stepper(
+            build(
+                EngineSettings(
+                    model=str(tiny_model), max_num_seqs=4, max_num_batched_tokens=24, **settings
+                )
+            )
+        )
+
+    return make
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 500, (sum(LENGTHS),), generator=generator).tolist()
+    ends = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+    return [tokens[begin:end] for begin, end in pairwise(ends)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        options = {"min_new_tokens": OUTPUT_TOKENS, "do_sample": False}
+        output = model.generate(ids, max_new_tokens=OUTPUT_TOKENS, **options)
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+def run(engine):
+    groups = [
+        engine.submit(prompt, OUTPUT_TOKENS, eos=[2], min_tokens=OUTPUT_TOKENS)
+        for prompt in prompts()
+    ]
+    engine.run()
+    mixed = [
+        {part.end - part.start == 1 for part in batch.slices} == {True, False}
+        for batch in engine.batches
+    ]
+    assert any(mixed), "no step had both decodes and a chunk of a prompt"
+    return [group.sequences[0].token_ids[group.sequences[0].num_prompt :] for group in groups]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, expected):
+    assert run(engine()) == expected
+
+
+def test_blocks_that_were_swapped_are_as_they_were(engine, expected):
+    # Of 8 tokens each: too few for all at once.
+    assert run(engine(num_blocks=11, block_size=8, preemption="swap")) == expected
+
+
+def test_an_fp8_cache_takes_a_quarter_of_the_memory_and_gives_like_logits(engine):
+    wide, narrow = engine(), engine(kv_cache_dtype="fp8_e4m3")
+    assert narrow.parts.block_bytes * 4 == wide.parts.block_bytes
+    prompt = prompts()[-1][:20]
+    groups = [stepper.submit(prompt, 2, prompt_logprobs=1) for stepper in (wide, narrow)]
+    for stepper in (wide, narrow):
+        stepper.run()
+    ours, theirs = (
+        torch.tensor([found.logprob for found in group.prompt_logprobs]) for group in groups
+    )
+    assert (ours - theirs).abs().max() < 0.1
+    assert not torch.equal(ours, theirs)
