@@ -222,7 +222,6 @@ def test_failures_are_told_apart(program, tmp_path):
         (2, "usage: octavo-chat", "--deadline", "0", QUESTION),
         (2, "MESSAGE is needed"),
         (64 + 3, "stop.max_tokens must be in [1, ", "--max-tokens", "100000", QUESTION),
-        (64 + 4, "(?i)deadline_?exceeded: ", "--deadline", "0.01", *ENDLESS),
         (64 + 14, "(?i)unavailable: ", "--address", "127.0.0.1:1", QUESTION),
     ):
         done = program(*arguments)
@@ -230,6 +229,14 @@ def test_failures_are_told_apart(program, tmp_path):
         pattern = what if what.startswith("(?i)") else re.escape(what)
         assert re.search(pattern, done.stderr), (arguments, done.stderr)
         assert not done.stdout
+
+
+def test_a_deadline_is_the_calls(program):
+    done = program("--deadline", "0.3", *ENDLESS)
+    refused = done.returncode == 64 + 8  # the server saw at once that there is not the time
+    assert refused or done.returncode == 64 + 4, done.stderr
+    message = "(?i)resource_?exhausted: " if refused else "(?i)deadline_?exceeded: "
+    assert re.search(message, done.stderr)
 
 
 FEW = ("--max-tokens", "4", QUESTION)
