@@ -13,6 +13,7 @@ from octavo.cli.chat import chat
 from octavo.cli.demo import demo
 from octavo.cli.engine import engine
 from octavo.cli.generate import generate
+from octavo.cli.health import health
 from octavo.cli.key import key
 from octavo.cli.options import EPILOG
 from octavo.cli.router import router
@@ -28,7 +29,7 @@ app = typer.Typer(
 
 for _command in (serve, router, engine):
     app.command(rich_help_panel="Serve", epilog=EPILOG)(_command)
-for _command in (generate, chat, status, demo, key):
+for _command in (generate, chat, status, health, demo, key):
     app.command(rich_help_panel="Use")(_command)
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 

@@ -29,6 +29,10 @@ from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
 
 log = structlog.get_logger(__name__)
 
+LIVENESS = "liveness"
+"""The name in the health service that is SERVING for as long as the process answers: what a
+liveness probe asks for, as a server without engines, or one that drains, must not be restarted."""
+
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -431,8 +435,8 @@ async def create_server(
         interceptors: Further ones, inside of `RpcInterceptor`.
 
     Returns:
-        The server, and its health service: every name, and "" for the whole,
-        says NOT_SERVING until the owner says otherwise.
+        The server, and its health service: every service, and "" for the whole,
+        is NOT_SERVING until the owner says otherwise; `LIVENESS` is SERVING.
     """
     server = grpc.aio.server(
         interceptors=[RpcInterceptor(guard), *interceptors],
@@ -443,6 +447,7 @@ async def create_server(
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     await set_serving(health_servicer, ["", *services], serving=False)
+    await set_serving(health_servicer, [LIVENESS], serving=True)
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     return server, health_servicer

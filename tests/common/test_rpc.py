@@ -285,6 +285,13 @@ async def test_health_follows_the_owner():
         assert answer.status == status.SERVING
 
 
+async def test_liveness_is_another_matter():
+    async with serving() as (channel, _):
+        stub = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=rpc.LIVENESS))
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
 async def test_reflection_lists_the_services():
     async with serving() as (channel, _):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)

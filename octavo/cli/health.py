@@ -1,0 +1,43 @@
+"""`octavo health`: what a container's or a load balancer's probe runs."""
+
+from typing import Annotated
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.cli.connection import Server, with_server
+from octavo.cli.output import fail, out
+from octavo.client.channel import secure
+from octavo.common.rpc import LIVENESS
+from octavo.common.tls import TlsError
+
+
+@with_server
+def health(
+    server: Server,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="Ask whether it answers at all, ready for requests or not."),
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it has to answer.")] = 5.0,
+) -> None:
+    """Ask a router or an engine, over grpc.health.v1, whether it is ready; exit code 0 or 1."""
+    request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
+    try:
+        with _connect(server) as channel:
+            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+    except TlsError as error:
+        raise fail(str(error)) from None
+    except grpc.RpcError as error:
+        raise fail(f"{server.address}: {error.code().name}: {error.details()}") from None
+    out.print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+    if response.status != health_pb2.HealthCheckResponse.SERVING:
+        raise typer.Exit(1)
+
+
+def _connect(server: Server) -> grpc.Channel:
+    credentials, options = secure(server.tls, None)
+    if credentials is None:
+        return grpc.insecure_channel(server.address, options)
+    return grpc.secure_channel(server.address, credentials, options)
