@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from engine.batch import Batch
 from engine.kv_cache import CacheCounters, CacheStats
@@ -30,6 +30,8 @@ class EngineMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"octavo_engine_{name}", text, buckets=buckets, registry=self.registry)
 
+        text = "What runs, and where: version, model, device, dtype."
+        self.info = Info("octavo_engine", text, registry=self.registry)
         self.requests = counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = counter(

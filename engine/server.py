@@ -49,6 +49,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._sessions: dict[int, Session] = {}
         self._ids = count()
         metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.info.info(
+            {
+                "version": version("octavo"),
+                "model": settings.model_name,
+                "device": parts.device,
+                "dtype": parts.dtype,
+            }
+        )
         handover = Handover(asyncio.get_running_loop(), self._spread, self._distribute)
         tracer = RequestTracer(tracing.tracer, settings.model_name)
         self.core = EngineCore(

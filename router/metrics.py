@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -56,6 +57,8 @@ class RouterMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"octavo_router_{name}", text, labels, registry=registry)
 
+        info = Info("octavo_router", "What runs: its version.", registry=registry)
+        info.info({"version": version("octavo")})
         self.requests = counter(
             "requests", "Generate calls that ended, by gRPC status.", "model", "code"
         )
@@ -105,6 +108,7 @@ class RouterMetrics:
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of one model."""
         if model not in self._models:
+            self.moves.labels(model)  # from 0 on, or the first would be no increase
             self._models[model] = ModelMetrics(
                 prompt_tokens=self._prompt_tokens.labels(model),
                 cached_tokens=self._cached_tokens.labels(model),
