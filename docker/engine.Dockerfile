@@ -1,0 +1,53 @@
+# An engine: one model with its paged KV cache. From the repository's root, for CPUs:
+#   docker build -f docker/engine.Dockerfile -t octavo-engine .
+# and for NVIDIA GPUs (PyPI's PyTorch brings CUDA; the host needs the driver and its container toolkit):
+#   docker build -f docker/engine.Dockerfile -t octavo-engine:cuda \
+#     --build-arg DEVICE=cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
+
+ARG BASE_IMAGE=python:3.12-slim-bookworm
+
+FROM ${BASE_IMAGE} AS build
+ARG DEVICE=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+RUN python3 -m venv /opt/octavo
+# Before the sources, so that a change to them does not install everything anew.
+COPY pyproject.toml docker/requirements.py ./
+# PyTorch from its own index first: PyPI's would bring gigabytes of CUDA to a CPU.
+RUN python3 requirements.py "${DEVICE}" > requirements.txt \
+    && grep '^torch' requirements.txt > torch.txt \
+    && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" -r torch.txt \
+    && /opt/octavo/bin/pip install -r requirements.txt
+COPY . .
+RUN /opt/octavo/bin/pip install --no-deps .
+
+FROM ${BASE_IMAGE}
+# Kernels are compiled for the very machine, once, and kept in /cache. Triton takes a C compiler.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --no-create-home --home-dir /cache octavo \
+    # Group 0 may write: some clusters give a container any user, but that group.
+    && install -d -o 1000 -g 0 -m 2775 /cache
+COPY --from=build /opt/octavo /opt/octavo
+# LOGNAME: PyTorch asks for the user's name, which a user that a cluster made up does not have.
+ENV PATH=/opt/octavo/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HOME=/cache \
+    LOGNAME=octavo \
+    XDG_CACHE_HOME=/cache \
+    TRITON_CACHE_DIR=/cache/triton \
+    OCTAVO_HOST=0.0.0.0 \
+    OCTAVO_LOG_FORMAT=json \
+    OCTAVO_ADDRESS=localhost:50052
+# By number, or Kubernetes cannot tell that it is not root.
+USER 1000
+VOLUME /cache
+# gRPC, for routers; metrics.
+EXPOSE 50052 9152
+# Loading a large model for the first time means downloading it.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=30m CMD ["octavo", "health"]
+ENTRYPOINT ["octavo"]
+CMD ["engine"]

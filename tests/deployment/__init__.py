@@ -1,0 +1,1 @@
+"""How Octavo is deployed and watched: docker/ and deploy/."""
