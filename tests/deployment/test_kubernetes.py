@@ -1,0 +1,202 @@
+"""deploy/kubernetes: of Kubernetes' schemas, and every reference leads somewhere."""
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from engine.config import EngineSettings
+from octavo.common.rpc import LIVENESS
+from octavo.common.settings import ENV_PREFIX, Settings
+from router.config import RouterSettings
+from tests.deployment.composed import DOCKER
+
+ROOT = DOCKER.parent / "deploy" / "kubernetes"
+CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+OURS = {"octavo-router": RouterSettings, "octavo-engine": EngineSettings}
+VERSION = "1.31"
+
+Resource = dict[str, Any]
+
+
+def read(path: Path) -> list[Resource]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+@functools.cache
+def built(name: str) -> list[Resource]:
+    """What `kubectl apply -k` would send."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("needs kubectl")
+    command = ["kubectl", "kustomize", str(ROOT / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(params=["base", "example"])
+def resources(request) -> list[Resource]:
+    return built(request.param)
+
+
+def of(resources: list[Resource], kind: str) -> dict[str, Resource]:
+    """Those of a kind, by name."""
+    return {r["metadata"]["name"]: r for r in resources if r["kind"] == kind}
+
+
+def workloads(resources: list[Resource]) -> dict[str, Resource]:
+    return of(resources, "Deployment") | of(resources, "StatefulSet")
+
+
+def container(workload: Resource) -> Resource:
+    (only,) = workload["spec"]["template"]["spec"]["containers"]
+    return only
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.rglob("kustomization.yaml")), ids=lambda path: path.parent.name
+)
+def test_all_that_is_listed_is_there_and_of_the_schema(path):
+    (listed,) = read(path)
+    files = [*listed.get("resources", []), *listed.get("components", [])]
+    files += [patch["path"] for patch in listed.get("patches", []) if "path" in patch]
+    assert all((path.parent / file).exists() for file in files)
+    unlisted = {f.name for f in path.parent.glob("*.yaml")} - {*files, path.name}
+    assert not unlisted
+    for name in listed.get("resources", []):
+        for resource in read(path.parent / name) if name.endswith(".yaml") else []:
+            if resource["kind"] not in CUSTOM:
+                kubernetes_validate.validate(resource, VERSION, strict=True)
+
+
+def test_what_is_built_is_of_the_schema(resources):
+    for resource in resources:
+        if resource["kind"] not in CUSTOM:
+            kubernetes_validate.validate(resource, VERSION, strict=True)
+        assert resource["kind"] == "Namespace" or resource["metadata"]["namespace"] == "octavo"
+
+
+def test_selectors_and_ports_lead_somewhere(resources):
+    services, running = of(resources, "Service"), workloads(resources)
+    assert services.keys() == running.keys() == OURS.keys()
+    for name, workload in running.items():
+        template = workload["spec"]["template"]
+        labels = template["metadata"]["labels"].items()
+        ports = {port["name"]: port["containerPort"] for port in container(workload)["ports"]}
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels
+        assert services[name]["spec"]["selector"].items() <= labels
+        for port in services[name]["spec"]["ports"]:
+            assert ports[port["targetPort"]] == port["port"]
+        budget = of(resources, "PodDisruptionBudget")[name]["spec"]
+        assert budget["selector"]["matchLabels"].items() <= labels
+        for spread in template["spec"]["topologySpreadConstraints"]:
+            assert spread["labelSelector"]["matchLabels"].items() <= labels
+    for name, monitor in of(resources, "ServiceMonitor").items():
+        labels = services[name]["metadata"]["labels"].items()
+        assert monitor["spec"]["selector"]["matchLabels"].items() <= labels
+        named = {port["name"] for port in services[name]["spec"]["ports"]}
+        assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
+    for scaler in of(resources, "HorizontalPodAutoscaler").values():
+        target = scaler["spec"]["scaleTargetRef"]
+        assert "replicas" not in of(resources, target["kind"])[target["name"]]["spec"]
+
+
+def test_routers_find_engines_by_the_name_of_their_service(resources):
+    (engines,) = of(resources, "StatefulSet").values()
+    service = of(resources, "Service")[engines["spec"]["serviceName"]]
+    assert service["spec"]["clusterIP"] == "None"
+    router = environment(resources, "octavo-router")
+    (port,) = (port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    assert router["OCTAVO_ENGINE"] == f"dns:///{service['metadata']['name']}:{port}"
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_settings_and_ports_are_those_of_the_command(resources, name):
+    settings: type[Settings] = OURS[name]
+    values = environment(resources, name)
+    fields = {key.removeprefix(ENV_PREFIX).lower() for key in values if key.startswith(ENV_PREFIX)}
+    assert fields <= settings.model_fields.keys()
+    settings.load(**{key: values[f"{ENV_PREFIX}{key.upper()}"] or None for key in fields})
+    ours = container(workloads(resources)[name])
+    assert ours["args"] == [name.removeprefix("octavo-")]
+    ports = {port["name"]: port["containerPort"] for port in ours["ports"]}
+    assert ports.pop("grpc") == settings.model_fields["port"].default
+    assert ports.pop("metrics") == settings.model_fields["metrics_port"].default
+    assert [str(port) for port in ports.values()] == [
+        value for key, value in values.items() if key == "OCTAVO_HTTP_PORT"
+    ]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_pod_has_the_time_to_drain(resources, name):
+    workload = workloads(resources)[name]
+    hooks = container(workload).get("lifecycle", {}).get("preStop", {"exec": {"command": [0]}})
+    grace = workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    drain = float(environment(resources, name)["OCTAVO_DRAIN_TIMEOUT"])
+    assert grace >= float(hooks["exec"]["command"][-1]) + drain + 10
+
+
+def test_probes_ask_what_they_are_for(resources):
+    for name, workload in workloads(resources).items():
+        ours = container(workload)
+        tls = "OCTAVO_TLS_CERT" in environment(resources, name)
+        assert asks(ours["livenessProbe"], tls=tls) == LIVENESS
+        assert asks(ours["readinessProbe"], tls=tls) == ""
+        if not tls:
+            port = OURS[name].model_fields["port"].default
+            assert ours["readinessProbe"]["grpc"]["port"] == port
+
+
+def asks(probe: Resource, *, tls: bool) -> str:
+    """The name in the health service that a probe asks for."""
+    if not tls:
+        return probe["grpc"].get("service", "")
+    assert "grpc" not in probe
+    command = probe["exec"]["command"]
+    assert command[:2] == ["octavo", "health"]
+    return LIVENESS if "--live" in command else ""
+
+
+def test_volumes_are_there_and_caches_writable(resources):
+    for workload in workloads(resources).values():
+        pod = workload["spec"]["template"]["spec"]
+        claims = workload["spec"].get("volumeClaimTemplates", [])
+        there = {v["name"] for v in pod.get("volumes", [])} | {
+            c["metadata"]["name"] for c in claims
+        }
+        mounts = {m["name"]: m["mountPath"] for m in container(workload)["volumeMounts"]}
+        assert mounts.keys() == there
+        assert {"/cache", "/tmp"} <= set(mounts.values())
+        assert container(workload)["securityContext"]["readOnlyRootFilesystem"]
+        assert pod["securityContext"]["runAsNonRoot"]
+
+
+def test_secrets_are_where_the_settings_look_for_them():
+    resources = built("example")
+    values = environment(resources, "octavo-router")
+    mounts = container(workloads(resources)["octavo-router"])["volumeMounts"]
+    places = {Path(mount["mountPath"]) for mount in mounts}
+    for key in ("OCTAVO_TENANTS", "OCTAVO_TLS_CERT", "OCTAVO_TLS_KEY"):
+        assert Path(values[key]).parent in places
+    assert not any("subPath" in mount for mount in mounts)  # they would never change
+
+
+def test_the_alerts_are_those_of_prometheus():
+    (rule,) = read(ROOT / "components" / "monitoring" / "alerts.yaml")
+    (alerts,) = read(DOCKER / "prometheus" / "alerts.yml")
+    assert rule["spec"] == alerts
+
+
+def environment(resources: list[Resource], name: str) -> dict[str, str]:
+    """What a workload's ConfigMaps say."""
+    maps = of(resources, "ConfigMap")
+    sources = container(workloads(resources)[name])["envFrom"]
+    found: dict[str, str] = {}
+    for source in sources:
+        found |= maps[source["configMapRef"]["name"]]["data"]
+    return found
