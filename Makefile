@@ -57,8 +57,10 @@ contracts: $(BUF) ## buf's checks of the contracts: style, and that nothing rele
 contracts-release: $(BUF) ## Make today's contracts the ones that `make contracts` holds later ones to
 	$(BUF) build protos --exclude-source-info --output protos/released.binpb
 
-docs: $(STAMP) ## Make docs/api.md anew from the contracts
+docs: $(STAMP) ## Make docs/api.md, the dashboard and the tables of metrics anew from their sources
 	$(BIN)/python protos/reference.py
+	$(BIN)/python docker/grafana/make_dashboard.py
+	$(BIN)/python -m octavo.cli.metric_table
 
 readme: $(STAMP) ## Bring the README's tables of flags up to date
 	$(BIN)/python -m octavo.cli.flag_table

@@ -250,8 +250,8 @@ async def all_up(router: Node, engines: int) -> None:
 class Metrics:
     """What a process' metrics port says at one moment."""
 
-    def __init__(self, port: int) -> None:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics") as page:
             families = text_string_to_metric_families(page.read().decode())
             self._samples = [sample for family in families for sample in family.samples]
 

@@ -16,6 +16,8 @@ DEBIAN=(
     # clients/java
     libgeronimo-annotation-1.3-spec-java libgrpc-java libperfmark-java openjdk-17-jdk-headless
     protobuf-compiler-grpc-java-plugin
+    # docker/: promtool, and the Compose that Debian has
+    docker-compose prometheus
 )
 
 missing() { # those of the given packages that are not installed

@@ -4,11 +4,11 @@ from typing import Annotated
 
 import grpc
 import typer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.output import fail, out
-from octavo.client.channel import secure
+from octavo.client.channel import HEALTH_CHECK, secure
 from octavo.common.rpc import LIVENESS
 from octavo.common.tls import TlsError
 
@@ -26,7 +26,12 @@ def health(
     request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
     try:
         with _connect(server) as channel:
-            response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
+            check = channel.unary_unary(
+                HEALTH_CHECK,
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+            response = check(request, timeout=timeout)
     except TlsError as error:
         raise fail(str(error)) from None
     except grpc.RpcError as error:
