@@ -8,6 +8,7 @@ those of the dashboard's JSON; what Prometheus answers is drawn by matplotlib, n
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import random
 import secrets
@@ -18,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from matplotlib import dates
+from matplotlib import dates, ticker
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
@@ -188,13 +189,13 @@ def _chart(frame: Axes, panel: Panel, series: Series) -> None:
     for name, points in drawn:
         below = [floor.get(t, 0.0) for t, _ in points] if stacked else [0.0] * len(points)
         times, values = _columns([(t, v + b) for (t, v), b in zip(points, below, strict=True)])
-        (line,) = chart.plot(times, values, linewidth=1.2, label=name or panel.title)
+        (line,) = chart.plot(*_broken(times, values), linewidth=1.2, label=name or panel.title)
         alpha = 0.35 if stacked else 0.07
         chart.fill_between(times, below, values, color=line.get_color(), alpha=alpha, linewidth=0)
         floor |= {t: v + b for (t, v), b in zip(points, below, strict=True)}
     chart.set_ylim(0, panel.defaults.get("max"))
     chart.margins(x=0)
-    chart.xaxis.set_major_locator(dates.AutoDateLocator(maxticks=5))
+    chart.xaxis.set_major_locator(ticker.LinearLocator(4))
     chart.xaxis.set_major_formatter(dates.DateFormatter("%H:%M:%S"))
     unit = panel.defaults["unit"]
     chart.yaxis.set_major_formatter(lambda value, _: _shown(value, unit))
@@ -206,7 +207,7 @@ def _chart(frame: Axes, panel: Panel, series: Series) -> None:
         order.values(),
         order.keys(),
         loc="lower left",
-        ncols=4,
+        ncols=4 if max(map(len, labels), default=0) < 16 else 2,
         fontsize=7,
         frameon=False,
         labelcolor=INK,
@@ -214,6 +215,17 @@ def _chart(frame: Axes, panel: Panel, series: Series) -> None:
         columnspacing=1,
         borderpad=0.2,
     )
+
+
+def _broken(times: list[Any], values: list[float]) -> tuple[list[Any], list[float]]:
+    """A line that has a gap where scrapes are missing."""
+    pairs = list(zip(times, values, strict=True))
+    broken = pairs[:1]
+    for (before, _), (moment, value) in itertools.pairwise(pairs):
+        if (moment - before).total_seconds() > 3 * STEP:
+            broken.append((before, math.nan))
+        broken.append((moment, value))
+    return [t for t, _ in broken], [v for _, v in broken]
 
 
 def _columns(points: list[tuple[float, float]]) -> tuple[list[Any], list[float]]:

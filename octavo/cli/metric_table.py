@@ -22,7 +22,7 @@ async def registries() -> dict[str, CollectorRegistry]:
     process = CollectorRegistry()
     observe_process(process)
     return {
-        "A router's": Router(RouterSettings()).registry,
+        "A router's": Router(RouterSettings.load()).registry,
         "An engine's": EngineMetrics().registry,
         "Both": process,
     }
