@@ -86,7 +86,8 @@ async def _rate(client: AsyncClient, concurrency: int) -> float:
             stream = client.generate(
                 _prompt(PROMPT), max_tokens=OUTPUT, temperature=0, ignore_eos=True
             )
-            tokens += (await stream.complete()).outputs[0].usage.output_tokens
+            (output,) = (await stream.complete()).outputs
+            tokens += output.usage.output_tokens  # not in one line with the wait: `+=` reads first
 
     began = time.perf_counter()
     await asyncio.gather(*(ask() for _ in range(concurrency)))
