@@ -26,6 +26,8 @@ from octavo.common.model_cache import prepare
 NICENESS = 19
 MOST_TOKENS = 1 << 20
 """An upper bound that the compiler wants for the number of tokens; no step comes near."""
+EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
+"""By these the compiler decides what is worth several threads: a busy step's."""
 
 SHIMS = {
     "paged_attention": "AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,"
@@ -108,11 +110,11 @@ def _export(step: EagerStep) -> ExportedProgram:
     Sizes of 1 are left out, for the compiler would make constants of them; what it makes
     for more serves one token too, as tests show: no loop of it depends on there being two.
     """
-    example = torch.zeros((1, 2), dtype=torch.int64)
+    example = torch.zeros((1, EXAMPLE_TOKENS), dtype=torch.int64)
     tokens, rows = (Dim(name, min=2, max=MOST_TOKENS) for name in ("tokens", "rows"))
     return torch.export.export(
         step,
-        (example, example.clone(), torch.arange(2)),
+        (example, example.clone(), torch.arange(EXAMPLE_ROWS)),
         dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
         strict=False,
     )
