@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench memory-study peers lint format protos contracts \
+.PHONY: help demo test serve bench gpu memory-study peers lint format protos contracts \
 	contracts-release docs readme clean
 
 help: ## This list
@@ -29,6 +29,11 @@ serve: $(STAMP) ## Serve MODEL (default: demo)
 
 bench: $(STAMP) ## Serve MODEL and measure its throughput (ARGS="-c 1 8 32")
 	$(BIN)/octavo bench throughput --serve $(MODEL) $(ARGS)
+
+gpu: $(STAMP) ## Test and time the kernels on the GPU at hand (ARGS="--parts decode")
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \

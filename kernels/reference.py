@@ -48,6 +48,60 @@ def _rounded(x: Tensor, cache: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-largest, largest).to(cache.dtype)
 
 
+def rotate_and_write(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    """Rotates queries and keys by their positions and writes keys and values to the cache.
+
+    Rotary embedding of the kind that pairs element i of a head with element i +
+    head_dim / 2 (RoFormer, Su et al. 2021, in GPT-NeoX's order).
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as `key`.
+        cos: `[num_tokens, n]`, n from head_dim / 2: of each pair's angle; the rest is
+            not read.
+        sin: as `cos`, and laid out alike.
+        key_cache: as for `write_kv`.
+        value_cache: likewise.
+        slot_mapping: likewise.
+        key_scale: likewise.
+        value_scale: likewise.
+
+    Returns:
+        Tensor: the rotated queries, contiguous.
+    """
+    write_kv(
+        _rotate(key, cos, sin),
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+    return _rotate(query, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotated heads, of the dtype of `x`."""
+    half = x.shape[-1] // 2
+    low, high = x.float().chunk(2, -1)
+    c, s = (angle[:, None, :half].float() for angle in (cos, sin))
+    return torch.cat([low * c - high * s, high * c + low * s], -1).to(x.dtype)
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,

@@ -8,21 +8,27 @@ On a GPU the copies go through staging buffers and a stream of their own:
 So a swap-out overlaps the step, which may overwrite the blocks at once, and only
 what a swap-in brings is waited for. The side stream does its copies in the order
 of the calls: what is written to swap space is there for whoever reads it later,
-and is not overwritten before it was read. A buffer is used again after the moment
-that its last user recorded. The host never waits.
+and is not overwritten before it was read. Pairs go in the order of their places in
+swap space: what lies there in a row crosses the bus in one copy. A buffer is used
+again after the moment that its last user recorded. The host never waits.
 """
+
+from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from engine.kv_cache.transfers import BlockPairs
 from kernels.ops import swap_blocks
+
+if TYPE_CHECKING:  # so that swaps can be timed on a machine that has little but torch
+    from engine.kv_cache.transfers import BlockPairs
 
 STAGING_BYTES = 128 << 20
 """Most of a staging buffer, of which there are two: a swap-out larger than both
@@ -146,7 +152,7 @@ class StreamSwapper:
 
     def swap_out(self, pairs: BlockPairs) -> None:
         """Copies (device block, swap block) pairs; the device blocks may be written at once."""
-        for chunk, buffer in self._chunks(pairs):
+        for chunk, buffer in self._chunks(sorted(pairs, key=itemgetter(1))):
             gathered = torch.tensor([(block, i) for i, (block, _) in enumerate(chunk)])
             self._compute.wait(buffer.free)
             self._compute.run(partial(swap_blocks, self._device, buffer.blocks, gathered))
@@ -156,7 +162,7 @@ class StreamSwapper:
 
     def swap_in(self, pairs: BlockPairs) -> None:
         """Copies (swap block, device block) pairs; the compute stream waits for them."""
-        for chunk, buffer in self._chunks(pairs):
+        for chunk, buffer in self._chunks(sorted(pairs)):
             self._side.wait(buffer.free)
             places = [block for block, _ in chunk]
             arrived = self._carry(_load, buffer, places)
@@ -195,15 +201,24 @@ class StreamSwapper:
 
 
 def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copies a buffer's blocks to their places; a block is large enough for a copy of its own."""
-    for i, place in enumerate(places):
-        swap[place].copy_(buffer[i], non_blocking=True)
+    """Copies a buffer's blocks to their places, one copy for those that lie side by side."""
+    for run, place in _runs(places):
+        swap[place : place + len(run)].copy_(buffer[run.start : run.stop], non_blocking=True)
 
 
 def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copies blocks from their places into a buffer."""
-    for i, place in enumerate(places):
-        buffer[i].copy_(swap[place], non_blocking=True)
+    """Copies blocks from their places into a buffer, as `_unload`."""
+    for run, place in _runs(places):
+        buffer[run.start : run.stop].copy_(swap[place : place + len(run)], non_blocking=True)
+
+
+def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
+    """Where in rising `places` each stretch of numbers in a row is, and its first number."""
+    first = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield range(first, i), places[first]
+            first = i
 
 
 def make_swapper(device: torch.Tensor, swap: torch.Tensor) -> Swapper:

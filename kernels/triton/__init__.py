@@ -3,6 +3,14 @@
 from kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from kernels.triton.paged_attention import paged_attention
 from kernels.triton.plan import plan_attention
+from kernels.triton.rotate_and_write import rotate_and_write
 from kernels.triton.write_kv import write_kv
 
-__all__ = ["copy_blocks", "paged_attention", "plan_attention", "swap_blocks", "write_kv"]
+__all__ = [
+    "copy_blocks",
+    "paged_attention",
+    "plan_attention",
+    "rotate_and_write",
+    "swap_blocks",
+    "write_kv",
+]

@@ -1,8 +1,8 @@
 """How large the pieces are that a program of the attention kernel works on.
 
-What is here is where tuning begins: `python -m benchmarks.gpu --tune` times the
-neighbours of each choice on the GPU at hand, and what it finds for a GPU, kept in
-tuned.json, goes before these rules. Nothing is tuned while an engine serves: a step
+What is here is where tuning begins: `python -m benchmarks.gpu --tune` times other
+choices on the GPU at hand, and what it finds for a GPU, kept in tuned.json, goes
+before these rules. Nothing is tuned while an engine serves: a step
 never waits for a trial, and a captured CUDA graph holds what was chosen.
 """
 
@@ -151,6 +151,14 @@ def tuning_key(
     rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))
     return "/".join((gpu.name, kind, str(rows), str(head_dim), *names))
+
+
+def use_tiles(case: str, tiles: Tiles | None) -> None:
+    """Has `choose_tiles` give those sizes for a case, named by `tuning_key`; the rules' if None."""
+    _tuned().pop(case, None)
+    if tiles is not None:
+        _tuned()[case] = tiles
+    choose_tiles.cache_clear()
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 
 from engine.executor.cache import CacheTensors
 from engine.executor.shape import ModelShape
-from engine.executor.swap import StreamSwapper
+from engine.executor.swap import StreamSwapper, _runs
 from engine.kv_cache import Transfers
 
 SHAPE = ModelShape(
@@ -180,3 +180,9 @@ def test_whatever_the_streams_are_late_with_the_copies_are_as_if_done_in_order(s
         assert torch.equal(found, expected)
     times = itertools.chain(timed, swapper.take_times())
     assert sum(copied.blocks for copied in times) == swaps
+
+
+def test_what_lies_in_a_row_goes_in_one_copy():
+    assert list(_runs([])) == []
+    assert list(_runs([4])) == [(range(1), 4)]
+    assert list(_runs([1, 2, 3, 7, 9, 10])) == [(range(3), 1), (range(3, 4), 7), (range(4, 6), 9)]

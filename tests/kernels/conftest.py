@@ -271,6 +271,7 @@ class Harness:
     """What the tests of every implementation share."""
 
     case: type[Case] = Case
+    tolerances: dict[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
     cases: Callable[..., st.SearchStrategy[Case]] = _cases
     build: Callable[..., Batch] = _build
     check_attention: Callable[..., None] = _check_attention

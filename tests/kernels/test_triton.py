@@ -12,13 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import reference
+
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # GPUs before compute capability 8.9 have no e4m3.
 FP8 = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
-MAX_EXAMPLES = 10 if INTERPRETED else 200
+# On a GPU, nearly each example is compiled first.
+MAX_EXAMPLES = 10 if INTERPRETED else 20
 
 if not INTERPRETED:
     pytestmark = [
@@ -62,6 +65,33 @@ def test_write(harness, kernels, data):
     case = data.draw(harness.cases(longest=20, fp8=FP8))
     # The interpreter's own rounding to fp8 is not to the nearest.
     harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
+def test_rotate_and_write(harness, kernels, data):
+    case = data.draw(harness.cases(longest=20))
+    tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
+
+    heads = case.num_kv_heads * case.group
+    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
+    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
+    angles = numbers(2, tokens, case.head_dim)
+    slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens].to(DEVICE)
+    slots[::5] = -1
+    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    theirs = ours.clone()
+    found, expected = (
+        run.rotate_and_write(query, key, value, *angles, cache[:, 0], cache[:, 1], slots)
+        for run, cache in ((kernels, ours), (reference, theirs))
+    )
+    tolerance = harness.tolerances[case.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 @given(data=st.data())

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from kernels.triton.copy_blocks import _swap_blocks_kernel  # noqa: E402
 from kernels.triton.merge_splits import merge_splits  # noqa: E402
 from kernels.triton.paged_attention import _paged_attention_kernel  # noqa: E402
+from kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
 from kernels.triton.tiles import Gpu, choose_tiles  # noqa: E402
 from kernels.triton.write_kv import _write_kv_kernel  # noqa: E402
 
@@ -196,6 +197,13 @@ def test_the_others(gpu, tmp_path):
         types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
         constants = {"NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED": 256, "LARGEST": 57344.0}
         made.append(compile_for(gpu, _write_kv_kernel, types, constants))
+
+    types = dict.fromkeys(("query", "key", "value", "out", "cos", "sin"), "*bf16")
+    types |= dict.fromkeys(("key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
+    types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
+    constants = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_HEADS": 16}
+    constants |= {"PADDED_KV_HEADS": 4, "PADDED_HALF": 64, "LARGEST": 3e38}
+    made.append(compile_for(gpu, _rotate_and_write_kernel, types, constants))
 
     types = dict.fromkeys(("source", "destination"), "*i32")
     types |= dict.fromkeys(("source_blocks", "destination_blocks"), "*i64")

@@ -1,0 +1,135 @@
+"""Tests and times the kernels on the GPU at hand, in less than nine minutes.
+
+    python -m benchmarks.gpu [--device cuda] [--parts tests decode ...] [--out DIR]
+
+It needs neither network nor weights. Every part has its time and, on a GPU, a process
+of its own: what one of them breaks is recorded, and the others go on. It prints a
+table and writes DEVICE.json and DEVICE.png, a roofline plot, to --out. `--device cpu
+--tiny` tries the benchmark itself. `--tune` does something else: it searches for better
+sizes of tiles, for some minutes, and keeps them in kernels/triton/tuned.json.
+"""
+
+import argparse
+import json
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.gpu.kernel_tests import ROOT, run_tests
+from benchmarks.gpu.parts import PARTS, TEST_SECONDS
+from benchmarks.gpu.report import plot, show
+from benchmarks.gpu.timing import Timer
+
+RUNS = 20
+TINY_RUNS = 2
+WIDTH = 150
+"""Of what is printed where nobody watches."""
+
+
+def _run_part(name: str, device: torch.device, *, tiny: bool) -> dict[str, Any]:
+    """Does a part here; a failure ends it, and what it had found before is lost."""
+    began = time.perf_counter()
+    rows, failure = [], None
+    try:
+        timer = Timer(device, runs=TINY_RUNS if tiny else RUNS)
+        rows = [asdict(row) for row in PARTS[name].work(timer, tiny)]
+    except Exception:  # noqa: BLE001 - whatever it is, the others go on
+        failure = traceback.format_exc()
+    return {"rows": rows, "failure": failure, "seconds": time.perf_counter() - began}
+
+
+def _run_part_apart(name: str) -> dict[str, Any]:
+    """Does a part in another process: an error of the GPU's is the end of its process."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--part", name]
+    failed: dict[str, Any] = {"rows": [], "seconds": None}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=PARTS[name].seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return failed | {"failure": f"stopped after {PARTS[name].seconds} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return failed | {"failure": done.stderr[-4000:] or f"exit status {done.returncode}"}
+    told: dict[str, Any] = json.loads(lines[-1])
+    return told
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark; returns 1 if a test or a part failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing of speed")
+    parser.add_argument("--parts", nargs="+", choices=["tests", *PARTS], help="Default: all.")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
+    parser.add_argument("--tune", action="store_true", help="search for better tiles")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --device cpu --tiny tries the benchmark itself")
+    device = torch.device(args.device)
+    if args.part:
+        print(json.dumps(_run_part(args.part, device, tiny=args.tiny)))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if args.tune:
+        from benchmarks.gpu.tuning import tune  # noqa: PLC0415 - needs Triton
+
+        tune(device, console)
+        return 0
+    wanted = args.parts or ["tests", *PARTS]
+    report: dict[str, Any] = {
+        "device": _describe(device),
+        "date": datetime.now(UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tiny": args.tiny,
+        "tests": None,
+        "parts": {},
+    }
+    if "tests" in wanted and device.type == "cuda":
+        console.print(f"tests (at most {TEST_SECONDS} s) ...")
+        report["tests"] = run_tests(TEST_SECONDS)
+    for name in PARTS:
+        if name in wanted:
+            console.print(f"{name} (at most {PARTS[name].seconds} s) ...")
+            alone = device.type == "cuda"
+            told = _run_part_apart(name) if alone else _run_part(name, device, tiny=args.tiny)
+            report["parts"][name] = told
+    show(report, console)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / (re.sub(r"\W+", "-", report["device"].lower()).strip("-") + ".json")
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    try:
+        plot(report, path.with_suffix(".png"))
+    except ImportError:
+        console.print("no plot: matplotlib is not installed")
+    console.print(f"written: {path}")
+    tests = report["tests"]
+    failed = tests is not None and (tests["failed"] or not tests["passed"])
+    return int(bool(failed) or any(told["failure"] for told in report["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

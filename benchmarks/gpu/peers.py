@@ -1,0 +1,119 @@
+"""Others' attention on the same numbers, where it can be had."""
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # its usual name
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu.shapes import BLOCK_SIZE, Batch
+from benchmarks.gpu.timing import Timer
+
+BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
+MATH_BYTES = 4 << 30
+"""Where plain products would take more, they are not tried."""
+
+
+def contiguous(batch: Batch) -> Callable[[], torch.Tensor]:
+    """PyTorch's own attention over K/V without pages; all sequences alike.
+
+    Returns:
+        What attends, and gives `[num_seqs, num_heads, queries, head_dim]`.
+    """
+    count = len(batch.metadata.seq_lens)
+    query, key, value = (
+        x.unflatten(0, (count, -1)).transpose(1, 2).contiguous()
+        for x in (batch.query, batch.key, batch.value)
+    )
+    causal = query.shape[2] > 1
+
+    def attend() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
+
+    return attend
+
+
+def time_contiguous(
+    batch: Batch, timer: Timer
+) -> tuple[dict[str, float], torch.Tensor | None, list[str]]:
+    """Times every backend of PyTorch's attention; returns seconds, an output and complaints."""
+    times: dict[str, float] = {}
+    notes: list[str] = []
+    output = None
+    attend = contiguous(batch)
+    seqs, tokens = len(batch.metadata.seq_lens), batch.metadata.max_seq_len
+    products = seqs * batch.query.shape[1] * batch.metadata.max_query_len * tokens * 4
+    for backend in BACKENDS:
+        if backend is SDPBackend.MATH and (output is not None or products > MATH_BYTES):
+            continue
+        name = "sdpa " + backend.name.removesuffix("_ATTENTION").lower()
+        try:
+            with sdpa_kernel(backend):
+                output = attend()
+                times[name] = timer.time(attend)
+        except RuntimeError as error:
+            notes.append(f"{name}: {str(error).splitlines()[0]}")
+    return times, output, notes
+
+
+def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]:
+    """Times other libraries' paged decodes that are installed."""
+    times: dict[str, float] = {}
+    notes: list[str] = []
+    for name, module, make in (
+        ("FlashInfer", "flashinfer", _flashinfer),
+        ("FlashAttention", "flash_attn", _flash_attention),
+    ):
+        if importlib.util.find_spec(module) is None:
+            notes.append(f"{name} is not installed")
+            continue
+        try:
+            times[name] = timer.time(make(batch))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the rest goes on
+            notes.append(f"{name}: {type(error).__name__}: {error}")
+    return times, notes
+
+
+def _flashinfer(batch: Batch) -> Callable[[], object]:
+    import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
+
+    counts = (batch.metadata.seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    starts[1:] = counts.cumsum(0)
+    used = torch.arange(batch.metadata.block_tables.shape[1], device=counts.device)
+    numbers = batch.metadata.block_tables[used < counts[:, None]]
+    space = torch.empty(256 << 20, dtype=torch.uint8, device=counts.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND")
+    wrapper.plan(
+        starts,
+        numbers,
+        (batch.metadata.seq_lens - 1) % BLOCK_SIZE + 1,
+        batch.query.shape[1],
+        batch.key_cache.shape[1],
+        batch.query.shape[2],
+        BLOCK_SIZE,
+        q_data_type=batch.query.dtype,
+        kv_data_type=batch.key_cache.dtype,
+    )
+    caches = batch.key_cache, batch.value_cache
+    return lambda: wrapper.run(batch.query, caches)
+
+
+def _flash_attention(batch: Batch) -> Callable[[], object]:
+    from flash_attn import (  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
+        flash_attn_with_kvcache,
+    )
+
+    # It wants blocks of 256 tokens: as many of ours, taken as they lie, are one of its.
+    per_block = 256 // BLOCK_SIZE
+    tokens = len(batch.key) // 256 * 256
+    keys, values = (x[:tokens].unflatten(0, (-1, 256)) for x in (batch.key, batch.value))
+    count = batch.metadata.block_tables.shape[1] // per_block
+    seqs = len(batch.metadata.seq_lens)
+    tables = torch.randperm(seqs * count, dtype=torch.int32, device=keys.device).view(seqs, count)
+    query = batch.query.unsqueeze(1)
+    lens = batch.metadata.seq_lens
+    return lambda: flash_attn_with_kvcache(
+        query, keys, values, cache_seqlens=lens, block_table=tables, causal=True
+    )

@@ -1,0 +1,86 @@
+"""Shows what was measured: a table for people, a plot of the roofline."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Report = dict[str, Any]
+
+
+def ceilings(report: Report) -> tuple[float | None, float | None]:
+    """The device's own bytes/s of a copy and flop/s of a matrix product."""
+    rows = {row["case"]: row for row in report["parts"].get("device", {}).get("rows", [])}
+    copy, product = rows.get("copy"), rows.get("matmul bfloat16")
+    return (
+        copy and copy["moved"] / copy["seconds"],
+        product and product["flops"] / product["seconds"],
+    )
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the table."""
+    bandwidth, rate = ceilings(report)
+    tests = report["tests"]
+    if tests is not None:
+        words = f"tests: {tests['passed']} passed, {tests['failed']} failed"
+        console.print(words + (", then time ran out" if tests["stopped"] else ""))
+    table = Table("", "case", title=report["device"])
+    for name in ("time", "GB/s", "of copy", "TFLOP/s", "of matmul", "beside", "error"):
+        table.add_column(name, justify="right")
+    for part, told in report["parts"].items():
+        for row in told["rows"]:
+            table.add_row(
+                part, row["case"], *_figures(row, None if part == "swap" else bandwidth, rate)
+            )
+        if told["failure"]:
+            table.add_row(part, f"[red]{told['failure'].splitlines()[-1]}[/red]")
+        table.add_section()
+    console.print(table)
+    console.print(
+        "GB/s counts each byte that must move once; `of copy` and `of matmul` are shares of what"
+        " this device's own copies and products reach; `beside` is others' time over ours."
+    )
+    rows = [row for told in report["parts"].values() for row in told["rows"]]
+    for note in sorted({note for row in rows for note in row["notes"]}):
+        console.print(f"[dim]{note}[/dim]")
+
+
+def _figures(row: dict[str, Any], bandwidth: float | None, rate: float | None) -> list[str]:
+    seconds = row["seconds"]
+    moved, flops = row["moved"] / seconds, row["flops"] / seconds
+    peers = [f"{name} {other / seconds:.2f}x" for name, other in row["peers"].items()]
+    return [
+        f"{seconds * 1e6:,.0f} us",
+        f"{moved / 1e9:,.0f}" if moved else "",
+        f"{moved / bandwidth:.0%}" if moved and bandwidth else "",
+        f"{flops / 1e12:,.0f}" if flops else "",
+        f"{flops / rate:.0%}" if flops and rate else "",
+        "\n".join(peers),
+        "" if row["error"] is None else f"{row['error']:.1e}",
+    ]
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draws attention's cases under the device's roofline."""
+    import matplotlib as mpl  # noqa: PLC0415 - of the benchmarks alone
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - after its backend is chosen
+
+    bandwidth, rate = ceilings(report)
+    if not bandwidth or not rate:
+        return
+    figure, axes = plt.subplots(figsize=(8, 5))
+    intensities = [2.0**power for power in range(-2, 15)]
+    axes.plot(intensities, [min(rate, x * bandwidth) / 1e12 for x in intensities], color="black")
+    for part in ("decode", "prefill"):
+        for row in report["parts"].get(part, {}).get("rows", []):
+            x, y = row["flops"] / row["moved"], row["flops"] / row["seconds"] / 1e12
+            axes.plot(x, y, "o")
+            axes.annotate(row["case"], (x, y), fontsize=6)
+    axes.set(xscale="log", yscale="log", xlabel="flop per byte of K and V", ylabel="TFLOP/s")
+    axes.set_title(f"{report['device']}: attention under the roofline")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)

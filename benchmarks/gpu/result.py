@@ -1,0 +1,27 @@
+"""What parts of the benchmark tell."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was timed.
+
+    Attributes:
+        case: what.
+        seconds: the median of its runs.
+        moved: bytes that it must move at least, or none that count.
+        flops: floating-point operations that it must do, or none that count.
+        error: greatest difference from another implementation, relative to the
+            greatest number; none where there is no other.
+        peers: seconds of other implementations of the same.
+        notes: of peers that could not be timed, and other words.
+    """
+
+    case: str
+    seconds: float
+    moved: int = 0
+    flops: float = 0.0
+    error: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)

@@ -1,0 +1,120 @@
+"""The attention of models that people serve, and batches for it."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kernels import ops
+from kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A model's heads."""
+
+    model: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+LLAMA_7B = Layout("LLaMA-7B", 32, 32, 32, 128)
+LLAMA_13B = Layout("LLaMA-13B", 40, 40, 40, 128)
+LLAMA_3_8B = Layout("Llama-3-8B", 32, 32, 8, 128)
+QWEN3_8B = Layout("Qwen3-8B", 36, 32, 8, 128)
+SMOLLM2 = Layout("SmolLM2-135M", 30, 9, 3, 64)
+
+BLOCK_SIZE = 16
+FP8_SCALE = 0.02
+"""Random keys and values, divided by this, fill fp8's range well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One layer's attention, with keys and values both paged and end to end.
+
+    Attributes:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_keys, num_kv_heads, head_dim]`, all sequences end to end.
+        value: as `key`.
+        key_cache: the keys in blocks, in random order.
+        value_cache: likewise.
+        metadata: of the batch.
+        options: of `kernels.ops.paged_attention`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    metadata: AttentionMetadata
+    options: dict[str, float]
+
+    def attend(self) -> torch.Tensor:
+        """Runs the kernels."""
+        return ops.paged_attention(
+            self.query, self.key_cache, self.value_cache, self.metadata, **self.options
+        )
+
+
+def make_batch(
+    layout: Layout,
+    lengths: list[tuple[int, int]],
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
+) -> Batch:
+    """Returns random numbers for (queries, tokens) of each sequence."""
+    query_lens, seq_lens = np.array(lengths).T
+    counts = -(-seq_lens // BLOCK_SIZE)
+    num_blocks = int(counts.sum())
+    order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    tables = np.zeros((len(lengths), counts.max()), np.int32)
+    tables[np.arange(counts.max()) < counts[:, None]] = order
+    seqs = np.repeat(np.arange(len(lengths)), seq_lens)
+    ends = np.cumsum(seq_lens)
+    positions = np.arange(ends[-1]) - np.repeat(ends - seq_lens, seq_lens)
+    slots = tables[seqs, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE
+    slots += positions % BLOCK_SIZE
+
+    def numbers(count: int, heads: int) -> torch.Tensor:
+        return torch.randn((count, heads, layout.head_dim), dtype=dtype, device=device)
+
+    query = numbers(int(query_lens.sum()), layout.num_heads)
+    key, value = (numbers(len(slots), layout.num_kv_heads) for _ in range(2))
+    shape = (num_blocks, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
+    cache = torch.empty(shape, dtype=cache_dtype or dtype, device=device)
+    key_cache, value_cache = cache[:, 0], cache[:, 1]
+    scales = {"key_scale": FP8_SCALE, "value_scale": FP8_SCALE} if cache_dtype else {}
+    ops.write_kv(key, value, key_cache, value_cache, torch.from_numpy(slots).to(device), **scales)
+    metadata = AttentionMetadata(
+        query_starts=torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32)).to(device),
+        seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        slot_mapping=torch.zeros(len(query), dtype=torch.int64, device=device),
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+    options = {"scale": layout.head_dim**-0.5, **scales}
+    batch = Batch(query, key, value, key_cache, value_cache, metadata, options)
+    return replan(batch, layout, lengths)
+
+
+def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
+    """Returns the batch with a plan for the tiles that are chosen by now."""
+    query_lens, seq_lens = np.array(lengths).T
+    plan = ops.plan_attention(
+        query_lens,
+        seq_lens,
+        num_heads=layout.num_heads,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        dtype=batch.query.dtype,
+        cache_dtype=batch.key_cache.dtype,
+        device=batch.query.device,
+    )
+    return replace(batch, metadata=replace(batch.metadata, plan=plan))

@@ -1,0 +1,77 @@
+"""Searches for sizes of tiles that suit the GPU at hand better than the rules do."""
+
+import itertools
+import json
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+
+from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, Batch, Layout, make_batch, replan
+from benchmarks.gpu.timing import Timer
+from kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, gpu, tuning_key, use_tiles
+
+RUNS = 10
+LEAST_GAIN = 0.02
+"""A choice goes before the rules if it takes so much less time: noise is not kept."""
+CASES: list[tuple[Kind, Layout, list[tuple[int, int]], torch.dtype | None]] = [
+    ("decode", LLAMA_3_8B, [(1, 2048)] * 64, None),
+    ("decode", LLAMA_7B, [(1, 2048)] * 32, None),
+    ("decode", SMOLLM2, [(1, 1024)] * 128, None),
+    ("decode", LLAMA_3_8B, [(1, 2048)] * 64, torch.float8_e5m2),
+    ("chunk", LLAMA_3_8B, [(4096, 4096)] * 2, None),
+    ("chunk", SMOLLM2, [(2048, 2048)] * 4, None),
+]
+CHUNKS = [
+    Tiles(rows, keys, warps, stages)
+    for rows, keys, warps, stages in (
+        *((128, 64, 8, stages) for stages in (2, 3, 4)),
+        *((128, 128, 8, stages) for stages in (2, 3)),
+        *((128, 32, 8, 4), (128, 64, 4, 3)),
+        *((64, keys, 4, stages) for keys in (64, 128) for stages in (2, 3)),
+    )
+]
+
+
+def tune(device: torch.device, console: Console) -> None:
+    """Times choices for each case, and keeps in tuned.json what is faster than the rules'."""
+    timer = Timer(device, runs=RUNS)
+    kept = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    for kind, layout, lengths, cache_dtype in CASES:
+        batch = make_batch(layout, lengths, device, cache_dtype=cache_dtype)
+        case = {
+            "group": layout.num_heads // layout.num_kv_heads,
+            "head_dim": layout.head_dim,
+            "dtype": batch.query.dtype,
+            "cache_dtype": batch.key_cache.dtype,
+        }
+        key = tuning_key(kind, gpu(device), **case)
+        use_tiles(key, None)
+        rule = choose_tiles(kind, gpu(device), **case)
+        choices = [rule, *(_decodes(rule) if kind == "decode" else CHUNKS)]
+        times: dict[Tiles, float] = {}
+        for tiles in choices:
+            use_tiles(key, tiles)
+            if (seconds := _time(replan(batch, layout, lengths), timer)) is not None:
+                times[tiles] = seconds
+        best = min(times, key=lambda tiles: times[tiles])
+        for tiles in (rule, best):
+            console.print(f"{key}: {times[tiles] * 1e6:,.0f} us with {tiles}")
+        kept.pop(key, None)
+        if times[best] < (1 - LEAST_GAIN) * times[rule]:
+            kept[key] = asdict(best)
+        use_tiles(key, None)
+        TUNED.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _decodes(rule: Tiles) -> list[Tiles]:
+    sizes = itertools.product((32, 64, 128), (2, 4, 8), (3, 5))
+    return [Tiles(rule.rows, keys, warps, stages) for keys, warps, stages in sizes]
+
+
+def _time(batch: Batch, timer: Timer) -> float | None:
+    """Seconds; none where the GPU has no room for such tiles."""
+    try:
+        return timer.time(batch.attend)
+    except Exception:  # noqa: BLE001 - Triton has many ways to say so
+        return None
