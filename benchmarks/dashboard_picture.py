@@ -150,7 +150,7 @@ def draw(prometheus: Prometheus, file: Path, start: float, end: float) -> None:
         for spine in frame.spines.values():
             spine.set_color("#2c3235")
         (_stat if panel.kind == "stat" else _chart)(frame, panel, series)
-    figure.savefig(file, dpi=100, facecolor=PAPER)
+    figure.savefig(file, dpi=90, facecolor=PAPER)
 
 
 Series = list[tuple[str, list[tuple[float, float]]]]
@@ -172,7 +172,7 @@ def _stat(frame: Axes, panel: Panel, series: Series) -> None:
     past.set_ylim(0, max(v for _, v in points) * 1.1 or 1)
     past.margins(x=0)
     place: dict[str, Any] = {"transform": frame.transAxes, "ha": "center", "va": "center"}
-    frame.text(0.5, 0.48, _shown(value, unit), size=22, color=NAMED[colour], **place)
+    frame.text(0.5, 0.48, _shown(value, unit), size=18, color=NAMED[colour], **place)
 
 
 def _chart(frame: Axes, panel: Panel, series: Series) -> None:
@@ -197,7 +197,10 @@ def _chart(frame: Axes, panel: Panel, series: Series) -> None:
     chart.margins(x=0)
     chart.xaxis.set_major_locator(ticker.LinearLocator(4))
     chart.xaxis.set_major_formatter(dates.DateFormatter("%H:%M:%S"))
-    unit = panel.defaults["unit"]
+    ends = chart.xaxis.get_ticklabels()
+    ends[0].set_horizontalalignment("left")
+    ends[-1].set_horizontalalignment("right")
+    unit = panel.defaults["unit"].partition(":")[0]  # a name of our own is too long here
     chart.yaxis.set_major_formatter(lambda value, _: _shown(value, unit))
     if not any(points for _, points in drawn):
         frame.text(0.5, 0.55, "No data", transform=frame.transAxes, ha="center", size=14)
@@ -245,7 +248,9 @@ def _shown(value: float, unit: str) -> str:
         value, thousand = value / 1000, "K"
     else:
         thousand = ""
-    suffix = {"reqps": " req/s", "ops": "/s", "short": ""}.get(unit, unit.removeprefix("suffix:"))
+    suffix = {"reqps": " req/s", "ops": "/s", "short": "", "suffix": ""}.get(
+        unit, unit.removeprefix("suffix:")
+    )
     return f"{value:.3g}{thousand}{suffix}"
 
 
