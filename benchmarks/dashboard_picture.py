@@ -178,7 +178,10 @@ def _stat(frame: Axes, panel: Panel, series: Series) -> None:
 def _chart(frame: Axes, panel: Panel, series: Series) -> None:
     """Lines over time, their names below."""
     frame.text(0.02, 0.94, panel.title, transform=frame.transAxes, va="center", size=10)
-    chart = frame.inset_axes((0.12, 0.24, 0.85, 0.62), facecolor=FRAME)
+    names = {name for name, _ in series}
+    columns = 4 if max(map(len, names), default=0) < 14 else 2
+    bottom = 0.18 + 0.06 * math.ceil(len(names) / columns)
+    chart = frame.inset_axes((0.12, bottom, 0.85, 0.86 - bottom), facecolor=FRAME)
     chart.tick_params(colors=INK, labelsize=7, length=0)
     chart.grid(color="#2c3235", linewidth=0.6)
     for spine in chart.spines.values():
@@ -210,7 +213,7 @@ def _chart(frame: Axes, panel: Panel, series: Series) -> None:
         order.values(),
         order.keys(),
         loc="lower left",
-        ncols=4 if max(map(len, labels), default=0) < 16 else 2,
+        ncols=columns,
         fontsize=7,
         frameon=False,
         labelcolor=INK,
