@@ -45,6 +45,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Compile the model on a CPU, once a machine: auto answers meanwhile,"
         " wait starts when it is done.",
     )
+    cuda_graphs: bool = Field(
+        True, description="On a GPU, replay decodes as CUDA graphs, recorded at the start."
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and output. Default: what the model allows."
     )

@@ -9,6 +9,7 @@ import torch
 from engine.batch import Batch, Slice
 from engine.config import EngineSettings
 from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
+from engine.executor.cuda_graphs import cuda_recorder
 from engine.executor.executor import Executor
 from engine.executor.loading import LoadedStep, load_step
 from engine.kv_cache import KVCacheManager
@@ -84,6 +85,8 @@ def build(settings: EngineSettings) -> Parts:
     max_model_len = _max_model_len(settings, loaded, num_blocks)
     num_swap_blocks = _num_swap_blocks(settings, block_bytes)
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
+    if loaded.device.type == "cuda" and settings.cuda_graphs:
+        _record_decodes(executor, settings.max_num_seqs, max_model_len)
     log.info(
         "cache ready",
         num_blocks=num_blocks,
@@ -150,6 +153,16 @@ def _warm_up(executor: Executor, loaded: LoadedStep, tokens: int, block_size: in
     executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
+
+
+def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -> None:
+    """Records CUDA graphs; a model that cannot be recorded is served without."""
+    try:
+        executor.record_decodes(
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=cuda_recorder()
+        )
+    except RuntimeError as error:
+        log.warning("no CUDA graphs: steps are launched kernel by kernel", error=str(error))
 
 
 def _num_blocks(settings: EngineSettings, loaded: LoadedStep, block_bytes: int) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from engine.batch import Batch, StepResult
 from engine.executor.cache import CacheTensors
+from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
 from engine.executor.inputs import StepInputs, prepare
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
@@ -26,6 +27,7 @@ class Executor:
         self._device = loaded.device
         self._cache = cache
         self._block_size = cache.device.shape[4]
+        self._decodes: DecodeGraphs | None = None
         self._plan = partial(
             plan_attention,
             num_heads=loaded.shape.num_heads,
@@ -75,8 +77,37 @@ class Executor:
         """How long swaps took, of those that are known to have ended since the last call."""
         return self._cache.take_copy_times()
 
+    @torch.inference_mode()
+    def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
+        """Has steps that only decode replayed from now on; see `cuda_graphs`.
+
+        Args:
+            max_num_seqs: most sequences in a batch.
+            max_model_len: most tokens of a sequence.
+            record: records a step.
+
+        Raises:
+            RuntimeError: the device cannot record the model.
+        """
+        self._decodes = DecodeGraphs(
+            self._loaded.step,
+            self._cache.layers,
+            self._loaded.kv_scales,
+            sizes=ladder(max_num_seqs),
+            max_model_len=max_model_len,
+            block_size=self._block_size,
+            device=self._device,
+            plan=self._plan,
+            record=record,
+        )
+
+    def _prepare(self, batch: Batch) -> StepInputs:
+        return prepare(batch, block_size=self._block_size, device=self._device, plan=self._plan)
+
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""
+        if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
+            return logits
         with attending(PagedStep(inputs.metadata, self._cache.layers, self._loaded.kv_scales)):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
