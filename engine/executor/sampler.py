@@ -196,7 +196,7 @@ def _most_likely(logits: torch.Tensor, _: Rows[Drawer]) -> torch.Tensor:
     width = math.gcd(vocab_size, 1024)
     if logits.device.type != "cpu" or width < MIN_PART:
         return logits.max(dim=-1).indices  # argmax takes twice as long on a CPU
-    parts = logits.unflatten(-1, (-1, width))
+    parts = logits.reshape(rows, -1, width)
     best = parts.amax(dim=-1).max(dim=-1).indices
     return best * width + parts[torch.arange(rows), best].max(dim=-1).indices
 
