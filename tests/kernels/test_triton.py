@@ -51,6 +51,7 @@ def test_attention(harness, kernels, data):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=10 * MAX_EXAMPLES)
 def test_sweep(harness, kernels, data):
