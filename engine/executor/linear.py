@@ -4,6 +4,7 @@ Layers of one input, such as Q, K and V, become one, which is computed once.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,22 +22,27 @@ class PackedLinear(nn.Module):
 
     Args:
         linear: the layer that it replaces.
+        wide: return float32, as logits are best: of SmolLM2, whose greatest are some 25,
+            bfloat16 makes equals of those less than an eighth apart.
     """
 
     panels: Tensor
     bias: Tensor
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__()
         assert kernels is not None
         self.outputs = linear.out_features
+        self.wide = wide
         self.register_buffer("panels", kernels.pack(linear.weight.detach()))
         self.register_buffer("bias", padded_bias(linear))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
+        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype or float32."""
         rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = torch.ops.octavo.packed_linear(rows, self.panels, self.bias, self.outputs)
+        operators = torch.ops.octavo
+        multiply = operators.packed_linear_wide if self.wide else operators.packed_linear
+        out: Tensor = multiply(rows, self.panels, self.bias, self.outputs)
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -55,9 +61,11 @@ def pack_linears(model: PreTrainedModel) -> None:
     """
     if kernels is None:
         return
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for group in linears_by_input(model):
         if kernels.takes(group[0].layer.in_features, group[0].layer.weight.dtype):
-            replace(group, PackedLinear)
+            wide = group[0].layer is head
+            replace(group, partial(PackedLinear, wide=wide))
 
 
 class Place(NamedTuple):
@@ -182,17 +190,26 @@ class Part(nn.Module):
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, kernel: Callable[..., Tensor] | None) -> None:
+def _define(
+    schema: str, kernel: Callable[..., Tensor] | None, dtype: torch.dtype | None = None
+) -> None:
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
     if kernel is not None:
         _library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
-    register_fake(f"octavo::{name}", lambda x, *rest: x.new_empty(x.shape[0], rest[-1]))
+    register_fake(
+        f"octavo::{name}", lambda x, *rest: x.new_empty(x.shape[0], rest[-1], dtype=dtype)
+    )
 
 
 _define(
     "packed_linear(Tensor x, Tensor panels, Tensor bias, int outputs) -> Tensor",
     None if kernels is None else kernels.linear,
+)
+_define(
+    "packed_linear_wide(Tensor x, Tensor panels, Tensor bias, int outputs) -> Tensor",
+    None if kernels is None else kernels.linear_wide,
+    torch.float32,
 )
 _define(
     "packed_linear_int8(Tensor x, Tensor panels, Tensor factors, Tensor scales,"

@@ -25,6 +25,7 @@ Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const i
                                int32_t dtype, int32_t device, int32_t device_index,
                                Tensor* made);
 int32_t aoti_torch_device_type_cpu();
+int32_t aoti_torch_dtype_float32();
 
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
                         const int64_t*, int64_t, int);
@@ -32,6 +33,8 @@ int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int
                            float, int, float, const float*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const void*, const float*, int64_t, int64_t,
                    uint16_t*, int);
+void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const void*, const float*, int64_t,
+                        int64_t, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const void*, const float*,
                         const float*, const float*, const float*, int64_t, int64_t, uint16_t*,
                         int);
@@ -153,6 +156,19 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, Tensor panels, Tensor bi
   if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
   octavo_linear(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0], View(panels).data,
                 View(bias).as<float>(), rows.sizes[1], outputs, out, step.threads);
+  return 0;
+}
+
+// octavo::packed_linear_wide
+extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, Tensor panels, Tensor bias,
+                                                   int64_t outputs, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const View rows(x);
+  auto* out = static_cast<float*>(
+      make({rows.sizes[0], outputs}, aoti_torch_dtype_float32(), result));
+  if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
+  octavo_linear_wide(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0], View(panels).data,
+                     View(bias).as<float>(), rows.sizes[1], outputs, out, step.threads);
   return 0;
 }
 

@@ -121,6 +121,19 @@ struct Outputs {
   }
 };
 
+// The same in float32.
+struct WideOutputs {
+  float* first;
+  int64_t width;
+
+  void write(int64_t row, int64_t column, Floats values) const {
+    const int64_t left = width - column;
+    if (left <= 0) return;
+    const __mmask16 mask = left < kLanes ? (1u << left) - 1 : 0xffff;
+    _mm512_mask_storeu_ps(first + row * width + column, mask, (__m512)values);
+  }
+};
+
 // A row as bytes: an element is (byte - zero) * step.
 struct Range {
   float step, zero;
@@ -161,6 +174,18 @@ void multiply(const void* rows, int64_t num_rows, int64_t row_words, const void*
       .run(threads);
 }
 
+template <class Out>
+void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const void* panels,
+            const float* bias, int64_t inputs, Out out, int threads) {
+  auto store = [=](int64_t row, int64_t panel, const Floats* sums) {
+    for (int j = 0; j < kPanelVectors; j++) {
+      const int64_t column = panel * kPanel + j * kLanes;
+      out.write(row, column, sums[j] + load<Floats>(bias + column));
+    }
+  };
+  multiply<Pairs>(x, rows, row_stride / 2, panels, out.width, inputs / 2, threads, store);
+}
+
 }  // namespace
 
 extern "C" int octavo_has_linear() { return 1; }
@@ -170,14 +195,14 @@ extern "C" int octavo_has_linear() { return 1; }
 extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_stride,
                               const void* panels, const float* bias, int64_t inputs,
                               int64_t outputs, uint16_t* y, int threads) {
-  const Outputs out{y, outputs};
-  auto store = [=](int64_t row, int64_t panel, const Floats* sums) {
-    for (int j = 0; j < kPanelVectors; j++) {
-      const int64_t column = panel * kPanel + j * kLanes;
-      out.write(row, column, sums[j] + load<Floats>(bias + column));
-    }
-  };
-  multiply<Pairs>(x, rows, row_stride / 2, panels, outputs, inputs / 2, threads, store);
+  linear(x, rows, row_stride, panels, bias, inputs, Outputs{y, outputs}, threads);
+}
+
+// The same, y in float32.
+extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
+                                   const void* panels, const float* bias, int64_t inputs,
+                                   int64_t outputs, float* y, int threads) {
+  linear(x, rows, row_stride, panels, bias, inputs, WideOutputs{y, outputs}, threads);
 }
 
 // y = (x * factors) * (weights * scales) + bias, x * factors in bytes. Inputs must be a

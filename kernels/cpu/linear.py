@@ -44,6 +44,8 @@ class LinearKernels:
         self._linear = library.octavo_linear
         self._linear.argtypes = (*rows, *2 * (c_void_p,), c_int64, c_int64, c_void_p, c_int)
         self._linear.restype = None
+        self._wide = library.octavo_linear_wide
+        self._wide.argtypes, self._wide.restype = self._linear.argtypes, None
         self._int8 = library.octavo_linear_int8
         self._int8.argtypes = (*rows, *5 * (c_void_p,), c_int64, c_int64, c_void_p, c_int)
         self._int8.restype = None
@@ -110,6 +112,16 @@ class LinearKernels:
         """
         x, out = _prepare(x, outputs)
         self._linear(
+            *(x.data_ptr(), x.shape[0], x.stride(0), panels.data_ptr(), bias.data_ptr()),
+            *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def linear_wide(self, x: Tensor, panels: Tensor, bias: Tensor, outputs: int) -> Tensor:
+        """Multiplies by bfloat16 weights; as `linear`, but returns the float32 sums."""
+        x, _ = _prepare(x, 0)
+        out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
+        self._wide(
             *(x.data_ptr(), x.shape[0], x.stride(0), panels.data_ptr(), bias.data_ptr()),
             *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
         )

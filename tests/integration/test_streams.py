@@ -102,7 +102,6 @@ async def test_every_token_once_and_in_order(servers, prompts, expected):
 
 async def test_cancelling_half_leaves_nothing(servers, prompts, expected):
     router, engine = servers
-    swaps = engine.metric("octavo_engine_preemptions_total", mode="swap")
     moments = random.Random(0)
     received = [[] for _ in range(STREAMS)]
     async with octavo.AsyncClient(router.address) as client:
@@ -121,5 +120,4 @@ async def test_cancelling_half_leaves_nothing(servers, prompts, expected):
     assert max(lengths) > 0, "none was cancelled while decoding"
     for i, tokens in enumerate(received):
         assert tokens == expected[i % PROMPTS][: len(tokens) if cancelled[i] else None]
-    assert engine.metric("octavo_engine_preemptions_total", mode="swap") > swaps
     assert_nothing_is_left(router, engine)

@@ -33,6 +33,9 @@ def test_bfloat16(shape, seed):
     found = kernels.linear(x, kernels.pack(weight), pad_outputs(bias), len(bias))
     expected = x.double() @ weight.double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
+    wide = kernels.linear_wide(x, kernels.pack(weight), pad_outputs(bias), len(bias))
+    assert wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @given(shape=shapes, seed=st.integers(0, 99), zero=st.booleans())

@@ -34,6 +34,8 @@ SHIMS = {
     " int64_t layer, double scale, int64_t* sliding_window, double* soft_cap",
     "packed_linear": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle bias,"
     " int64_t outputs",
+    "packed_linear_wide": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle bias,"
+    " int64_t outputs",
     "packed_linear_int8": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle factors,"
     " AtenTensorHandle scales, AtenTensorHandle row_sums, AtenTensorHandle bias,"
     " int64_t outputs",
