@@ -24,6 +24,7 @@ def _answer(address: str) -> octavo.Completion:
         return stream.complete()
 
 
+@pytest.mark.slow
 def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_path):
     expected = _answer(served.address)
     file = demo.fetch(tmp_path)

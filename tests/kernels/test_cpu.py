@@ -178,6 +178,7 @@ def _load(cache_dir: str) -> str:
 
 @needs_compiler
 @pytest.mark.skipif(sys.platform != "linux", reason="the cache is elsewhere")
+@pytest.mark.slow
 def test_processes_race_to_compile(tmp_path):
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         names = pool.map(_load, [str(tmp_path)] * 2, chunksize=1)

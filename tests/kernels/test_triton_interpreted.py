@@ -32,6 +32,7 @@ def test_kernels():
     run_interpreted("kernels/test_triton.py")
 
 
+@pytest.mark.slow
 def test_engine():
     run_interpreted("engine/test_on_gpu.py")
 
