@@ -136,9 +136,13 @@ class Node:
 
 
 def engine(model: str, **settings: Any) -> Node:  # noqa: ANN401 - whatever they are
-    """An engine of `model` in float32; further settings are EngineSettings'."""
+    """An engine of `model` in float32; further settings are EngineSettings'.
+
+    It does not compile: that takes both cores for a minute, and makes it faster midway.
+    """
     defaults = {
         "model": model,
+        "compile": "off",
         "served_model_name": "tiny",
         "dtype": "float32",
         "num_blocks": 1024,
