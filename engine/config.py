@@ -61,10 +61,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use."
     )
-    swap_space: float = Field(
-        2.0,
+    swap_space: float | None = Field(
+        None,
         ge=0,
-        description="GiB of CPU memory for preempted requests and evicted prefixes; 0 is none.",
+        description="GiB of CPU memory for preempted requests and evicted prefixes; 0 is none."
+        " Default: 2, or a quarter of what is free if that is less.",
     )
     preemption: PreemptionMode = Field(
         "auto", description="How a preempted request gives up its blocks. auto: the cheaper way."

@@ -1,5 +1,6 @@
 """Brings an engine's parts to life: model, memory, warm-up."""
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -8,7 +9,14 @@ import torch
 
 from engine.batch import Batch, Slice
 from engine.config import EngineSettings
-from engine.executor.cache import GIB, CacheTensors, blocks_in, default_cache_gib, memory_bytes
+from engine.executor.cache import (
+    GIB,
+    CacheTensors,
+    blocks_in,
+    default_cache_gib,
+    default_swap_gib,
+    memory_bytes,
+)
 from engine.executor.cuda_graphs import cuda_recorder
 from engine.executor.executor import Executor
 from engine.executor.loading import LoadedStep, load_step
@@ -17,6 +25,7 @@ from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, SequenceGroup
+from octavo.common import resources
 from octavo.common.limits import Limits
 from octavo.common.models import resolve
 
@@ -24,6 +33,8 @@ log = structlog.get_logger(__name__)
 
 CPU_BATCHED_TOKENS = 512
 GPU_BATCHED_TOKENS = 8192
+THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+"""By which PyTorch is told how many threads to compute with."""
 
 
 class StartupError(Exception):
@@ -65,6 +76,7 @@ def build(settings: EngineSettings) -> Parts:
         OSError: there is no such model.
     """
     began = time.perf_counter()
+    _limit_threads()
     loaded = load_step(settings, resolve(settings.model))
     log.info(
         "model loaded",
@@ -129,6 +141,17 @@ def build(settings: EngineSettings) -> Parts:
     )
 
 
+def _limit_threads() -> None:
+    """Has PyTorch compute with no more threads than this process may use cores.
+
+    By itself it takes one for each core of the machine. Those beyond a container's quota use it up
+    while they wait for each other, and then all of them stand still.
+    """
+    cores = resources.cores()
+    if cores < torch.get_num_threads() and not THREAD_VARIABLES & os.environ.keys():
+        torch.set_num_threads(cores)
+
+
 def _allocate(
     settings: EngineSettings, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
 ) -> CacheTensors:
@@ -174,7 +197,7 @@ def _num_blocks(settings: EngineSettings, loaded: LoadedStep, block_bytes: int) 
     available = memory_bytes(loaded.device) / GIB
     if gib > available:
         raise StartupError(
-            f"--cache-memory is {gib:g} GiB, but the device has {available:.1f} GiB in all"
+            f"--cache-memory is {gib:g} GiB, but of the device this process has {available:.1f}"
         )
     blocks = blocks_in(gib, block_bytes)
     if blocks < 1:
@@ -186,13 +209,15 @@ def _num_blocks(settings: EngineSettings, loaded: LoadedStep, block_bytes: int) 
 
 
 def _num_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
+    gib = settings.swap_space
+    if gib is None:
+        gib = default_swap_gib()
     available = memory_bytes(torch.device("cpu")) / GIB
-    if settings.swap_space > available:
+    if gib > available:
         raise StartupError(
-            f"--swap-space is {settings.swap_space:g} GiB, but the machine has"
-            f" {available:.1f} GiB of memory"
+            f"--swap-space is {gib:g} GiB, but this process may use {available:.1f} GiB of memory"
         )
-    return blocks_in(settings.swap_space, block_bytes)
+    return blocks_in(gib, block_bytes)
 
 
 def _max_model_len(settings: EngineSettings, loaded: LoadedStep, num_blocks: int) -> int:

@@ -1,6 +1,5 @@
 """The KV cache's tensors: on the device and in CPU swap space."""
 
-import psutil
 import torch
 
 from engine.executor import huge_pages
@@ -8,8 +7,11 @@ from engine.executor.shape import ModelShape
 from engine.executor.swap import CopyTime, make_swapper
 from engine.kv_cache import Transfers
 from kernels.ops import copy_blocks
+from octavo.common import resources
 
 GIB = 1 << 30
+HOST_SHARE = 0.25
+"""Of the host's free memory: what KV cache and swap space each take where nobody said, at most."""
 
 
 class CacheTensors:
@@ -80,7 +82,7 @@ def default_cache_gib(device: torch.device, utilisation: float) -> float:
 
     On a GPU, call it after a step of the largest size, so that the peak of
     activations is known: the cache gets `utilisation` of the memory less that
-    peak. On a CPU, whose memory others share, a quarter of what is free, at
+    peak. On a CPU, whose memory others share, `HOST_SHARE` of what is free, at
     most 4 GiB.
     """
     if device.type == "cuda":
@@ -89,11 +91,16 @@ def default_cache_gib(device: torch.device, utilisation: float) -> float:
         reserved = torch.cuda.memory_reserved(device)
         peak = total - free - reserved + torch.cuda.max_memory_allocated(device)
         return max(0.0, (utilisation * total - peak) / GIB)
-    return min(4.0, 0.25 * psutil.virtual_memory().available / GIB)
+    return min(4.0, HOST_SHARE * resources.memory().available / GIB)
+
+
+def default_swap_gib() -> float:
+    """GiB for swap space where nobody said."""
+    return min(2.0, HOST_SHARE * resources.memory().available / GIB)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All the memory that a device has."""
+    """All the memory of a device that this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(psutil.virtual_memory().total)
+    return resources.memory().total

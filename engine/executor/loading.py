@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import dataclass
 
-import psutil
 import structlog
 import torch
 
@@ -12,6 +11,7 @@ from engine.executor.cache import GIB
 from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe, locate
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
+from octavo.common import resources
 
 COMPILER_COPIES = 4
 
@@ -100,7 +100,7 @@ def _room_to_compile(model: torch.nn.Module) -> bool:
     """Whether memory allows for it: the compiler holds the weights three times over."""
     weights = itertools.chain(model.parameters(), model.buffers())
     size = sum(tensor.nbytes for tensor in weights)
-    available = psutil.virtual_memory().available
+    available = resources.memory().available
     if COMPILER_COPIES * size <= available:
         return True
     log.warning(

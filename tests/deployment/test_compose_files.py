@@ -67,12 +67,6 @@ def test_a_service_of_ours(name):
     assert {key for key in environment if key.startswith(ENV_PREFIX)} <= known
 
 
-def test_threads_and_cores_are_as_many():
-    engine = services(OCTAVO_ENGINE_CPUS="7")["engine"]
-    assert str(engine["environment"]["OMP_NUM_THREADS"]) == "7"
-    assert engine["deploy"]["resources"]["limits"]["cpus"] == "7"
-
-
 def test_nothing_is_published_beyond_this_machine():
     for service in services().values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))

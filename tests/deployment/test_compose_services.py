@@ -27,6 +27,7 @@ SMALL = {
     "OCTAVO_MAX_MODEL_LEN": "512",
     "OCTAVO_SERVED_MODEL_NAME": "tiny",
     "OCTAVO_COMPILE": "off",
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -35,7 +36,7 @@ class Container:
 
     def __init__(self, name: str, host: str, log: Path, model: str, **own: str) -> None:
         self.host, self._log = host, log
-        self.service = services(OCTAVO_MODEL=model, OCTAVO_ENGINE_CPUS="1")[name]
+        self.service = services(OCTAVO_MODEL=model)[name]
         self._command, environment = process(self.service)
         assert environment["OCTAVO_HOST"] == "0.0.0.0"
         probed = f"{host}:{own['OCTAVO_PORT']}"

@@ -1,10 +1,13 @@
 """What cannot work is refused at the start, with what to change."""
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from engine.config import EngineSettings
 from engine.startup import StartupError, build
+from octavo.common import resources
+from octavo.common.resources import Memory
 
 
 def settings(model, **given):
@@ -29,11 +32,29 @@ def test_swap_space_may_be_none(tiny_model):
     assert build(settings(tiny_model)).scheduler.cache.swap.num_blocks == 0
 
 
+def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypatch):
+    monkeypatch.setattr(resources, "memory", lambda: Memory(64 << 20, 40 << 20))
+    monkeypatch.setattr(resources, "cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        parts = build(settings(tiny_model, num_blocks=None, swap_space=None))
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert parts.limits.total_blocks == (10 << 20) // parts.block_bytes
+    assert parts.scheduler.cache.swap.num_blocks == (10 << 20) // parts.block_bytes
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"swap_space": 1e6}, r"--swap-space is 1e\+06 GiB, but the machine has [\d.]+ GiB"),
-        ({"num_blocks": None, "cache_memory": 1e6}, "--cache-memory is 1e.06 GiB, but the device"),
+        ({"swap_space": 1e6}, r"--swap-space is 1e\+06 GiB, but this process may use [\d.]+ GiB"),
+        (
+            {"num_blocks": None, "cache_memory": 1e6},
+            "--cache-memory is 1e.06 GiB, but of",
+        ),
         ({"num_blocks": None, "cache_memory": 1e-9}, "raise --cache-memory"),
         ({"max_model_len": 513}, "the model's context is 512 tokens"),
         ({"max_model_len": 200}, "the cache holds 128 tokens"),

@@ -1,6 +1,7 @@
 """Compiles in the background while the service answers."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 from dataclasses import asdict
 
 import structlog
+import torch
 
 from engine.executor.compilation.artifact import Artifact, CompiledStep
 
@@ -35,6 +37,8 @@ class Compiler:
                 *(sys.executable, "-m", "engine.executor.compilation.export"),
                 *(json.dumps(asdict(artifact.recipe)), artifact.name),
             ],
+            # What it makes is for as many threads as compute here.
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
             stdin=subprocess.PIPE,  # held open while this process lives; see export
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -1,0 +1,118 @@
+"""The memory and the cores that this process may use: the machine's, or its container's.
+
+What PyTorch and psutil tell is the machine's. Linux holds a container to less by control groups,
+of version 1 or 2: a process to the limits of its group, and of every group above that one.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SYSTEM = Path("/")
+LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""Files of a group's limits, of either version. Over `high` it is slowed down, not ended."""
+USAGES = ("memory.current", "memory.usage_in_bytes")
+INACTIVE = ("total_inactive_file", "inactive_file")
+"""Page cache that nobody misses, and that counts as used. Version 1 has both keys, and there the
+second leaves out the groups below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Amounts of memory, in bytes.
+
+    Attributes:
+        total: the most that this process can have.
+        available: what it can have now without anything being swapped out or ended.
+    """
+
+    total: int
+    available: int
+
+
+def memory(root: Path = SYSTEM) -> Memory:
+    """Returns the memory of the machine, or what control groups leave of it.
+
+    Args:
+        root: what is taken for the root of the file system.
+    """
+    machine = psutil.virtual_memory()
+    total, available = float(machine.total), float(machine.available)
+    for group in _groups("memory", root):
+        limit = min(_limit(_read(group / name)) for name in LIMITS)
+        if limit < math.inf:
+            total, available = min(total, limit), min(available, limit - _used(group))
+    return Memory(int(total), max(0, int(available)))
+
+
+def cores(root: Path = SYSTEM) -> int:
+    """Returns how many threads can compute at once: at least 1.
+
+    A quota of part of a core counts as a whole one: threads that together have a bit less time
+    than they could use do more than one fewer would.
+
+    Args:
+        root: what is taken for the root of the file system.
+    """
+    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    quotas = [_quota(group) for group in _groups("cpu", root)]
+    return max(1, math.ceil(min([usable, *quotas])))
+
+
+def _used(group: Path) -> int:
+    """Bytes of a group's memory that it cannot simply drop."""
+    usage = next((int(text) for name in USAGES if (text := _read(group / name))), 0)
+    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    return usage - next((int(stat[key]) for key in INACTIVE if key in stat), 0)
+
+
+def _quota(group: Path) -> float:
+    """Seconds of CPU time that a group gets in a second."""
+    if words := _read(group / "cpu.max").split():
+        quota, period = words
+    else:
+        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    limit = _limit(quota)
+    return limit / int(period) if limit < math.inf else math.inf
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """This process' groups that may limit what `controller` controls, each before those above."""
+    homes: dict[str, Path] = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        homes.update(dict.fromkeys(names.split(","), Path(path)))
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, kind = line.partition(" - ")
+        shown, point = mount.split()[3:5]
+        system, _, options = kind.split(" ", 2)
+        home = None
+        if system == "cgroup2":
+            home = homes.get("")
+        elif system == "cgroup" and controller in options.split(","):
+            home = homes.get(controller)
+        if home is None:
+            continue
+        top = root / point.lstrip("/")
+        # In a container, the mount may show the process' own group alone.
+        below = home.relative_to(shown) if home.is_relative_to(shown) else Path()
+        yield top / below
+        yield from (top / parent for parent in below.parents)
+
+
+def _limit(text: str) -> float:
+    """A limit as a file has it: infinite if it says `max`, -1 or nothing."""
+    return float(text) if text.isdigit() else math.inf
+
+
+def _read(file: Path) -> str:
+    """What a file holds; nothing if there is no such file."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

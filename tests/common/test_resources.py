@@ -1,0 +1,116 @@
+"""What a process may use of its machine, as the files of control groups say it."""
+
+import os
+
+import psutil
+import pytest
+
+from octavo.common.resources import cores, memory
+
+MIB = 1 << 20
+V2 = "31 23 0:28 {shown} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = "33 31 0:30 {shown} /sys/fs/cgroup/{kind} rw,nosuid - cgroup cgroup rw,{kind}\n"
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Writes files of a system, by path, and returns its root."""
+
+    def write(files: dict[str, str]):
+        for name, text in files.items():
+            file = tmp_path / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def container(system):
+    """A system of version 2 whose only group that is to be seen has these files."""
+
+    def write(**files: str):
+        group = {f"sys/fs/cgroup/{name.replace('_', '.', 1)}": text for name, text in files.items()}
+        mounts = "22 1 8:1 / / rw - ext4  rw\n" + V2.format(shown="/")
+        return system({"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": mounts, **group})
+
+    return write
+
+
+def test_without_limits_it_is_the_machines(tmp_path, container):
+    machine = psutil.virtual_memory().total
+    free = container(memory_max="max\n", memory_current=f"{9 * MIB}\n", cpu_max="max 100000\n")
+    for root in (tmp_path / "of no Linux", free):
+        assert memory(root).total == machine
+        assert memory(root).available > 0
+        assert cores(root) == len(os.sched_getaffinity(0))
+
+
+def test_a_containers_limits(container):
+    root = container(
+        memory_max=f"{100 * MIB}\n",
+        memory_current=f"{70 * MIB}\n",
+        memory_stat=f"anon {45 * MIB}\ninactive_file {20 * MIB}\nactive_file {5 * MIB}\n",
+        cpu_max="50000 100000\n",
+    )
+    assert memory(root).total == 100 * MIB
+    assert memory(root).available == 50 * MIB
+    assert cores(root) == 1
+
+
+def test_what_is_over_a_limit_leaves_nothing(container):
+    root = container(memory_max="max", memory_high=f"{MIB}", memory_current=f"{2 * MIB}")
+    assert (memory(root).total, memory(root).available) == (MIB, 0)
+
+
+def test_the_groups_above_limit_too(system):
+    group = "sys/fs/cgroup/engines.slice"
+    root = system(
+        {
+            "proc/self/cgroup": "0::/engines.slice/one.service\n",
+            "proc/self/mountinfo": V2.format(shown="/"),
+            f"{group}/memory.max": f"{300 * MIB}\n",
+            f"{group}/memory.current": f"{290 * MIB}\n",
+            f"{group}/cpu.max": "100000 100000\n",
+            f"{group}/one.service/memory.max": f"{200 * MIB}\n",
+            f"{group}/one.service/memory.current": f"{50 * MIB}\n",
+            f"{group}/one.service/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/others.slice/memory.max": "1\n",
+            "sys/fs/cgroup/others.slice/cpu.max": "1 100000\n",
+        }
+    )
+    assert memory(root).total == 200 * MIB
+    assert memory(root).available == 10 * MIB
+    assert cores(root) == 1
+
+
+@pytest.mark.parametrize(
+    ("shown", "below"), [("/", "docker/4f2a/"), ("/docker/4f2a", ""), ("/docker/other", "")]
+)
+def test_version_1(system, shown, below):
+    """The mount may show all groups, as on a host, or one, as in a container."""
+    group = f"sys/fs/cgroup/memory/{below}"
+    mounts = [V1.format(shown=shown, kind=kind) for kind in ("memory", "cpu,cpuacct", "cpuset")]
+    root = system(
+        {
+            "proc/self/cgroup": "3:cpu,cpuacct:/docker/4f2a\n2:memory:/docker/4f2a\n0::/\n",
+            "proc/self/mountinfo": "".join(mounts),
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{80 * MIB}\n",
+            f"{group}memory.limit_in_bytes": f"{100 * MIB}\n",
+            f"{group}memory.usage_in_bytes": f"{80 * MIB}\n",
+            f"{group}memory.stat": f"inactive_file 0\ntotal_inactive_file {30 * MIB}\n",
+            f"sys/fs/cgroup/cpu,cpuacct/{below}cpu.cfs_quota_us": "25000\n",
+            f"sys/fs/cgroup/cpu,cpuacct/{below}cpu.cfs_period_us": "50000\n",
+        }
+    )
+    assert memory(root).total == 100 * MIB
+    assert memory(root).available == 50 * MIB
+    assert cores(root) == 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("quota", "number"), [(100_000, 1), (100_001, 2), (200_000, 2)])
+def test_part_of_a_core_is_a_core(container, quota, number):
+    assert cores(container(cpu_max=f"{quota} 100000\n")) == number
