@@ -42,6 +42,19 @@ class _Backend(Protocol):
         **scales: float,
     ) -> None: ...
 
+    def rotate_and_write(  # noqa: PLR0917
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        **scales: float,
+    ) -> Tensor: ...
+
     def paged_attention(
         self,
         query: Tensor,
@@ -113,6 +126,56 @@ def write_kv(
     _backend(key_cache.device.type).write_kv(
         key,
         value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        **_scales(key_cache, key_scale, value_scale),
+    )
+
+
+def rotate_and_write(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> Tensor:
+    """Rotates queries and keys by their positions and writes keys and values to the cache.
+
+    Rotary embedding of the kind that pairs element i of a head with element i +
+    head_dim / 2 (RoFormer, Su et al. 2021, in GPT-NeoX's order).
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as `key`.
+        cos: `[num_tokens, n]`, n from head_dim / 2: of each pair's angle; the rest is
+            not read.
+        sin: as `cos`, and laid out alike.
+        key_cache: as for `write_kv`.
+        value_cache: likewise.
+        slot_mapping: likewise.
+        key_scale: likewise.
+        value_scale: likewise.
+
+    Returns:
+        Tensor: the rotated queries, contiguous.
+
+    Raises:
+        IndexError: a slot is past the cache's end (CPU only).
+    """
+    return _backend(key_cache.device.type).rotate_and_write(
+        query,
+        key,
+        value,
+        cos,
+        sin,
         key_cache,
         value_cache,
         slot_mapping,

@@ -61,29 +61,9 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotates queries and keys by their positions and writes keys and values to the cache.
-
-    Rotary embedding of the kind that pairs element i of a head with element i +
-    head_dim / 2 (RoFormer, Su et al. 2021, in GPT-NeoX's order).
-
-    Args:
-        query: `[num_tokens, num_heads, head_dim]`.
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: as `key`.
-        cos: `[num_tokens, n]`, n from head_dim / 2: of each pair's angle; the rest is
-            not read.
-        sin: as `cos`, and laid out alike.
-        key_cache: as for `write_kv`.
-        value_cache: likewise.
-        slot_mapping: likewise.
-        key_scale: likewise.
-        value_scale: likewise.
-
-    Returns:
-        Tensor: the rotated queries, contiguous.
-    """
+    """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
     write_kv(
-        _rotate(key, cos, sin),
+        rotate(key, cos, sin),
         value,
         key_cache,
         value_cache,
@@ -91,11 +71,20 @@ def rotate_and_write(  # noqa: PLR0917
         key_scale=key_scale,
         value_scale=value_scale,
     )
-    return _rotate(query, cos, sin)
+    return rotate(query, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotated heads, of the dtype of `x`."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates heads as `rotate_and_write` does.
+
+    Args:
+        x: `[num_tokens, heads, head_dim]`.
+        cos: as for `rotate_and_write`.
+        sin: likewise.
+
+    Returns:
+        Tensor: rotated in float32, of the shape and dtype of `x`.
+    """
     half = x.shape[-1] // 2
     low, high = x.float().chunk(2, -1)
     c, s = (angle[:, None, :half].float() for angle in (cos, sin))

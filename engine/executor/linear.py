@@ -1,23 +1,57 @@
 """Linear layers on CPU, packed for the kernels of `kernels.cpu.linear`.
 
-Layers of one input, such as Q, K and V, become one, which is computed once.
+Layers of one input, such as Q, K and V, become one, which is computed once; of a SwiGLU's
+gate and what it gates, the product itself does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library, register_fake
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from engine.executor.paged_attention import ShapeProbe, attending
 from kernels.cpu import linear as kernels
-from kernels.cpu.linear import pad_outputs
+from kernels.cpu.linear import interleave, pad_outputs
 
 
-class PackedLinear(nn.Module):
+class PackedLayer(nn.Module):
+    """A layer of packed weights.
+
+    Args:
+        linear: the layer that it replaces.
+
+    Attributes:
+        outputs: how many there are.
+        gated: whether they are those of a SwiGLU, of `kernels.cpu.linear.interleave`.
+    """
+
+    bias: Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.outputs = linear.out_features
+        self.gated = False
+        self.register_buffer("bias", padded_bias(linear))
+
+    def gate(self, outputs: int) -> None:
+        """Takes every other half panel for a gate's, of so many outputs."""
+        self.outputs, self.gated = outputs, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., in_features]` to `[..., outputs]`, of the same dtype or float32."""
+        return self.multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Maps `[rows, in_features]` to `[rows, outputs]`."""
+        raise NotImplementedError
+
+
+class PackedLinear(PackedLayer):
     """A bfloat16 linear layer with packed weights.
 
     Args:
@@ -27,23 +61,31 @@ class PackedLinear(nn.Module):
     """
 
     panels: Tensor
-    bias: Tensor
 
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
-        super().__init__()
+        super().__init__(linear)
         assert kernels is not None
-        self.outputs = linear.out_features
         self.wide = wide
         self.register_buffer("panels", kernels.pack(linear.weight.detach()))
-        self.register_buffer("bias", padded_bias(linear))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype or float32."""
-        rows = x.reshape(-1, x.shape[-1])
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Maps `[rows, in_features]` to `[rows, outputs]`."""
+        given = (rows, self.outputs, self.panels, self.bias)
         operators = torch.ops.octavo
-        multiply = operators.packed_linear_wide if self.wide else operators.packed_linear
-        out: Tensor = multiply(rows, self.panels, self.bias, self.outputs)
-        return out.reshape(*x.shape[:-1], -1)
+        out: Tensor = (
+            operators.packed_linear_wide(*given)
+            if self.wide
+            else operators.packed_linear(*given, int(self.gated))
+        )
+        return out
+
+
+def has_kernels(layer: nn.Linear) -> bool:
+    """Whether there are kernels for a layer, for this CPU, in bfloat16 and fewer bits."""
+    dtype = layer.weight.dtype
+    return (
+        kernels is not None and dtype == torch.bfloat16 and kernels.takes(layer.in_features, dtype)
+    )
 
 
 def padded_bias(linear: nn.Linear) -> Tensor:
@@ -59,13 +101,10 @@ def pack_linears(model: PreTrainedModel) -> None:
     Args:
         model: on CPU; changed in place.
     """
-    if kernels is None:
-        return
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for group in linears_by_input(model):
-        if kernels.takes(group[0].layer.in_features, group[0].layer.weight.dtype):
-            wide = group[0].layer is head
-            replace(group, partial(PackedLinear, wide=wide))
+        if has_kernels(group[0].layer):
+            replace(model, group, partial(PackedLinear, wide=group[0].layer is head))
 
 
 class Place(NamedTuple):
@@ -112,13 +151,30 @@ def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
     return list(groups.values())
 
 
-def replace(group: list[Place], make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Replaces layers of one input by what `make` makes of them joined."""
+def replace(
+    model: PreTrainedModel, group: list[Place], make: Callable[[nn.Linear], nn.Module]
+) -> None:
+    """Replaces layers of one input by what `make` makes of them joined.
+
+    Args:
+        model: theirs.
+        group: the layers.
+        make: gives a `PackedLayer` of a layer that there are kernels for.
+    """
+    first = group[0]
     if len(group) == 1:
-        setattr(group[0].parent, group[0].name, make(group[0].layer))
+        setattr(first.parent, first.name, make(first.layer))
         return
     layers = [place.layer for place in group]
-    whole = Shared(make(_join(layers)), len(group))
+    if has_kernels(first.layer) and _are_swiglu(group):
+        gate, other = layers
+        packed = make(_linear(*(interleave(*pair) for pair in _weights_and_biases(gate, other))))
+        assert isinstance(packed, PackedLayer)
+        packed.gate(gate.out_features)
+        owner, _, name = first.path.rpartition(".")[0].rpartition(".")
+        setattr(model.get_submodule(owner), name, GatedMLP(packed, first.parent))
+        return
+    whole = Shared(make(_linear(*map(torch.cat, _weights_and_biases(*layers)))), len(group))
     start = 0
     for place in group:
         width = place.layer.out_features
@@ -126,15 +182,58 @@ def replace(group: list[Place], make: Callable[[nn.Linear], nn.Module]) -> None:
         start += width
 
 
-def _join(layers: list[nn.Linear]) -> nn.Linear:
-    """One layer with the outputs of all, in their order."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
+@torch.inference_mode()
+def _are_swiglu(group: list[Place]) -> bool:
+    """Whether layers are both of an MLP's that is nothing but a SwiGLU: by what it computes."""
+    mlp, gate = group[0].parent, group[0].layer
+    names = [place.name for place in group]
+    if names != ["gate_proj", "up_proj"] or {name for name, _ in mlp.named_children()} != {
+        *(*names, "down_proj", "act_fn"),
+    }:
+        return False
+    x = torch.randn(
+        (1, 8, gate.in_features),
+        generator=torch.Generator().manual_seed(0),
+        dtype=gate.weight.dtype,
+    )
+    expected = mlp.down_proj(silu(gate(x)) * group[1].layer(x))
+    return torch.allclose(mlp(x), expected)
+
+
+class GatedMLP(nn.Module):
+    """A SwiGLU whose gate is computed with what it gates.
+
+    Args:
+        gated: gives both multiplied.
+        mlp: what this takes the place of, for its `down_proj`.
+    """
+
+    def __init__(self, gated: PackedLayer, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gated = gated
+        self.mlp = mlp
+        del mlp.gate_proj, mlp.up_proj, mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `[..., hidden]` to the same."""
+        out: Tensor = self.mlp.down_proj(self.gated(x))
+        return out
+
+
+def _weights_and_biases(*layers: nn.Linear) -> Iterator[list[Tensor]]:
+    """Gives the layers' weights, and then their biases if they have any."""
+    yield [layer.weight.detach() for layer in layers]
     if layers[0].bias is not None:
-        bias = torch.cat([layer.bias.detach() for layer in layers])
-        joined.bias = nn.Parameter(bias, requires_grad=False)
-    return joined
+        yield [layer.bias.detach() for layer in layers]
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer of that weight, `[outputs, inputs]`, and bias."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
 
 
 class Shared(nn.Module):
@@ -190,6 +289,9 @@ class Part(nn.Module):
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
+_FUSED = "int gated, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
+
+
 def _define(
     schema: str, kernel: Callable[..., Tensor] | None, dtype: torch.dtype | None = None
 ) -> None:
@@ -198,26 +300,27 @@ def _define(
     if kernel is not None:
         _library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
     register_fake(
-        f"octavo::{name}", lambda x, *rest: x.new_empty(x.shape[0], rest[-1], dtype=dtype)
+        f"octavo::{name}",
+        lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),
     )
 
 
 _define(
-    "packed_linear(Tensor x, Tensor panels, Tensor bias, int outputs) -> Tensor",
+    f"packed_linear(Tensor x, int outputs, Tensor panels, Tensor bias, {_FUSED}) -> Tensor",
     None if kernels is None else kernels.linear,
 )
 _define(
-    "packed_linear_wide(Tensor x, Tensor panels, Tensor bias, int outputs) -> Tensor",
+    "packed_linear_wide(Tensor x, int outputs, Tensor panels, Tensor bias) -> Tensor",
     None if kernels is None else kernels.linear_wide,
     torch.float32,
 )
 _define(
-    "packed_linear_int8(Tensor x, Tensor panels, Tensor factors, Tensor scales,"
-    " Tensor row_sums, Tensor bias, int outputs) -> Tensor",
+    "packed_linear_int8(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
+    f" Tensor scales, Tensor row_sums, {_FUSED}) -> Tensor",
     None if kernels is None else kernels.linear_int8,
 )
 _define(
-    "packed_linear_int4(Tensor x, Tensor nibbles, Tensor panels, Tensor factors, Tensor scales,"
-    " Tensor row_sums, Tensor bias, int outputs) -> Tensor",
+    "packed_linear_int4(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
+    f" Tensor scales, Tensor row_sums, Tensor nibbles, {_FUSED}) -> Tensor",
     None if kernels is None else kernels.linear_int4,
 )

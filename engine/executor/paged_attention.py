@@ -18,7 +18,7 @@ import torch
 from torch.library import Library, register_fake
 
 from kernels.metadata import AttentionMetadata
-from kernels.ops import paged_attention, write_kv
+from kernels.ops import paged_attention, rotate_and_write, write_kv
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`octavo::paged_attention`: one layer's part of the step in hand.
 
@@ -94,6 +96,9 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
         scale: of the logits.
         sliding_window: as for `kernels.ops.paged_attention`.
         soft_cap: likewise.
+        cos: `[num_tokens, n]` float32, as for `kernels.ops.rotate_and_write`, where query
+            and key are yet to be rotated.
+        sin: as `cos`.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
@@ -105,15 +110,12 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
     key_cache, value_cache = step.layers[layer]
     metadata = step.metadata
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
-    write_kv(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        metadata.slot_mapping,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    cache = (key_cache, value_cache, metadata.slot_mapping)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    if cos is not None and sin is not None:
+        query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
+    else:
+        write_kv(key, value, *cache, **scales)
     return paged_attention(
         query,
         key_cache,
@@ -122,8 +124,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        key_scale=key_scale,
-        value_scale=value_scale,
+        **scales,
     )
 
 
@@ -135,6 +136,8 @@ def _fake(  # noqa: PLR0917 - as the operator
     scale: float,  # noqa: ARG001
     sliding_window: int | None,  # noqa: ARG001
     soft_cap: float | None,  # noqa: ARG001
+    cos: torch.Tensor | None = None,  # noqa: ARG001
+    sin: torch.Tensor | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
     """The operator's output without its values, for the compiler."""
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
@@ -143,7 +146,7 @@ def _fake(  # noqa: PLR0917 - as the operator
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-    " int? sliding_window, float? soft_cap) -> Tensor"
+    " int? sliding_window, float? soft_cap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)

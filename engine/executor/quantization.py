@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from engine.config import Quantization
 from engine.executor.calibration import Inputs, calibrate
-from engine.executor.linear import linears_by_input, padded_bias, replace
+from engine.executor.linear import PackedLayer, has_kernels, linears_by_input, replace
 from engine.executor.shape import ModelShape
 from kernels.cpu import linear as kernels
 from kernels.cpu.linear import GROUP, pad_outputs
@@ -58,7 +58,7 @@ def quantize(
             continue
         in_4_bits = quantization == "int4" and first.layer is not head
         make = make_int4 if in_4_bits and first.layer.in_features % GROUP == 0 else make_int8
-        replace(group, partial(make, inputs=inputs[first.path]))
+        replace(model, group, partial(make, inputs=inputs[first.path]))
 
 
 def make_int8(linear: nn.Linear, inputs: Inputs) -> nn.Module:
@@ -88,11 +88,9 @@ class Rounded(NamedTuple):
 def _in_8_bits(
     linear: nn.Linear, weight: Tensor, inputs: Inputs
 ) -> "PackedInt8Linear | Int8Linear":
-    packable = kernels is not None and kernels.takes(linear.in_features, torch.int8)
-    own = packable and linear.weight.dtype == torch.bfloat16
     candidates = (_round_to_8_bits(weight, inputs.reach, alpha) for alpha in SMOOTHING)
     rounded = min(candidates, key=partial(_loss, weight, inputs.samples))
-    return (PackedInt8Linear if own else Int8Linear)(linear, *rounded)
+    return (PackedInt8Linear if has_kernels(linear) else Int8Linear)(linear, *rounded)
 
 
 def _round_to_8_bits(weight: Tensor, reach: Tensor, alpha: float) -> Rounded:
@@ -121,7 +119,7 @@ def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ((rows / step).round() + zero).clamp(0, 255), step, zero
 
 
-class PackedInt8Linear(nn.Module):
+class PackedInt8Linear(PackedLayer):
     """An 8-bit layer for the kernels of `kernels.cpu.linear`.
 
     Args:
@@ -135,25 +133,22 @@ class PackedInt8Linear(nn.Module):
     factors: Tensor
     scale: Tensor
     row_sums: Tensor
-    bias: Tensor
 
     def __init__(self, linear: nn.Linear, whole: Tensor, scale: Tensor, factors: Tensor) -> None:
-        super().__init__()
+        super().__init__(linear)
         assert kernels is not None
-        self.outputs = linear.out_features
         self.register_buffer("panels", kernels.pack(whole))
         self.register_buffer("factors", factors)
         self.register_buffer("scale", pad_outputs(scale))
         self.register_buffer("row_sums", pad_outputs(whole.sum(1, dtype=torch.int32) * scale))
-        self.register_buffer("bias", padded_bias(linear))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Maps `[rows, in_features]` to `[rows, outputs]`."""
         out: Tensor = torch.ops.octavo.packed_linear_int8(
-            *(x.reshape(-1, x.shape[-1]), self.panels, self.factors),
-            *(self.scale, self.row_sums, self.bias, self.outputs),
+            *(rows, self.outputs, self.panels, self.bias),
+            *(self.factors, self.scale, self.row_sums, int(self.gated)),
         )
-        return out.reshape(*x.shape[:-1], -1)
+        return out
 
 
 class Int8Linear(nn.Module):
@@ -221,13 +216,14 @@ def make_int4(linear: nn.Linear, inputs: Inputs) -> nn.Module:
     in_8_bits = _in_8_bits(linear, values.flatten(1), inputs)
     if not isinstance(in_8_bits, PackedInt8Linear):
         return in_8_bits
-    return PackedInt4Linear(in_8_bits, whole, scale[..., 0], zero[..., 0])
+    return PackedInt4Linear(linear, in_8_bits, whole, scale[..., 0], zero[..., 0])
 
 
-class PackedInt4Linear(nn.Module):
+class PackedInt4Linear(PackedLayer):
     """A 4-bit layer for the kernels of `kernels.cpu.linear`.
 
     Args:
+        linear: the layer that it replaces.
         in_8_bits: the same weights in 8 bits.
         whole: `[out, groups, GROUP]`, the weights rounded to 0 to 15.
         scale: `[out, groups]`.
@@ -237,21 +233,26 @@ class PackedInt4Linear(nn.Module):
     nibbles: Tensor
 
     def __init__(
-        self, in_8_bits: PackedInt8Linear, whole: Tensor, scale: Tensor, zero: Tensor
+        self,
+        linear: nn.Linear,
+        in_8_bits: PackedInt8Linear,
+        whole: Tensor,
+        scale: Tensor,
+        zero: Tensor,
     ) -> None:
-        super().__init__()
+        super().__init__(linear)
         assert kernels is not None
         self.in_8_bits = in_8_bits
         self.register_buffer("nibbles", kernels.pack_int4(whole, scale, zero))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Maps `[rows, in_features]` to `[rows, outputs]`."""
         many = self.in_8_bits
         out: Tensor = torch.ops.octavo.packed_linear_int4(
-            *(x.reshape(-1, x.shape[-1]), self.nibbles, many.panels, many.factors),
-            *(many.scale, many.row_sums, many.bias, many.outputs),
+            *(rows, self.outputs, many.panels, self.bias),
+            *(many.factors, many.scale, many.row_sums, self.nibbles, int(self.gated)),
         )
-        return out.reshape(*x.shape[:-1], -1)
+        return out
 
 
 def _bias(linear: nn.Linear) -> Tensor | None:

@@ -15,6 +15,7 @@ except OSError as error:
 
 if _kernels is not None:
     write_kv = _kernels.write_kv
+    rotate_and_write = _kernels.rotate_and_write
     paged_attention = _kernels.paged_attention
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
@@ -24,10 +25,19 @@ if _kernels is not None:
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
     write_kv = fallback.write_kv
+    rotate_and_write = fallback.rotate_and_write
     paged_attention = fallback.paged_attention
     copy_blocks = fallback.copy_blocks
     swap_blocks = fallback.swap_blocks
     pin_threads = fallback.pin_threads
     linear = None
 
-__all__ = ["copy_blocks", "linear", "paged_attention", "pin_threads", "swap_blocks", "write_kv"]
+__all__ = [
+    "copy_blocks",
+    "linear",
+    "paged_attention",
+    "pin_threads",
+    "rotate_and_write",
+    "swap_blocks",
+    "write_kv",
+]

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cache.h"
+#include "linear.h"
 #include "plan.h"
 
 // PyTorch's own C functions, stable from version to version; of
@@ -29,18 +30,17 @@ int32_t aoti_torch_dtype_float32();
 
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
                         const int64_t*, int64_t, int);
+int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
+                                int64_t, int64_t, const void*, int64_t, int64_t, const float*,
+                                const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            float, int, float, const float*, int);
-void octavo_linear(const uint16_t*, int64_t, int64_t, const void*, const float*, int64_t, int64_t,
-                   uint16_t*, int);
-void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const void*, const float*, int64_t,
-                        int64_t, float*, int);
-void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const void*, const float*,
-                        const float*, const float*, const float*, int64_t, int64_t, uint16_t*,
-                        int);
-void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const void*,
-                        const float*, const float*, const float*, const float*, int64_t, int64_t,
+void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
+void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
+                        const Scales*, uint16_t*, int);
 }
 
 namespace {
@@ -56,7 +56,8 @@ struct Step {
 };
 thread_local Step step;
 
-// What this thread's compiled steps have spent where.
+// What this thread's compiled steps have spent where: products with what is done to their
+// rows and results on the way.
 struct Spent {
   double attention, linear;
 };
@@ -111,6 +112,32 @@ void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
 
 constexpr Error kFailed = 1;
 
+// A linear layer's rows, and a place for the results; `out` is null if it cannot be called.
+struct LinearCall {
+  const View rows;
+  LinearLayer layer;
+  void* out = nullptr;
+
+  LinearCall(Tensor x, int64_t outputs, Tensor panels, Tensor bias, int64_t gated, Tensor* norm,
+             double epsilon, Tensor* residual, int32_t dtype, Tensor* result)
+      : rows(x),
+        layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs,
+              gated != 0, static_cast<float>(epsilon), nullptr, nullptr, 0} {
+    if (rows.strides[1] != 1 || rows.strides[0] % 2) return;
+    if (norm) layer.norm = View(*norm).as<uint16_t>();
+    if (residual) {
+      const View added(*residual);
+      if (added.strides[1] != 1) return;
+      layer.residual = added.as<uint16_t>();
+      layer.residual_stride = added.strides[0];
+    }
+    out = make({rows.sizes[0], outputs}, dtype ? dtype : rows.dtype, result);
+  }
+  const uint16_t* x() const { return rows.as<uint16_t>(); }
+  int64_t num_rows() const { return rows.sizes[0]; }
+  int64_t row_stride() const { return rows.strides[0]; }
+};
+
 }  // namespace
 
 // Sets the step that this thread is about to run. All must live until it has run.
@@ -130,75 +157,91 @@ extern "C" Spent octavo_take_spent() {
 extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor value,
                                                 int64_t layer, double scale,
                                                 int64_t* sliding_window, double* soft_cap,
-                                                Tensor* result) {
+                                                Tensor* cos, Tensor* sin, Tensor* result) {
   const Stopwatch stopwatch(spent.attention);
   const View q(query), k(key), v(value);
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
   const Cache& cache = step.layers[layer];
-  if (octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
-                      v.strides[1], step.slots, step.num_tokens, step.threads))
-    return kFailed;
-  void* out = make({q.sizes[0], q.sizes[1], q.sizes[2]}, q.dtype, result);
+  const int64_t num_heads = q.sizes[1], head_dim = q.sizes[2];
+  void* out = make({q.sizes[0], num_heads, head_dim}, q.dtype, result);
   if (!out) return kFailed;
-  return octavo_paged_attention(&cache, step.batch, q.data, q.strides[0], q.strides[1],
-                                q.sizes[1], out, scale, sliding_window ? *sliding_window : 0,
+  const void* rows = q.data;
+  int64_t token_stride = q.strides[0], head_stride = q.strides[1];
+  int64_t bad;
+  if (cos) {
+    const View cosines(*cos), sines(*sin);
+    // Where a token's results go, its query lies until they are there: no other reads it.
+    rows = out;
+    token_stride = num_heads * head_dim;
+    head_stride = head_dim;
+    bad = octavo_rotate_and_write(
+        &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
+        k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
+        sines.as<float>(), cosines.strides[0], step.slots, step.num_tokens, out, step.threads);
+  } else {
+    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
+                          v.strides[1], step.slots, step.num_tokens, step.threads);
+  }
+  if (bad) return kFailed;
+  return octavo_paged_attention(&cache, step.batch, rows, token_stride, head_stride, num_heads,
+                                out, scale, sliding_window ? *sliding_window : 0,
                                 soft_cap ? *soft_cap : 0, nullptr, step.threads)
              ? kFailed
              : 0;
 }
 
 // octavo::packed_linear
-extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, Tensor panels, Tensor bias,
-                                              int64_t outputs, Tensor* result) {
+extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor panels,
+                                              Tensor bias, int64_t gated, Tensor* norm,
+                                              double epsilon, Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const View rows(x);
-  auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
-  if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
-  octavo_linear(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0], View(panels).data,
-                View(bias).as<float>(), rows.sizes[1], outputs, out, step.threads);
+  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  if (!call.out) return kFailed;
+  octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
 
 // octavo::packed_linear_wide
-extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, Tensor panels, Tensor bias,
-                                                   int64_t outputs, Tensor* result) {
+extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, int64_t outputs, Tensor panels,
+                                                   Tensor bias, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const View rows(x);
-  auto* out = static_cast<float*>(
-      make({rows.sizes[0], outputs}, aoti_torch_dtype_float32(), result));
-  if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
-  octavo_linear_wide(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0], View(panels).data,
-                     View(bias).as<float>(), rows.sizes[1], outputs, out, step.threads);
+  const LinearCall call(x, outputs, panels, bias, 0, nullptr, 0, nullptr,
+                        aoti_torch_dtype_float32(), result);
+  if (!call.out) return kFailed;
+  octavo_linear_wide(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                     static_cast<float*>(call.out), step.threads);
   return 0;
 }
 
 // octavo::packed_linear_int8
-extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, Tensor panels, Tensor factors,
-                                                   Tensor scales, Tensor row_sums, Tensor bias,
-                                                   int64_t outputs, Tensor* result) {
+extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, int64_t outputs, Tensor panels,
+                                                   Tensor bias, Tensor factors, Tensor scales,
+                                                   Tensor row_sums, int64_t gated, Tensor* norm,
+                                                   double epsilon, Tensor* residual,
+                                                   Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const View rows(x);
-  auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
-  if (!out || rows.strides[1] != 1) return kFailed;
-  octavo_linear_int8(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0], View(panels).data,
-                     View(factors).as<float>(), View(scales).as<float>(),
-                     View(row_sums).as<float>(), View(bias).as<float>(), rows.sizes[1], outputs,
-                     out, step.threads);
+  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  if (!call.out) return kFailed;
+  const Scales all{View(factors).as<float>(), View(scales).as<float>(),
+                   View(row_sums).as<float>()};
+  octavo_linear_int8(call.x(), call.num_rows(), call.row_stride(), &call.layer, &all,
+                     static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
 
 // octavo::packed_linear_int4
-extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, Tensor nibbles, Tensor panels,
-                                                   Tensor factors, Tensor scales,
-                                                   Tensor row_sums, Tensor bias,
-                                                   int64_t outputs, Tensor* result) {
+extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Tensor panels,
+                                                   Tensor bias, Tensor factors, Tensor scales,
+                                                   Tensor row_sums, Tensor nibbles, int64_t gated,
+                                                   Tensor* norm, double epsilon, Tensor* residual,
+                                                   Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const View rows(x);
-  auto* out = static_cast<uint16_t*>(make({rows.sizes[0], outputs}, rows.dtype, result));
-  if (!out || rows.strides[1] != 1 || rows.strides[0] % 2) return kFailed;
-  octavo_linear_int4(rows.as<uint16_t>(), rows.sizes[0], rows.strides[0],
-                     View(nibbles).as<uint8_t>(), View(panels).data, View(factors).as<float>(),
-                     View(scales).as<float>(), View(row_sums).as<float>(), View(bias).as<float>(),
-                     rows.sizes[1], outputs, out, step.threads);
+  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  if (!call.out) return kFailed;
+  const Scales all{View(factors).as<float>(), View(scales).as<float>(),
+                   View(row_sums).as<float>()};
+  octavo_linear_int4(call.x(), call.num_rows(), call.row_stride(), View(nibbles).as<uint8_t>(),
+                     &call.layer, &all, static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }

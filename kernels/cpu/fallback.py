@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
+from kernels.reference import rotate
 
 
 def write_kv(
@@ -23,6 +24,21 @@ def write_kv(
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     key_cache[block, :, offset] = key
     value_cache[block, :, offset] = value
+
+
+def rotate_and_write(  # noqa: PLR0917 - as the others
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
+    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping)
+    return rotate(query, cos, sin)
 
 
 def paged_attention(

@@ -4,6 +4,7 @@
 // For CPUs whose vectors multiply bfloat16 and bytes in pairs and fours, and which have
 // no matrix unit: there oneDNN knows better.
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -14,8 +15,7 @@
 
 namespace {
 
-constexpr int64_t kMinParallelElements = 1 << 13;  // below which threads cost more
-constexpr float kTiny = 1e-8f;                     // keeps a row of nothing from dividing by it
+constexpr float kTiny = 1e-8f;  // keeps a row of nothing from dividing by it
 
 struct Pairs {  // of bfloat16
   using Sum = Floats;
@@ -107,165 +107,225 @@ void multiply_groups(const Few& few, const uint8_t* panel, const uint8_t* ahead,
   for (int i = 0; i < kRows; i++) store(i, total[i]);
 }
 
-// Where results go: `width` bfloat16 a row.
+__mmask16 first_lanes(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffff; }
+
+Floats load_first(const uint16_t* from, __mmask16 mask) {
+  const __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
+  return (Floats)_mm512_slli_epi32(half, 16);
+}
+
+Floats silu(Floats x) {
+  const Floats power = x * -1.4426950f;  // of 2; kept from overflowing
+  return x / (1 + exp2((Floats)_mm512_min_ps((__m512)power, _mm512_set1_ps(126))));
+}
+
+void store_first(uint16_t* to, __mmask16 mask, Floats values) {
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+}
+
+void store_first(float* to, __mmask16 mask, Floats values) {
+  _mm512_mask_storeu_ps(to, mask, (__m512)values);
+}
+
+// Where results go, in bfloat16 or float32.
+template <class Element>
 struct Outputs {
-  uint16_t* first;
-  int64_t width;
+  Element* first;
+  const LinearLayer& layer;
 
-  void write(int64_t row, int64_t column, Floats values) const {
-    const int64_t left = width - column;
-    if (left <= 0) return;
-    const __mmask16 mask = left < kLanes ? (1u << left) - 1 : 0xffff;
-    _mm256_mask_storeu_epi16(first + row * width + column, mask,
-                             (__m256i)_mm512_cvtneps_pbh((__m512)values));
+  // Takes a row's products with a panel's weights, bias included.
+  void write(int64_t row, int64_t panel, Floats left, Floats right) const {
+    if (layer.gated) return put(row, panel * kLanes, silu(left) * right);
+    put(row, panel * kPanel, left);
+    put(row, panel * kPanel + kLanes, right);
+  }
+
+ private:
+  void put(int64_t row, int64_t column, Floats values) const {
+    if (column >= layer.outputs) return;
+    const __mmask16 mask = first_lanes(layer.outputs - column);
+    if (layer.residual)
+      values += load_first(layer.residual + row * layer.residual_stride + column, mask);
+    store_first(first + row * layer.outputs + column, mask, values);
   }
 };
 
-// The same in float32.
-struct WideOutputs {
-  float* first;
-  int64_t width;
+int64_t num_panels(const LinearLayer& layer) {
+  const int outputs = layer.gated ? kLanes : kPanel;
+  return (layer.outputs + outputs - 1) / outputs;
+}
 
-  void write(int64_t row, int64_t column, Floats values) const {
-    const int64_t left = width - column;
-    if (left <= 0) return;
-    const __mmask16 mask = left < kLanes ? (1u << left) - 1 : 0xffff;
-    _mm512_mask_storeu_ps(first + row * width + column, mask, (__m512)values);
+// RMSNorm (Zhang and Sennrich, 2019): a row over the root of its mean square, times weights.
+float inverse_rms(const uint16_t* row, const LinearLayer& layer) {
+  Floats squares{};
+  for (int64_t i = 0; i < layer.inputs; i += kLanes) {
+    const Floats x = load_first(row + i, first_lanes(layer.inputs - i));
+    squares += x * x;
   }
-};
+  return 1 / std::sqrt(reduce_add(squares) / layer.inputs + layer.epsilon);
+}
+
+void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to) {
+  const float inverse = inverse_rms(row, layer);
+  for (int64_t i = 0; i < layer.inputs; i += kLanes) {
+    const __mmask16 mask = first_lanes(layer.inputs - i);
+    store_first(to + i, mask,
+                load_first(row + i, mask) * inverse * load_first(layer.norm + i, mask));
+  }
+}
+
+// Memory that a thread keeps for what is between rows and products.
+template <class Element>
+Element* scratch(int64_t count) {
+  thread_local std::vector<Element> memory;
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
 
 // A row as bytes: an element is (byte - zero) * step.
 struct Range {
   float step, zero;
 };
 
-Range round_row(const uint16_t* row, const float* factors, int64_t count, uint8_t* bytes) {
+// A row's inputs times what they are to be multiplied by before they are rounded.
+struct Factored {
+  const uint16_t* row;
+  const uint16_t* norm;
+  const float* factors;
+  int64_t count;
+
+  Floats at(int64_t i) const {
+    const __mmask16 mask = first_lanes(count - i);
+    const Floats x = load_first(row + i, mask) * (Floats)_mm512_maskz_loadu_ps(mask, factors + i);
+    return norm ? x * load_first(norm + i, mask) : x;
+  }
+};
+
+Range round_row(const uint16_t* row, const LinearLayer& layer, const float* factors,
+                uint8_t* bytes) {
+  const Factored x{row, layer.norm, factors, layer.inputs};
   Floats least{}, greatest{};  // zero itself is always within
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = count - i < kLanes ? (1u << (count - i)) - 1 : 0xffff;
-    const __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + i));
-    const Floats x =
-        (Floats)_mm512_slli_epi32(half, 16) * (Floats)_mm512_maskz_loadu_ps(mask, factors + i);
-    least = (Floats)_mm512_min_ps((__m512)least, (__m512)x);
-    greatest = (Floats)_mm512_max_ps((__m512)greatest, (__m512)x);
+  for (int64_t i = 0; i < x.count; i += kLanes) {
+    least = (Floats)_mm512_min_ps((__m512)least, (__m512)x.at(i));
+    greatest = (Floats)_mm512_max_ps((__m512)greatest, (__m512)x.at(i));
   }
   const float low = _mm512_reduce_min_ps((__m512)least);
   const float step = std::max((reduce_max(greatest) - low) / 255, kTiny);
   const __m512i zero = _mm512_cvtps_epi32(_mm512_set1_ps(-low / step));
   const Floats inverse = broadcast(1 / step);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = count - i < kLanes ? (1u << (count - i)) - 1 : 0xffff;
-    const __m512i half = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, row + i));
-    const Floats x =
-        (Floats)_mm512_slli_epi32(half, 16) * (Floats)_mm512_maskz_loadu_ps(mask, factors + i);
-    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)(x * inverse)), zero);
+  for (int64_t i = 0; i < x.count; i += kLanes) {
+    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)(x.at(i) * inverse)), zero);
     const __m128i byte = _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_setzero_si512()));
-    _mm_mask_storeu_epi8(bytes + i, mask, byte);
+    _mm_mask_storeu_epi8(bytes + i, first_lanes(x.count - i), byte);
   }
-  return {step, (float)_mm_cvtsi128_si32(_mm512_castsi512_si128(zero))};
+  // A norm divides the whole row: so it may as well divide the step.
+  const float scale = layer.norm ? inverse_rms(row, layer) : 1;
+  return {step * scale, (float)_mm_cvtsi128_si32(_mm512_castsi512_si128(zero))};
 }
 
-template <class T, class Store>
-void multiply(const void* rows, int64_t num_rows, int64_t row_words, const void* panels,
-              int64_t outputs, int64_t depth, int threads, Store store) {
+template <class T, class Prepare, class Store>
+void multiply(const void* rows, int64_t num_rows, int64_t row_words, const LinearLayer& layer,
+              int64_t depth, int threads, Prepare prepare, Store store) {
   Linear<T, Store>(static_cast<const uint32_t*>(rows), num_rows, row_words,
-                   static_cast<const uint32_t*>(panels), (outputs + kPanel - 1) / kPanel, depth,
-                   store)
-      .run(threads);
+                   static_cast<const uint32_t*>(layer.panels), num_panels(layer), depth, store)
+      .run(threads, prepare);
 }
 
-template <class Out>
-void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const void* panels,
-            const float* bias, int64_t inputs, Out out, int threads) {
-  auto store = [=](int64_t row, int64_t panel, const Floats* sums) {
-    for (int j = 0; j < kPanelVectors; j++) {
-      const int64_t column = panel * kPanel + j * kLanes;
-      out.write(row, column, sums[j] + load<Floats>(bias + column));
-    }
+template <class Element>
+void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
+            Element* y, int threads) {
+  const Outputs<Element> out{y, layer};
+  auto store = [&](int64_t row, int64_t panel, const Floats* sums) {
+    const float* bias = layer.bias + panel * kPanel;
+    out.write(row, panel, sums[0] + load<Floats>(bias), sums[1] + load<Floats>(bias + kLanes));
   };
-  multiply<Pairs>(x, rows, row_stride / 2, panels, out.width, inputs / 2, threads, store);
+  const int64_t depth = layer.inputs / 2;
+  if (!layer.norm)
+    return multiply<Pairs>(x, rows, row_stride / 2, layer, depth, threads, nullptr, store);
+  uint16_t* const normed = scratch<uint16_t>(rows * layer.inputs);
+  auto prepare = [=, &layer](int64_t row) {
+    norm_row(x + row * row_stride, layer, normed + row * layer.inputs);
+  };
+  multiply<Pairs>(normed, rows, depth, layer, depth, threads, prepare, store);
 }
 
 }  // namespace
 
 extern "C" int octavo_has_linear() { return 1; }
 
-// y = x * weights + bias. Inputs and the rows' stride must be even; bias has an element
-// for each output of each panel.
+// y = x * weights + bias. Inputs and the rows' stride must be even.
 extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_stride,
-                              const void* panels, const float* bias, int64_t inputs,
-                              int64_t outputs, uint16_t* y, int threads) {
-  linear(x, rows, row_stride, panels, bias, inputs, Outputs{y, outputs}, threads);
+                              const LinearLayer* layer, uint16_t* y, int threads) {
+  linear(x, rows, row_stride, *layer, y, threads);
 }
 
 // The same, y in float32.
 extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const void* panels, const float* bias, int64_t inputs,
-                                   int64_t outputs, float* y, int threads) {
-  linear(x, rows, row_stride, panels, bias, inputs, WideOutputs{y, outputs}, threads);
+                                   const LinearLayer* layer, float* y, int threads) {
+  linear(x, rows, row_stride, *layer, y, threads);
 }
 
 // y = (x * factors) * (weights * scales) + bias, x * factors in bytes. Inputs must be a
-// multiple of 4. A column's `row_sums` is the sum of its scaled weights.
+// multiple of 4.
 extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const void* panels, const float* factors,
-                                   const float* scales, const float* row_sums,
-                                   const float* bias, int64_t inputs, int64_t outputs,
-                                   uint16_t* y, int threads) {
-  thread_local std::vector<uint8_t> bytes;
-  thread_local std::vector<Range> ranges;
-  bytes.resize(rows * inputs);
-  ranges.resize(rows);
-  uint8_t* const to = bytes.data();
-  Range* const range = ranges.data();
-#pragma omp parallel for num_threads(threads) if (rows * inputs >= kMinParallelElements)
-  for (int64_t row = 0; row < rows; row++)
-    range[row] = round_row(x + row * row_stride, factors, inputs, to + row * inputs);
-  const Outputs out{y, outputs};
-  auto store = [=](int64_t row, int64_t panel, const Ints* sums) {
-    for (int j = 0; j < kPanelVectors; j++) {
-      const int64_t column = panel * kPanel + j * kLanes;
-      const Floats product = __builtin_convertvector(sums[j], Floats) * load<Floats>(scales + column);
-      const Floats shift = load<Floats>(row_sums + column) * range[row].zero;
-      out.write(row, column, (product - shift) * range[row].step + load<Floats>(bias + column));
-    }
+                                   const LinearLayer* layer, const Scales* scales, uint16_t* y,
+                                   int threads) {
+  uint8_t* const bytes = scratch<uint8_t>(rows * layer->inputs);
+  Range* const ranges = scratch<Range>(rows);
+  auto prepare = [=](int64_t row) {
+    ranges[row] = round_row(x + row * row_stride, *layer, scales->factors,
+                            bytes + row * layer->inputs);
   };
-  multiply<Fours>(to, rows, inputs / 4, panels, outputs, inputs / 4, threads, store);
+  const Outputs<uint16_t> out{y, *layer};
+  auto store = [&](int64_t row, int64_t panel, const Ints* sums) {
+    Floats values[kPanelVectors];
+    for (int j = 0; j < kPanelVectors; j++) {
+      const int64_t at = panel * kPanel + j * kLanes;
+      const Floats product =
+          __builtin_convertvector(sums[j], Floats) * load<Floats>(scales->outputs + at);
+      const Floats shift = load<Floats>(scales->row_sums + at) * ranges[row].zero;
+      values[j] = (product - shift) * ranges[row].step + load<Floats>(layer->bias + at);
+    }
+    out.write(row, panel, values[0], values[1]);
+  };
+  const int64_t depth = layer->inputs / 4;
+  multiply<Fours>(bytes, rows, depth, *layer, depth, threads, prepare, store);
 }
 
 // y = x * weights + bias: 4-bit weights where rows are few and memory is the limit, else
 // the same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
 extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const uint8_t* nibbles, const void* panels,
-                                   const float* factors, const float* scales,
-                                   const float* row_sums, const float* bias, int64_t inputs,
-                                   int64_t outputs, uint16_t* y, int threads) {
-  if (rows > kFewRows)
-    return octavo_linear_int8(x, rows, row_stride, panels, factors, scales, row_sums, bias,
-                              inputs, outputs, y, threads);
-  const int64_t groups = inputs / Group::kInputs;
-  thread_local std::vector<float> sums;
-  sums.resize(rows * groups);
+                                   const uint8_t* nibbles, const LinearLayer* layer,
+                                   const Scales* scales, uint16_t* y, int threads) {
+  if (rows > kFewRows) return octavo_linear_int8(x, rows, row_stride, layer, scales, y, threads);
+  if (layer->norm) {
+    uint16_t* const normed = scratch<uint16_t>(rows * layer->inputs);
+    for (int64_t row = 0; row < rows; row++)
+      norm_row(x + row * row_stride, *layer, normed + row * layer->inputs);
+    x = normed;
+    row_stride = layer->inputs;
+  }
+  const int64_t groups = layer->inputs / Group::kInputs;
+  float* const sums = scratch<float>(rows * groups);
   for (int64_t row = 0; row < rows; row++)
     for (int64_t group = 0; group < groups; group++) {
       const uint16_t* at = x + row * row_stride + group * Group::kInputs;
       sums[row * groups + group] =
           reduce_add(BFloat16::load_floats(at) + BFloat16::load_floats(at + kLanes));
     }
-  const Few few{reinterpret_cast<const uint32_t*>(x), row_stride / 2, sums.data(), groups};
-  const int64_t num_panels = (outputs + kPanel - 1) / kPanel;
-  const Outputs out{y, outputs};
+  const Few few{reinterpret_cast<const uint32_t*>(x), row_stride / 2, sums, groups};
+  const int64_t panels = num_panels(*layer);
+  const Outputs<uint16_t> out{y, *layer};
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
-  for (int64_t panel = free++, next; panel < num_panels; panel = next) {
+  for (int64_t panel = free++, next; panel < panels; panel = next) {
     next = free++;
     const uint8_t* at = nibbles + panel * groups * Group::kBytes;
-    const uint8_t* ahead = nibbles + std::min(next, num_panels - 1) * groups * Group::kBytes;
-    auto store = [=](int row, const Floats* values) {
-      for (int j = 0; j < kPanelVectors; j++) {
-        const int64_t column = panel * kPanel + j * kLanes;
-        out.write(row, column, values[j] + load<Floats>(bias + column));
-      }
+    const uint8_t* ahead = nibbles + std::min(next, panels - 1) * groups * Group::kBytes;
+    auto store = [&](int row, const Floats* values) {
+      const float* bias = layer->bias + panel * kPanel;
+      out.write(row, panel, values[0] + load<Floats>(bias),
+                values[1] + load<Floats>(bias + kLanes));
     };
     switch (rows) {
       case 1: multiply_groups<1>(few, at, ahead, store); break;

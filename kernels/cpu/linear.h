@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "vector.h"
 
@@ -29,12 +31,20 @@ class Linear {
       : rows_(rows), num_rows_(num_rows), row_stride_(row_stride), panels_(panels),
         num_panels_(num_panels), depth_(depth), store_(store) {}
 
-  void run(int threads) {
+  // Calls prepare(row) for each row before any product.
+  template <class Prepare>
+  void run(int threads, Prepare prepare) {
     std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
-    for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
-      next = free++;
-      run_panel(panel, std::min(next, num_panels_ - 1));
+    {
+      if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
+#pragma omp for  // which ends with all rows prepared
+        for (int64_t row = 0; row < num_rows_; row++) prepare(row);
+      }
+      for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
+        next = free++;
+        run_panel(panel, std::min(next, num_panels_ - 1));
+      }
     }
   }
 
@@ -100,4 +110,25 @@ class Linear {
   const uint32_t* panels_;
   int64_t num_panels_, depth_;
   Store store_;
+};
+
+// A layer as callers give it; mirrored in linear.py.
+struct LinearLayer {
+  const void* panels;
+  const float* bias;  // for each output of each panel
+  int64_t inputs, outputs;
+  // Panels have kLanes outputs of a gate and then the kLanes that go with them: of each pair
+  // silu(gate) * other is one output.
+  int gated;
+  float epsilon;
+  const uint16_t* norm;      // RMSNorm's weights, by which inputs are normed first; or null
+  const uint16_t* residual;  // what is added to outputs, if not gated; or null
+  int64_t residual_stride;
+};
+
+// What 8-bit weights and activations are multiplied by; mirrored in linear.py.
+struct Scales {
+  const float* factors;   // of each input
+  const float* outputs;   // of each output of each panel
+  const float* row_sums;  // each output's sum of scaled weights
 };

@@ -15,15 +15,42 @@ and some 45 GB/s at most), in ms:
 From 5 rows on the same weights in 8 bits are faster, so both are kept.
 """
 
-from ctypes import CDLL, c_int, c_int64, c_void_p
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    byref,
+    c_float,
+    c_int,
+    c_int64,
+    c_void_p,
+)
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 PANEL = 32  # outputs; as in linear.h
+GATE = PANEL // 2  # outputs of a gate in a panel; the others go with them
 GROUP = 32  # inputs that share a scale in 4 bits: as in linear.cpp, and in GGUF
 _PAIR, _FOUR = 2, 4  # inputs that one instruction takes: of 16 bits, of 8
+
+
+class _Layer(Structure):
+    """A layer; mirrors the struct in linear.h."""
+
+    _fields_ = (
+        *(("panels", c_void_p), ("bias", c_void_p)),
+        *(("inputs", c_int64), ("outputs", c_int64)),
+        *(("gated", c_int), ("epsilon", c_float)),
+        *(("norm", c_void_p), ("residual", c_void_p), ("residual_stride", c_int64)),
+    )
+
+
+class _Scales(Structure):
+    """An 8-bit layer's scales; mirrors the struct in linear.h."""
+
+    _fields_ = (("factors", c_void_p), ("outputs", c_void_p), ("row_sums", c_void_p))
 
 
 class LinearKernels:
@@ -40,17 +67,15 @@ class LinearKernels:
         self.supported = bool(library.octavo_has_linear())
         if not self.supported:
             return
-        rows = (c_void_p, c_int64, c_int64)
-        self._linear = library.octavo_linear
-        self._linear.argtypes = (*rows, *2 * (c_void_p,), c_int64, c_int64, c_void_p, c_int)
-        self._linear.restype = None
-        self._wide = library.octavo_linear_wide
-        self._wide.argtypes, self._wide.restype = self._linear.argtypes, None
+        rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
+        layer, scales = POINTER(_Layer), POINTER(_Scales)
+        self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
+        for function in (self._linear, self._wide):
+            function.argtypes, function.restype = (*rows, layer, *results), None
         self._int8 = library.octavo_linear_int8
-        self._int8.argtypes = (*rows, *5 * (c_void_p,), c_int64, c_int64, c_void_p, c_int)
-        self._int8.restype = None
+        self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
         self._int4 = library.octavo_linear_int4
-        self._int4.argtypes = (*rows, *6 * (c_void_p,), c_int64, c_int64, c_void_p, c_int)
+        self._int4.argtypes = (*rows, c_void_p, layer, scales, *results)
         self._int4.restype = None
 
     @staticmethod
@@ -98,110 +123,172 @@ class LinearKernels:
         """Says whether layers of so many inputs and of this dtype of weights can be packed."""
         return dtype in {torch.bfloat16, torch.int8} and inputs % _FOUR == 0
 
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor, outputs: int) -> Tensor:
+    def linear(  # noqa: PLR0917 - as the operator
+        self,
+        x: Tensor,
+        outputs: int,
+        panels: Tensor,
+        bias: Tensor,
+        gated: int = 0,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         """Multiplies by bfloat16 weights.
 
         Args:
             x: `[rows, inputs]` bfloat16.
+            outputs: how many there are.
             panels: the packed weights.
             bias: `[outputs, padded to whole panels]` float32.
-            outputs: how many there are.
+            gated: 1 if panels are of `interleave`: of an output g of the gate and u that
+                goes with it, the result is silu(g) * u (SwiGLU, Shazeer 2020).
+            norm: `[inputs]` bfloat16, weights of an RMSNorm of x before the product
+                (Zhang and Sennrich, 2019), if there is to be one.
+            epsilon: that norm's.
+            residual: `[rows, outputs]` bfloat16 that is added, if not gated.
 
         Returns:
             `[rows, outputs]` bfloat16, rounded once.
         """
-        x, out = _prepare(x, outputs)
-        self._linear(
-            *(x.data_ptr(), x.shape[0], x.stride(0), panels.data_ptr(), bias.data_ptr()),
-            *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
-        )
+        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        out = x.new_empty(x.shape[0], outputs)
+        self._linear(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
-    def linear_wide(self, x: Tensor, panels: Tensor, bias: Tensor, outputs: int) -> Tensor:
+    def linear_wide(self, x: Tensor, outputs: int, panels: Tensor, bias: Tensor) -> Tensor:
         """Multiplies by bfloat16 weights; as `linear`, but returns the float32 sums."""
-        x, _ = _prepare(x, 0)
+        x, layer = _prepare(x, outputs, panels, bias)
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
-        self._wide(
-            *(x.data_ptr(), x.shape[0], x.stride(0), panels.data_ptr(), bias.data_ptr()),
-            *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
-        )
+        self._wide(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_int8(  # noqa: PLR0917 - as the operator
         self,
         x: Tensor,
+        outputs: int,
         panels: Tensor,
+        bias: Tensor,
         factors: Tensor,
         scales: Tensor,
         row_sums: Tensor,
-        bias: Tensor,
-        outputs: int,
+        gated: int = 0,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Multiplies by 8-bit weights, activations rounded to 8 bits row by row.
 
         Args:
             x: `[rows, inputs]` bfloat16.
+            outputs: how many there are.
             panels: the packed weights.
+            bias: `[padded outputs]` float32.
             factors: `[inputs]` float32, by which x is multiplied before it is rounded.
             scales: `[padded outputs]` float32, by which weights are.
             row_sums: `[padded outputs]` float32, sums of an output's scaled weights.
-            bias: `[padded outputs]` float32.
-            outputs: how many there are.
+            gated: as for `linear`, and so are the others.
+            norm: see there.
+            epsilon: see there.
+            residual: see there.
 
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, out = _prepare(x, outputs)
-        self._int8(
-            *(x.data_ptr(), x.shape[0], x.stride(0), panels.data_ptr(), factors.data_ptr()),
-            *(scales.data_ptr(), row_sums.data_ptr(), bias.data_ptr()),
-            *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
-        )
+        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        out = x.new_empty(x.shape[0], outputs)
+        own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
+        self._int8(*_rows(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_int4(  # noqa: PLR0917 - as the operator
         self,
         x: Tensor,
-        nibbles: Tensor,
+        outputs: int,
         panels: Tensor,
+        bias: Tensor,
         factors: Tensor,
         scales: Tensor,
         row_sums: Tensor,
-        bias: Tensor,
-        outputs: int,
+        nibbles: Tensor,
+        gated: int = 0,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """Multiplies by 4-bit weights if rows are few, else by the same ones in 8 bits.
 
         Args:
-            x: `[rows, inputs]` bfloat16.
-            nibbles: what `pack_int4` returned.
-            panels: and the other arguments: as for `linear_int8`.
+            x: and the other arguments: as for `linear_int8`.
+            outputs: see there.
+            panels: see there.
+            bias: see there.
             factors: see there.
             scales: see there.
             row_sums: see there.
-            bias: see there.
-            outputs: how many there are.
+            nibbles: what `pack_int4` returned.
+            gated: see there.
+            norm: see there.
+            epsilon: see there.
+            residual: see there.
 
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, out = _prepare(x, outputs)
+        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        out = x.new_empty(x.shape[0], outputs)
+        own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
         self._int4(
-            *(x.data_ptr(), x.shape[0], x.stride(0), nibbles.data_ptr(), panels.data_ptr()),
-            *(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr(), bias.data_ptr()),
-            *(x.shape[1], outputs, out.data_ptr(), torch.get_num_threads()),
+            *(*_rows(x), nibbles.data_ptr(), byref(layer), byref(own)),
+            *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
 
 def pad_outputs(values: Tensor) -> Tensor:
     """Fills the first dimension up with zeros to whole panels."""
-    missing = -values.shape[0] % PANEL
-    return pad(values, (0, 0) * (values.dim() - 1) + (0, missing))
+    return _pad(values, PANEL)
 
 
-def _prepare(x: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
-    """Rows as C++ reads them, and a place for the results."""
+def interleave(gate: Tensor, other: Tensor) -> Tensor:
+    """Joins the outputs of a gate and of what it gates, as gated panels have them.
+
+    Args:
+        gate: `[outputs, ...]`.
+        other: as gate.
+
+    Returns:
+        `[2 * outputs, each padded to whole panels, ...]`.
+    """
+    parts = [_pad(values, GATE).unflatten(0, (-1, GATE)) for values in (gate, other)]
+    return torch.stack(parts, 1).flatten(0, 2)
+
+
+def _pad(values: Tensor, whole: int) -> Tensor:
+    return pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % whole))
+
+
+def _rows(x: Tensor) -> tuple[int, int, int]:
+    return x.data_ptr(), x.shape[0], x.stride(0)
+
+
+def _prepare(  # noqa: PLR0917 - as the operators
+    x: Tensor,
+    outputs: int,
+    panels: Tensor,
+    bias: Tensor,
+    gated: int = 0,
+    norm: Tensor | None = None,
+    epsilon: float = 0.0,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, _Layer]:
+    """Rows as C++ reads them, and the layer."""
     if x.stride(1) != 1 or x.stride(0) % _PAIR:
         x = x.contiguous()
-    return x, x.new_empty(x.shape[0], outputs)
+    layer = _Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
+    if norm is not None:
+        layer.norm = norm.data_ptr()
+    if residual is not None:
+        assert residual.stride(1) == 1
+        layer.residual, layer.residual_stride = residual.data_ptr(), residual.stride(0)
+    return x, layer

@@ -176,6 +176,12 @@ class NativeKernels:
         self._write = library.octavo_write_kv
         self._write.argtypes = (POINTER(_Cache), *rows, *rows, c_void_p, c_int64, c_int)
         self._write.restype = c_int64
+        self._rotate = library.octavo_rotate_and_write
+        self._rotate.argtypes = (
+            *(POINTER(_Cache), *rows, c_int, *rows, *rows, c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_int64, c_void_p, c_int),
+        )
+        self._rotate.restype = c_int64
         self._copy = library.octavo_copy_blocks
         self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
         self._copy.restype = None
@@ -203,32 +209,44 @@ class NativeKernels:
         """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
         cache = self._know_cache(key_cache, value_cache)
         slots = self._know_slots(slot_mapping)
-        shape = key.shape
-        if shape != (slots.count, cache.num_kv_heads, cache.head_dim) or value.shape != shape:
-            raise ValueError(
-                f"key {list(shape)} and value {list(value.shape)} do not fit {slots.count} slots "
-                f"of a cache of {cache.num_kv_heads} heads of {cache.head_dim}"
-            )
-        _check_dtype(key, cache)
-        _check_dtype(value, cache)
-        key, value = _rows(key), _rows(value)
-        key_strides, value_strides = key.stride(), value.stride()
+        key, value = _fit(key, cache, slots), _fit(value, cache, slots)
         bad = self._write(
-            cache.reference,
-            key.data_ptr(),
-            key_strides[0],
-            key_strides[1],
-            value.data_ptr(),
-            value_strides[0],
-            value_strides[1],
-            slots.pointer,
-            slots.count,
-            torch.get_num_threads(),
+            *(cache.reference, *_place(key), *_place(value)),
+            *(slots.pointer, slots.count, torch.get_num_threads()),
         )
-        if bad:
-            raise IndexError(
-                f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
+        _check_slot(bad, slot_mapping, cache)
+
+    def rotate_and_write(  # noqa: PLR0917 - as the others
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> Tensor:
+        """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
+        cache = self._know_cache(key_cache, value_cache)
+        slots = self._know_slots(slot_mapping)
+        key, value = _fit(key, cache, slots), _fit(value, cache, slots)
+        if len(query) != slots.count or query.shape[2] != cache.head_dim:
+            raise ValueError(
+                f"query {list(query.shape)} does not fit {slots.count} slots of heads of "
+                f"{cache.head_dim}"
             )
+        _check_dtype(query, cache)
+        query = _rows(query)
+        cos, sin = (angle.to(torch.float32).contiguous() for angle in (cos, sin))
+        out = torch.empty(query.shape, dtype=cache.dtype)
+        bad = self._rotate(
+            *(cache.reference, *_place(query), query.shape[1], *_place(key), *_place(value)),
+            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
+            *(slots.pointer, slots.count, out.data_ptr(), torch.get_num_threads()),
+        )
+        _check_slot(bad, slot_mapping, cache)
+        return out
 
     def paged_attention(
         self,
@@ -369,6 +387,35 @@ class NativeKernels:
 def _rows(tensor: Tensor) -> Tensor:
     """Returns a tensor whose last dimension is contiguous: itself, or a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _place(rows: Tensor) -> tuple[int, int, int]:
+    """Where a tensor of `_rows` begins, and its strides."""
+    token_stride, head_stride, _ = rows.stride()
+    return rows.data_ptr(), token_stride, head_stride
+
+
+def _fit(tokens: Tensor, cache: _KnownCache, slots: _KnownSlots) -> Tensor:
+    """Returns keys or values as C++ can read them.
+
+    Raises:
+        ValueError: they are not of the cache's shape and dtype.
+    """
+    if tokens.shape != (slots.count, cache.num_kv_heads, cache.head_dim):
+        raise ValueError(
+            f"keys or values {list(tokens.shape)} do not fit {slots.count} slots "
+            f"of a cache of {cache.num_kv_heads} heads of {cache.head_dim}"
+        )
+    _check_dtype(tokens, cache)
+    return _rows(tokens)
+
+
+def _check_slot(bad: int, slot_mapping: Tensor, cache: _KnownCache) -> None:
+    """Raises IndexError if C++ found a slot, counted from 1, past the cache's end."""
+    if bad:
+        raise IndexError(
+            f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
+        )
 
 
 def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kernels.cpu import build, fallback
 from kernels.cpu.native import NativeKernels
+from kernels.reference import rotate
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 fixtures_are_shared = settings(
@@ -49,6 +50,35 @@ def test_attention(harness, kernels, data):
 @settings(fixtures_are_shared, max_examples=20)
 def test_write(harness, kernels, data):
     harness.check_write(kernels, data.draw(harness.cases(longest=20)))
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=20)
+def test_rotate_and_write(harness, kernels, data):
+    """As to rotate and to write, one after the other."""
+    case = data.draw(harness.cases(longest=20))
+    tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    heads = case.num_kv_heads * case.group
+    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
+    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
+    cos, sin = torch.randn(2, tokens, case.head_dim, generator=generator)
+    slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens]
+    slots[::5] = -1
+    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    theirs = ours.clone()
+    found = kernels.rotate_and_write(
+        *(query, key, value, cos, sin, ours[:, 0], ours[:, 1], slots),
+    )
+    kernels.write_kv(rotate(key, cos, sin), value, theirs[:, 0], theirs[:, 1], slots)
+    tolerance = harness.tolerances[case.dtype]
+    expected = rotate(query, cos, sin)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
 
 
 @given(data=st.data())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.cpu import linear as kernels
-from kernels.cpu.linear import GROUP, PANEL, pad_outputs
+from kernels.cpu.linear import GROUP, PANEL, interleave, pad_outputs
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
 
@@ -30,10 +30,10 @@ def case(shape, seed):
 @settings(deadline=None)
 def test_bfloat16(shape, seed):
     x, weight, bias = case(shape, seed)
-    found = kernels.linear(x, kernels.pack(weight), pad_outputs(bias), len(bias))
+    found = kernels.linear(x, len(bias), kernels.pack(weight), pad_outputs(bias))
     expected = x.double() @ weight.double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
-    wide = kernels.linear_wide(x, kernels.pack(weight), pad_outputs(bias), len(bias))
+    wide = kernels.linear_wide(x, len(bias), kernels.pack(weight), pad_outputs(bias))
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -49,8 +49,8 @@ def test_int8(shape, seed, zero):
     whole = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
     factors = 2.0 ** torch.randint(-2, 3, x.shape[1:])  # exact in any precision
     found = kernels.linear_int8(
-        *(x, kernels.pack(whole), factors, pad_outputs(scale)),
-        *(pad_outputs(whole.sum(1) * scale), pad_outputs(bias), len(bias)),
+        *(x, len(bias), kernels.pack(whole), pad_outputs(bias), factors, pad_outputs(scale)),
+        pad_outputs(whole.sum(1) * scale),
     )
     wide = x.float() * factors
     low = wide.amin(1, keepdim=True).clamp_max(0)
@@ -83,14 +83,90 @@ def test_int4(rows, groups, outputs, seed):
     whole = weight.to(torch.int8)
     ones = torch.ones(outputs)
     in_8_bits = (
-        *(kernels.pack(whole), torch.ones(x.shape[1]), pad_outputs(ones)),
-        *(pad_outputs(whole.sum(1).float()), pad_outputs(bias), outputs),
+        *(outputs, kernels.pack(whole), pad_outputs(bias), torch.ones(x.shape[1])),
+        *(pad_outputs(ones), pad_outputs(whole.sum(1).float())),
     )
     packed = kernels.pack_int4(nibbles, scale, zero)
-    found = kernels.linear_int4(x, packed, *in_8_bits)
+    found = kernels.linear_int4(x, *in_8_bits, packed)
     if rows > 4:
         assert found.equal(kernels.linear_int8(x, *in_8_bits))
         return
     values = (nibbles - 8) * scale.double()[..., None] + zero.double()[..., None]
     expected = x.double() @ values.flatten(1).T + bias
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-3)
+
+
+def in_bfloat16(weight, bias):
+    """A layer's operator, and what it takes after rows and outputs."""
+    return kernels.linear, (kernels.pack(weight), pad_outputs(bias))
+
+
+def in_8_bits(weight, bias):
+    factors = torch.linspace(0.5, 2, weight.shape[1])
+    weight = weight / factors
+    scale = weight.abs().amax(1).clamp_min(1e-8) / 127
+    whole = (weight / scale[:, None]).round().to(torch.int8)
+    scales = (factors, pad_outputs(scale), pad_outputs(whole.sum(1) * scale))
+    return kernels.linear_int8, (kernels.pack(whole), pad_outputs(bias), *scales)
+
+
+def in_4_bits(weight, bias):
+    """The 4-bit weights are all that counts for a few rows."""
+    groups = weight.float().unflatten(1, (-1, GROUP))
+    low = groups.amin(-1)
+    scale = ((groups.amax(-1) - low) / 15).clamp_min(1e-8).bfloat16()
+    zero = (low + 8 * scale).bfloat16()
+    whole = ((groups - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15).int()
+    _, rest = in_8_bits(weight, bias)
+    return kernels.linear_int4, (*rest, kernels.pack_int4(whole, scale, zero))
+
+
+@pytest.mark.parametrize(
+    ("make", "tolerance"), [(in_bfloat16, 0.01), (in_8_bits, 0.04), (in_4_bits, 0.25)]
+)
+@given(
+    rows=st.integers(1, 30),
+    groups=st.integers(1, 5),
+    outputs=st.integers(PANEL // 2, 3 * PANEL),  # enough to be a sample of roundings
+    normed=st.booleans(),
+    tail=st.sampled_from(["", "residual", "gate"]),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=60)
+def test_fused(make, tolerance, rows, groups, outputs, normed, tail, seed):
+    """Norm, residual and gate, with the product between."""
+    x, weight, bias = case((rows, groups * GROUP, 2 * outputs), seed)
+    draw = torch.Generator().manual_seed(seed)
+    norm = torch.rand(x.shape[1], generator=draw).bfloat16() + 1
+    added = torch.randn(rows, 2 * outputs + 4, generator=draw).bfloat16()[:, : 2 * outputs]
+    if tail == "gate":
+        operator, layer = make(
+            *(interleave(values[:outputs], values[outputs:]) for values in (weight, bias))
+        )
+    else:
+        operator, layer = make(weight, bias)
+    found = operator(
+        *(x, outputs if tail == "gate" else 2 * outputs, *layer, int(tail == "gate")),
+        *(norm if normed else None, 1e-5, added if tail == "residual" else None),
+    )
+
+    rows_in = x.double()
+    if normed:
+        mean = rows_in.square().mean(1, keepdim=True)
+        rows_in = rows_in * (mean + 1e-5).rsqrt() * norm
+    expected = rows_in @ weight.double().T + bias
+    if tail == "gate":
+        expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
+    if tail == "residual":
+        expected = expected + added
+    assert (found.double() - expected).norm() <= tolerance * expected.norm()
+
+
+def test_gates_far_from_zero():
+    """Where silu's exponential would overflow."""
+    weight = torch.eye(GROUP).bfloat16()
+    operator, layer = in_bfloat16(interleave(weight, weight), torch.zeros(2 * GROUP))
+    x = torch.linspace(-3e4, 3e4, GROUP).bfloat16()[None]
+    found = operator(x, GROUP, *layer, 1)
+    expected = torch.nn.functional.silu(x.double()) * x.double()
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-25)

@@ -17,7 +17,10 @@ from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
-SOURCES = ("artifact.py", "export.py", "../attention.py", "../linear.py", "../model.py")
+SOURCES = (
+    *("artifact.py", "export.py", "fusion.py", "../attention.py", "../linear.py", "../model.py"),
+    "../paged_attention.py",
+)
 QUANTIZATION = ("../calibration.py", "../calibration.txt", "../quantization.py")
 KERNELS = tuple(f"../../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py"))
 """What a compiled step calls, and the order of the weights packed into it."""

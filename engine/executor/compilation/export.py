@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
 from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe
+from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
 from engine.executor.step import EagerStep
 from octavo.common.model_cache import prepare
@@ -29,19 +30,17 @@ MOST_TOKENS = 1 << 20
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
 """By these the compiler decides what is worth several threads: a busy step's."""
 
+_LAYER = "AtenTensorHandle x, int64_t outputs, AtenTensorHandle panels, AtenTensorHandle bias"
+_SCALES = "AtenTensorHandle factors, AtenTensorHandle scales, AtenTensorHandle row_sums"
+_FUSED = "int64_t gated, AtenTensorHandle* norm, double epsilon, AtenTensorHandle* residual"
 SHIMS = {
     "paged_attention": "AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value,"
-    " int64_t layer, double scale, int64_t* sliding_window, double* soft_cap",
-    "packed_linear": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle bias,"
-    " int64_t outputs",
-    "packed_linear_wide": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle bias,"
-    " int64_t outputs",
-    "packed_linear_int8": "AtenTensorHandle x, AtenTensorHandle panels, AtenTensorHandle factors,"
-    " AtenTensorHandle scales, AtenTensorHandle row_sums, AtenTensorHandle bias,"
-    " int64_t outputs",
-    "packed_linear_int4": "AtenTensorHandle x, AtenTensorHandle nibbles, AtenTensorHandle panels,"
-    " AtenTensorHandle factors, AtenTensorHandle scales, AtenTensorHandle row_sums,"
-    " AtenTensorHandle bias, int64_t outputs",
+    " int64_t layer, double scale, int64_t* sliding_window, double* soft_cap,"
+    " AtenTensorHandle* cos, AtenTensorHandle* sin",
+    "packed_linear": f"{_LAYER}, {_FUSED}",
+    "packed_linear_wide": _LAYER,
+    "packed_linear_int8": f"{_LAYER}, {_SCALES}, {_FUSED}",
+    "packed_linear_int4": f"{_LAYER}, {_SCALES}, AtenTensorHandle nibbles, {_FUSED}",
 }
 """The arguments of the functions in kernels/cpu/aoti.cpp, which are called in place of
 these operators."""
@@ -97,9 +96,12 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
+    exported = _export(EagerStep(loaded.model))
+    fuse(exported.graph)
+    exported.graph_module.recompile()
     package = scratch / "step.pt2"
     torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
-        _export(EagerStep(loaded.model)), package_path=str(package), inductor_configs=INDUCTOR
+        exported, package_path=str(package), inductor_configs=INDUCTOR
     )
     library = _unpack(package, result)
     dtype = str(loaded.dtype).removeprefix("torch.")
