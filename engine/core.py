@@ -110,7 +110,8 @@ class EngineCore:
             self._expire()
             if not self._scheduler.idle and not self._stopped:
                 self._step()
-            self._tell()
+            if self._scheduler.idle:
+                self._tell()  # else the next step does, while the model runs
         for group in list(self._groups.values()):
             self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
         self._tell()
@@ -130,7 +131,7 @@ class EngineCore:
         batch = self._scheduler.schedule()
         self._announce(batch)
         try:
-            result = self._executor.execute(batch)
+            result = self._executor.execute(batch, launching=self._tell)
         except Exception:
             log.exception("step failed", tokens=batch.num_tokens, sequences=len(batch.slices))
             self._fail_step()

@@ -1,5 +1,6 @@
 """The executor: does a batch's copies, runs the model on it and draws tokens."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -39,8 +40,13 @@ class Executor:
         )
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> StepResult:
+    def execute(self, batch: Batch, launching: Callable[[], None] = lambda: None) -> StepResult:
         """Runs one step.
+
+        Args:
+            batch: what it computes.
+            launching: called when the model is about to run: for what may go on
+                meanwhile, in threads that then have the interpreter to themselves.
 
         Returns:
             A token for each of the batch's samplers, and the prompt
@@ -48,8 +54,10 @@ class Executor:
         """
         self._cache.apply(batch.transfers)
         if not batch.slices:
+            launching()
             return StepResult([])
-        inputs = prepare(batch, block_size=self._block_size, device=self._device, plan=self._plan)
+        inputs = self._prepare(batch)
+        launching()
         logits = self._forward(inputs)
         rows, drawers = [], []
         beam_rows, beams = [], []

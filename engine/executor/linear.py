@@ -191,12 +191,13 @@ def _are_swiglu(group: list[Place]) -> bool:
         *(*names, "down_proj", "act_fn"),
     }:
         return False
+    down: nn.Module = mlp.get_submodule("down_proj")
     x = torch.randn(
         (1, 8, gate.in_features),
         generator=torch.Generator().manual_seed(0),
         dtype=gate.weight.dtype,
     )
-    expected = mlp.down_proj(silu(gate(x)) * group[1].layer(x))
+    expected = down(silu(gate(x)) * group[1].layer(x))
     return torch.allclose(mlp(x), expected)
 
 
@@ -216,7 +217,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., hidden]` to the same."""
-        out: Tensor = self.mlp.down_proj(self.gated(x))
+        out: Tensor = self.mlp.get_submodule("down_proj")(self.gated(x))
         return out
 
 

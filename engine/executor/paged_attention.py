@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch.library import Library, register_fake
@@ -75,6 +76,13 @@ def current_step() -> PagedStep:
     return step
 
 
+class Scales(TypedDict):
+    """What an fp8 cache's keys and values are divided by."""
+
+    key_scale: float
+    value_scale: float
+
+
 def _attend(  # noqa: PLR0917 - an operator's arguments have places
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,7 +119,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
     metadata = step.metadata
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
     cache = (key_cache, value_cache, metadata.slot_mapping)
-    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    scales = Scales(key_scale=key_scale, value_scale=value_scale)
     if cos is not None and sin is not None:
         query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
     else:

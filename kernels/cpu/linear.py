@@ -260,7 +260,7 @@ def interleave(gate: Tensor, other: Tensor) -> Tensor:
     Returns:
         `[2 * outputs, each padded to whole panels, ...]`.
     """
-    parts = [_pad(values, GATE).unflatten(0, (-1, GATE)) for values in (gate, other)]
+    parts = [_pad(values, GATE).reshape(-1, GATE, *values.shape[1:]) for values in (gate, other)]
     return torch.stack(parts, 1).flatten(0, 2)
 
 

@@ -173,7 +173,7 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     engine.wait_idle()
     good = [o.token_ids for o in engine.heard.outputs("good")]
 
-    def fail(batch):
+    def fail(*_, **__):
         monkeypatch.undo()
         raise RuntimeError("out of memory")
 

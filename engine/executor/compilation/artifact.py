@@ -10,6 +10,7 @@ import torch
 
 from engine.config import Quantization
 from engine.executor import huge_pages
+from engine.executor.compilation.container import Container
 from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
 from kernels import cpu
@@ -114,10 +115,9 @@ class CompiledStep:
     def __init__(self, artifact: Artifact) -> None:
         self.manifest = Manifest.read(artifact.path / MANIFEST)
         # `aoti_load_package` would unpack the weights into a temporary directory at every
-        # start, and leave them there; its runner takes the library where it lies.
-        runner = torch._C._aoti.AOTIModelContainerRunnerCpu  # noqa: SLF001 - has no other name
-        self._runner = runner(str(artifact.path / self.manifest.library), 1)
-        huge_pages.collapse(self._runner.extract_constants_map(False).values())
+        # start, and leave them there.
+        self._container = Container(artifact.path / self.manifest.library)
+        huge_pages.collapse(self._container.constants())
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
@@ -125,8 +125,7 @@ class CompiledStep:
         """Runs the model within `attending`; see `engine.executor.step.Step`."""
         step = current_step()
         cpu.begin_step(step.layers, step.metadata)
-        logits: torch.Tensor = self._runner.run([token_ids, positions, logit_rows])[0]
-        return logits
+        return self._container(token_ids, positions, logit_rows)
 
 
 def locate(recipe: Recipe) -> Artifact | None:

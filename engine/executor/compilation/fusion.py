@@ -8,11 +8,14 @@ What does not look as most of transformers' decoders do is left to inductor.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
-from torch.fx import Graph, Node
+from torch.fx import Graph
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
+
+Node = Any  # of torch.fx; what its arguments are is not said there
 
 aten = torch.ops.aten
 octavo = torch.ops.octavo
@@ -90,11 +93,11 @@ def _fuse_residuals(graph: Graph) -> None:
     places = {node: place for place, node in enumerate(graph.nodes)}
     for added in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         for outputs, residual in (added.args, added.args[::-1]):
-            if not isinstance(outputs, Node) or not isinstance(residual, Node):
+            if not isinstance(outputs, fx.Node) or not isinstance(residual, fx.Node):
                 continue
             linear = outputs.args[0] if outputs.target is aten.reshape.default else None
             if (
-                not isinstance(linear, Node)
+                not isinstance(linear, fx.Node)
                 or linear.target not in LINEARS
                 or linear.args[LINEARS[linear.target] - 1]  # gated
                 or len(outputs.users) > 1
@@ -124,18 +127,18 @@ def _fuse_rotary_embeddings(graph: Graph) -> None:
     matches = _matches(graph, _rotated)
     angles: dict[Node, Node] = {}  # as attention takes them
     for attention in graph.find_nodes(op="call_function", target=octavo.paged_attention.default):
-        found = [matches.get(_heads(tokens)) for tokens in attention.args[:2]]
-        if None in found:
+        queries, keys = (matches.get(_heads(tokens)) for tokens in attention.args[:2])
+        if queries is None or keys is None:
             continue
-        (query, cos, sin, half), (key, *same) = found
+        (query, cos, sin, half), (key, *same) = queries, keys
         if (
             same != [cos, sin, half]
             or 2 * half != query.meta["val"].shape[-1]
             or not all(map(_is_doubled, (cos, sin)))
         ):
             continue
-        found_angles = [_angle(node) for node in (cos, sin)]
-        for angle in found_angles:
+        own = [_angle(node) for node in (cos, sin)]
+        for angle in own:
             if angle not in angles:
                 angles[angle] = _in_float32(graph, angle)
         with graph.inserting_before(attention):
@@ -146,7 +149,7 @@ def _fuse_rotary_embeddings(graph: Graph) -> None:
                 )
                 for heads in (query, key)
             ]
-        attention.args = (*raw, *attention.args[2:7], *(angles[angle] for angle in found_angles))
+        attention.args = (*raw, *attention.args[2:7], *(angles[angle] for angle in own))
 
 
 def _heads(tokens: Node) -> Node | None:
@@ -173,7 +176,7 @@ def _is_doubled(node: Node) -> bool:
             *(aten.to.dtype, aten.mul.Tensor, aten.cos.default, aten.sin.default)
         }:
             return False
-        if any(isinstance(other, Node) for other in angle.args[1:]):
+        if any(isinstance(other, fx.Node) for other in angle.args[1:]):
             return False
         angle = angle.args[0]
     return angle is not None and len(angle.args[0]) == 2 and len(set(angle.args[0])) == 1

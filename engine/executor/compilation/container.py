@@ -1,0 +1,111 @@
+"""A compiled model's library, by its own C interface.
+
+PyTorch's runner for Python holds the interpreter's lock while the model runs: no other
+thread could take requests or send tokens meanwhile, and what a step had drawn would wait
+for the next one to end. ctypes lets the lock go.
+"""
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_size_t, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aoti = torch._C._aoti  # noqa: SLF001 - has no other name
+_python = ctypes.pythonapi
+_python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, c_char_p)
+_python.PyCapsule_GetPointer.restype = c_void_p
+_python.PyCapsule_New.argtypes = (c_void_p, c_char_p, c_void_p)
+_python.PyCapsule_New.restype = ctypes.py_object
+
+
+class _Entry(Structure):
+    """A constant; mirrors AOTInductorConstantMapEntry."""
+
+    _fields_ = (("name", c_char_p), ("tensor", c_void_p))
+
+
+class Container:
+    """A library that AOTInductor compiled for CPU, loaded with its weights.
+
+    Args:
+        path: the library.
+
+    Raises:
+        OSError: it cannot be loaded.
+        RuntimeError: its weights cannot.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._run = self._function("Run", c_void_p, c_void_p, c_size_t, c_void_p, c_size_t)
+        self._run.argtypes += (c_void_p, c_void_p)
+        self._container = c_void_p()
+        create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
+        _check(create(byref(self._container), 1, b"cpu", None), f"{path} cannot be loaded")
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Runs the model, without the interpreter's lock.
+
+        Args:
+            inputs: as it was exported with.
+
+        Returns:
+            Tensor: its only output.
+
+        Raises:
+            RuntimeError: it failed; what it says of that is on the process's stderr.
+        """
+        capsules = _aoti.unsafe_alloc_void_ptrs_from_tensors(list(inputs))
+        given = (c_void_p * len(inputs))(
+            *(_python.PyCapsule_GetPointer(capsule, None) for capsule in capsules)
+        )
+        made = c_void_p()
+        failed = self._run(self._container, given, len(inputs), byref(made), 1, None, None)
+        _check(failed, "the compiled model failed")
+        return _own(made)[0]
+
+    def constants(self) -> list[Tensor]:
+        """The weights, where they lie; none where PyTorch is too old to tell."""
+        try:
+            extract = self._function(
+                "ExtractConstantsMapEntries",
+                *(c_void_p, POINTER(POINTER(_Entry)), POINTER(c_size_t), c_bool),
+            )
+        except AttributeError:
+            return []
+        entries, count = POINTER(_Entry)(), c_size_t()
+        _check(
+            extract(self._container, byref(entries), byref(count), False),
+            "the compiled model does not tell its weights",
+        )
+        handles: list[c_void_p] = []
+        for entry in entries[: count.value]:
+            # A handle of our own, for this one stays the container's.
+            own = c_void_p()
+            _check(
+                self._library.aoti_torch_new_tensor_handle(c_void_p(entry.tensor), byref(own)),
+                "a weight cannot be read",
+            )
+            handles.append(own)
+        return _own(*handles)
+
+    def _function(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - ctypes'
+        function = getattr(self._library, f"AOTInductorModelContainer{name}")
+        function.argtypes, function.restype = arguments, c_int
+        return function
+
+
+def _own(*handles: c_void_p) -> list[Tensor]:
+    """The tensors of handles that are ours, which are given up."""
+    capsules = [_python.PyCapsule_New(handle, None, None) for handle in handles]
+    # That for a single one leaks it.
+    tensors: list[Tensor] = _aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+    return tensors
+
+
+def _check(failed: int, what: str) -> None:
+    if failed:
+        raise RuntimeError(what)
