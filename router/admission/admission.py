@@ -15,7 +15,7 @@ from router.admission.claims import Claim, Claims
 from router.admission.fairness import TenantCounters, has_open_place
 from router.admission.output_lengths import OutputLengths
 from router.admission.queue import FairQueue, Waiter
-from router.admission.rates import Clock, DrainRate, Pace
+from router.admission.rates import Clock, DrainRate, Margin, Pace
 from router.admission.refusals import QueueLimits
 from router.admission.ticket import Ticket
 from router.balancing.policy import Candidate, Policy
@@ -29,10 +29,6 @@ class Replica(Candidate, Protocol):
 
 
 E = TypeVar("E", bound=Replica)
-
-WAIT_MARGIN = 1.25
-"""Waits are taken to be this many times what they are estimated at: who is let into the queue
-should not have to leave it for his deadline."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +48,7 @@ class _Line(Generic[E]):
         self.running: set[Claim] = set()
         self.lengths = OutputLengths()
         self.drain = DrainRate(clock)
+        self.margin = Margin()
         self.pace = Pace(clock)
         self.outage: TimerHandle | None = None  # ends the waiting, while no engine is up
         self.given_up = False  # it has
@@ -156,8 +153,10 @@ class Admission(Generic[E]):
             try:
                 self._check_deadline(line, waiter.claim, before=0.0)
             except rpc.RpcError as error:
+                line.margin.missed()
                 self._refuse(line, waiter, error)
                 continue
+            line.margin.kept()
             line.drain.add(waiter.claim.tokens)
             self._remove(line, waiter)
             waiter.granted.set_result(self._grant(line, waiter.claim, engine))
@@ -303,7 +302,7 @@ class Admission(Generic[E]):
         if deadline is None or claim.ticket.moved:
             return
         rate = line.drain.per_second()
-        wait = WAIT_MARGIN * before / rate if before and rate else 0.0
+        wait = line.margin.value * before / rate if before and rate else 0.0
         run = line.pace.seconds(claim.likely, safe=before is not None) or 0.0
         left = deadline - self._clock()
         if wait + run > left:
@@ -327,15 +326,19 @@ class Admission(Generic[E]):
 
     def _expire(self, line: _Line[E], waiter: Waiter[Grant[E]], since: float) -> None:
         """Its time has come; not so, if requests are faster now than when that was set."""
+        error: rpc.RpcError | None = None
         try:
             self._check_deadline(line, waiter.claim, before=0.0)
-            if self._clock() >= since + self._limits.seconds:
-                raise refusals.waited(self._limits, self._half_gone(line))
-        except rpc.RpcError as error:
+        except rpc.RpcError as too_late:
+            line.margin.missed()
+            error = too_late
+        if error is None and self._clock() >= since + self._limits.seconds:
+            error = refusals.waited(self._limits, self._half_gone(line))
+        if error is None:
+            self._set_timer(line, waiter, since)
+        else:
             self._refuse(line, waiter, error)
             self.dispatch(waiter.claim.ticket.model)
-        else:
-            self._set_timer(line, waiter, since)
 
 
 def _cached_tokens(engine: Replica, ticket: Ticket) -> int:

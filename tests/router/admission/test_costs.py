@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -7,7 +8,14 @@ from hypothesis import strategies as st
 from octavo.v1 import engine_pb2
 from router.admission.claims import Claim, Claims
 from router.admission.output_lengths import ENOUGH, SAFE, UNKNOWN, WINDOW, OutputLengths
-from router.admission.rates import DrainRate, Pace
+from router.admission.rates import (
+    ALLOWED_MISSES,
+    LEAST_MARGIN,
+    MOST_MARGIN,
+    DrainRate,
+    Margin,
+    Pace,
+)
 from router.admission.ticket import NoProgress, Ticket
 
 BLOCK = 16
@@ -177,6 +185,30 @@ def test_the_queue_drains_at_the_rate_of_when_somebody_waits():
     assert rate.per_second() == pytest.approx(100, rel=0.1), "of late it was less"
     now[0] += 60.0
     assert math.isclose(rate.per_second() or 0.0, 0.0, abs_tol=10.0), "nothing leaves any more"
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.3])
+def test_the_margin_is_what_few_waits_exceed(spread):
+    draw = random.Random(1)
+    margin, missed = Margin(), []
+    for _ in range(40_000):
+        missed.append(draw.lognormvariate(0, spread) > margin.value)
+        if missed[-1]:
+            margin.missed()
+        else:
+            margin.kept()
+    assert sum(missed[20_000:]) / 20_000 <= 2 * ALLOWED_MISSES
+    assert margin.value < 1 + 8 * spread, "nor is the queue left empty"
+
+
+def test_the_margin_has_bounds():
+    margin = Margin()
+    for _ in range(100):
+        margin.missed()
+    assert margin.value == MOST_MARGIN
+    for _ in range(100_000):
+        margin.kept()
+    assert margin.value == LEAST_MARGIN
 
 
 def test_pace_is_learned_from_whole_requests():
