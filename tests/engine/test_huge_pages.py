@@ -1,0 +1,16 @@
+"""Hints that change no content, and that any weights may be given to."""
+
+import torch
+
+from engine.executor import huge_pages
+
+
+def test_weights_of_any_kind_are_as_before():
+    plain, packed = torch.rand(1 << 20), torch.rand(64, 64)
+    before = plain.clone()
+    opaque = packed.to_mkldnn()
+    huge_pages.collapse([plain, opaque])
+    huge_pages.collapse([opaque])
+    huge_pages.collapse([])
+    assert torch.equal(plain, before)
+    assert torch.equal(opaque.to_dense(), packed)
