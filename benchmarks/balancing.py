@@ -16,7 +16,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, all_up, engine, make_model, metric, router
+from benchmarks.fleet import EOS, Node, all_up, engine, make_model, router
+from benchmarks.metrics import Metrics
 from octavo import AsyncClient
 from octavo.common.ports import free_port
 from router.balancing import POLICIES
@@ -88,7 +89,7 @@ async def measure(model: str, policy: str, engines: int, prompts: list[list[int]
 
         cached = await asyncio.gather(*map(ask, prompts))
         name = "octavo_engine_requests_total"
-        requests = [int(metric(port, name, outcome="finished")) for port in ports]
+        requests = [int(Metrics(port).value(name, outcome="finished")) for port in ports]
     return Spread(sum(map(len, prompts)), sum(cached), requests)
 
 

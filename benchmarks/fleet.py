@@ -9,7 +9,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -249,25 +247,3 @@ async def all_up(router: Node, engines: int) -> None:
     async with AsyncClient(router.address) as client:
         while sum(m.engines for m in await client.list_models()) < engines:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-class Metrics:
-    """What a process' metrics port says at one moment."""
-
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
-        with urllib.request.urlopen(f"http://{host}:{port}/metrics") as page:
-            families = text_string_to_metric_families(page.read().decode())
-            self._samples = [sample for family in families for sample in family.samples]
-
-    def value(self, name: str, **labels: str) -> float:
-        """A sample's value, summed over the labels not given."""
-        return sum(
-            sample.value
-            for sample in self._samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
-
-
-def metric(port: int, name: str, **labels: str) -> float:
-    """A Prometheus sample's value at a metrics port, summed over the labels not given."""
-    return Metrics(port).value(name, **labels)

@@ -29,7 +29,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, Wire, all_up, engine, make_model, metric, router
+from benchmarks.fleet import EOS, Node, Wire, all_up, engine, make_model, router
+from benchmarks.metrics import Metrics
 from benchmarks.rounding import Judge
 from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
@@ -88,7 +89,7 @@ class Cluster:
 
     def moves(self) -> int:
         """How often requests have moved."""
-        return int(metric(self.metrics_port, "octavo_router_moves_total"))
+        return int(Metrics(self.metrics_port).value("octavo_router_moves_total"))
 
 
 @asynccontextmanager

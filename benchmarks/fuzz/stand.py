@@ -12,6 +12,7 @@ import psutil
 
 from benchmarks import fleet
 from benchmarks.fuzz.calls import FaultError
+from benchmarks.metrics import Metrics
 from octavo import AsyncClient
 from octavo.common.ports import free_port
 
@@ -64,7 +65,7 @@ class Stand:
         router, engine = (psutil.Process(node.pid) for node in (self.router, self.engine))
         files = {process: _files_of_its_own(process) for process in (router, engine)}
         of_router, of_engine = (
-            fleet.Metrics(port).value for port in (self.router_metrics, self.engine_metrics)
+            Metrics(port).value for port in (self.router_metrics, self.engine_metrics)
         )
         return {
             "router": Levels(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine.config import EngineSettings
+from octavo.cli.made_part import MadePart
 from octavo.cli.options import declaring, describe
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
@@ -10,8 +11,7 @@ from octavo.common.settings import Settings, flag
 from octavo.common.tracing import TracingSettings
 from router.config import RouterSettings
 
-BEGIN = "<!-- flags: made by `make readme` -->"
-END = "<!-- /flags -->"
+PLACE = MadePart(Path("README.md"), "flags", target="readme")
 TITLES = (
     ("All three", Settings),
     ("All three, on the connections that they take", ConnectionSettings),
@@ -41,13 +41,5 @@ def markdown() -> str:
     return "\n\n".join(parts)
 
 
-def insert(readme: str) -> str:
-    """Returns the README's text with the tables brought up to date."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
-    path = Path("README.md")
-    path.write_text(insert(path.read_text()))
+    PLACE.renew(markdown())

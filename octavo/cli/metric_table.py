@@ -7,12 +7,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Metric
 
 from engine.metrics import EngineMetrics
+from octavo.cli.made_part import MadePart
 from octavo.common.metrics import observe_process
 from router.config import RouterSettings
 from router.server import Router
 
-BEGIN = "<!-- metrics: made by `make docs` -->"
-END = "<!-- /metrics -->"
+PLACE = MadePart(Path("docs/operating.md"), "metrics", target="docs")
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "info": ("_info",)}
 """What Prometheus has after a metric's name, by type."""
 
@@ -50,13 +50,5 @@ def markdown() -> str:
     return "\n\n".join(parts)
 
 
-def insert(document: str) -> str:
-    """Returns the document's text with the tables brought up to date."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
-
-
 if __name__ == "__main__":
-    path = Path("docs/operating.md")
-    path.write_text(insert(path.read_text()))
+    PLACE.renew(markdown())

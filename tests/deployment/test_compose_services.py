@@ -12,7 +12,8 @@ from compose_spec import parse_duration
 
 import octavo
 from benchmarks import dashboard
-from benchmarks.fleet import Metrics, make_model
+from benchmarks.fleet import make_model
+from benchmarks.metrics import Metrics
 from benchmarks.prometheus import Prometheus
 from octavo.common.ports import free_port
 from tests.deployment.composed import DOCKER, Image, here, process, services

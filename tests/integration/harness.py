@@ -5,13 +5,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.metrics import Metrics
 
 READY_SECONDS = 120.0
 """Generous: CI's machines may be busy. What is promised has a test of its own."""
@@ -79,30 +79,17 @@ class Server:
                 return False
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
-    def metric(self, name: str, *, port: int | None = None, **labels: str) -> float:
-        """A Prometheus sample's value, summed over the labels that are not given."""
-        return sum(
-            value
-            for (sample, tags), value in self.metrics(port=port).items()
-            if sample == name and labels.items() <= dict(tags).items()
-        )
-
-    def metrics(
-        self, *, port: int | None = None
-    ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """Every Prometheus sample by name and sorted labels.
+    def metrics(self, *, port: int | None = None) -> Metrics:
+        """What its metrics say now.
 
         Args:
             port: where from; default: this process'. serve's engine is on the next one.
         """
-        url = f"http://127.0.0.1:{port or self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as response:
-            text = response.read().decode()
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        return Metrics(port or self.metrics_port)
+
+    def metric(self, name: str, *, port: int | None = None, **labels: str) -> float:
+        """A Prometheus sample's value, summed over the labels that are not given."""
+        return self.metrics(port=port).value(name, **labels)
 
     def terminate(self, timeout: float = 60) -> int:
         """SIGTERM; waits for the end and returns the exit code."""

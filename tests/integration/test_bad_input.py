@@ -260,7 +260,7 @@ def assert_nothing_is_left(router, engine, engine_metrics=None):
         in_engine = engine.metrics(port=engine_metrics)
         states = [("octavo_engine_groups", s) for s in ("running", "waiting", "swapped")]
         states += [("octavo_engine_blocks", "used"), ("octavo_engine_swap_blocks", "used")]
-        return all(in_engine[name, (("state", state),)] == 0 for name, state in states) and all(
+        return all(in_engine.value(name, state=state) == 0 for name, state in states) and all(
             router.metric(f"octavo_router_requests_{name}") == 0 for name in ("in_flight", "queued")
         )
 

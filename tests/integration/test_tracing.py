@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from benchmarks import fleet
+from benchmarks.metrics import Metrics
 from octavo import AsyncClient, Error
 from octavo.common.ports import free_port
 
@@ -166,7 +167,8 @@ async def test_a_request_that_loses_its_engine(collector, model):
 
 async def busy_one(engines):
     for engine in engines:
-        if await asyncio.to_thread(fleet.metric, engine.metrics_port, "octavo_engine_groups"):
+        metrics = await asyncio.to_thread(Metrics, engine.metrics_port)
+        if metrics.value("octavo_engine_groups"):
             return engine
     raise AssertionError("no engine has the request")
 

@@ -1,0 +1,38 @@
+"""What a process' metrics port says."""
+
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+class Metrics:
+    """All that a metrics port says at one moment.
+
+    Args:
+        port: of a process of this machine.
+        host: the address of it.
+
+    Raises:
+        OSError: nobody answers there.
+    """
+
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=5) as page:
+            text = page.read().decode()
+        self._families = list(text_string_to_metric_families(text))
+
+    def value(self, name: str, **labels: str) -> float:
+        """A sample's value, summed over the labels not given; 0 if none has these.
+
+        Raises:
+            KeyError: there is no such metric.
+        """
+        families = [family for family in self._families if name.startswith(family.name)]
+        if not families:
+            raise KeyError(name)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
