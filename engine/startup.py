@@ -73,6 +73,7 @@ def build(settings: EngineSettings) -> Parts:
         StartupError: the settings do not fit each other, the model or the
             machine.
         UnsupportedModelError: the model cannot be served.
+        ModelError: it cannot be read.
         OSError: there is no such model.
     """
     began = time.perf_counter()

@@ -61,6 +61,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
 
     Raises:
         UnsupportedModelError: the model cannot be served so.
+        ModelError: it cannot be read.
         OSError: there is no such model.
     """
     recipe = Recipe(model, settings.dtype, settings.quantization, settings.block_size)

@@ -1,5 +1,7 @@
 """Loads a decoder from transformers, with its attention replaced by the paged one."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +14,12 @@ from engine.executor.kv_scales import measure_kv_scales
 from engine.executor.paged_attention import ShapeProbe, attending
 from engine.executor.shape import ModelShape
 from kernels.ops import check_supported
+from octavo.common.models import ModelError, first_line
 
 _FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(ModelError):
     """The model needs something that the executor does not have."""
 
 
@@ -87,17 +90,20 @@ def load(
     Raises:
         UnsupportedModelError: the model is no plain decoder, or the kernels
             do not support its shape; the message says which.
+        ModelError: transformers cannot load it.
         OSError: there is no such model.
     """
     where = choose_device(device)
-    config = AutoConfig.from_pretrained(path)
+    with _explained(path):
+        config = AutoConfig.from_pretrained(path)
     kind = choose_dtype(dtype, config.get_text_config(), where)
     cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
-    )
+    with _explained(path):
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
+        )
     model.train(mode=False)
     try:
         shape = _measure(model, where)
@@ -118,6 +124,17 @@ def load(
         raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
     kv_scales = None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, where)
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    """Makes a ModelError of whatever transformers raises, if it is not an OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ModelError(f"transformers cannot load {path}: {first_line(error)}") from error
 
 
 def _prepare_linears(

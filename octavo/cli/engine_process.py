@@ -117,6 +117,7 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
     try:
         asyncio.run(run_engine(settings, lambda address: report("ready", address), socket))
     except EXPECTED as error:
+        log.debug("the traceback of what follows", exc_info=True)
         report("failed", str(error))
         sys.exit(1)
     except Exception as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.common import model_cache
-from octavo.common.models import ModelError
+from octavo.common.models import ModelError, first_line
 
 MAGIC = b"GGUF"
 REVISION = 1
@@ -100,7 +100,7 @@ def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
             output_loading_info=True,
         )
     except Exception as error:
-        raise ModelError(f"transformers cannot read {source}: {_first_line(error)}") from error
+        raise ModelError(f"transformers cannot read {source}: {first_line(error)}") from error
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"{source} lacks {len(missing)} of the model's weights, as {missing[0]}")
@@ -128,7 +128,7 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
         reader = gguf.GGUFReader(path)
     except Exception as error:
         raise ModelError(
-            f"{path} cannot be read; it is cut short or damaged ({_first_line(error)})"
+            f"{path} cannot be read; it is cut short or damaged ({first_line(error)})"
         ) from error
     parts = _field(reader, "split.count") or 1
     if parts > 1:
@@ -179,8 +179,3 @@ def _field(reader: Any, key: str) -> Any:  # noqa: ANN401
     """A field's value; None if the file has none of that name."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
-
-
-def _first_line(error: Exception) -> str:
-    """What an error says, short enough for a line of one's own."""
-    return f"{error}".strip().partition("\n")[0] or type(error).__name__

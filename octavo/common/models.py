@@ -8,7 +8,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class ModelError(Exception):
-    """A model cannot be had. The message says what was looked for and where."""
+    """A model cannot be had, or not be served. The message says what was looked for and why."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for a line of one's own."""
+    return f"{error}".strip().partition("\n")[0] or type(error).__name__
 
 
 def resolve(model: str) -> str:

@@ -19,6 +19,7 @@ from transformers import (
 from engine.config import EngineSettings
 from engine.executor.model import UnsupportedModelError
 from engine.startup import build
+from octavo.common.models import ModelError
 from tests.engine.stepper import Stepper
 
 SMALL = {
@@ -94,6 +95,28 @@ def test_greedy_output_is_transformers(name, tmp_path):
 def test_what_attention_cannot_do_is_refused_at_start(tmp_path):
     save(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path)
     with pytest.raises(UnsupportedModelError, match="attention sinks"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ('{"model_type": "t5"}', "encoder-decoder models are not supported"),
+        ('{"model_type": "abacus"}', "transformers cannot load .*: .*abacus"),
+        ('{"model_type": "vit"}', "transformers cannot load .*: Unrecognized configuration class"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_at_start(tmp_path, config, why):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=why) as caught:
+        engine_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_cannot_be_read_are_refused_at_start(tmp_path):
+    save(CONFIGS["grouped-query heads"], tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ModelError, match="transformers cannot load"):
         engine_of(tmp_path)
 
 

@@ -8,10 +8,11 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 
 import octavo
 from tests.integration.conftest import SMALL
-from tests.integration.harness import wait_until
+from tests.integration.harness import READY_SECONDS, wait_until
 
 DEMO = ("--model", "demo", *SMALL)
 
@@ -71,14 +72,24 @@ def test_says_why_the_engine_cannot_start(demo_model, launch):
     assert "Traceback" not in server.logs()
 
 
+@pytest.mark.parametrize("command", ["serve", "engine"])
+def test_says_in_a_line_why_a_model_cannot_be_served(tmp_path, launch, command):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    server = launch(command, "--model", str(tmp_path))
+    assert server.process.wait(READY_SECONDS) == 1
+    (line,) = [line for line in server.logs().splitlines() if line.startswith("error: ")]
+    assert line.endswith(f"{tmp_path}: encoder-decoder models are not supported")
+    assert "Traceback" not in server.logs()
+
+
 def test_router_and_engine_apart(demo_model, launch):
     engine = launch("engine", *DEMO).wait_ready()
     router = launch("router", "--engine", engine.address).wait_ready()
     with octavo.Client(router.address) as client:
         completion = client.generate("Once upon a time", max_tokens=4).complete()
     assert completion.usage.output_tokens == 4
-    assert engine.metrics()
-    assert router.metrics()
+    assert engine.metric("octavo_engine_output_tokens_total") == 4
+    assert router.metric("octavo_router_output_tokens_total") == 4
     assert router.terminate() == 0, router.logs()
     assert engine.terminate() == 0, engine.logs()
 
