@@ -23,6 +23,13 @@ POLL_SECONDS = 1.0
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 """What anybody may call: load balancers have no keys."""
 SCHEME = "bearer "
+KEY_MISSING = "an API key is needed, as `authorization: Bearer KEY`"
+KEY_UNKNOWN = "the API key is not one of any tenant"
+NO_KEY = "`authorization` must be `Bearer KEY`, with one API key"
+NOT_ONE_TENANTS_CERTIFICATE = (
+    "the client's certificate is not that of one tenant, and there is no API key, as "
+    "`authorization: Bearer KEY`"
+)
 CERTIFICATE_NAMES = {"peer_uri": "uri", "peer_dns": "dns", "x509_common_name": "cn"}
 """gRPC's names for those in a client's certificate, and the tenants' file's."""
 
@@ -104,23 +111,24 @@ class Gate:
             certificate: Names in the client's verified certificate, as `Tenant` has them.
 
         Raises:
-            rpc.RpcError: UNAUTHENTICATED, the same for whatever is wrong.
+            rpc.RpcError: UNAUTHENTICATED; the message says what is missing or wrong.
         """
         if self.open:
             return ANONYMOUS
         if authorization is None:
-            found = {self._by_certificate[n] for n in certificate if n in self._by_certificate}
+            names = set(certificate)
+            found = {self._by_certificate[name] for name in names & self._by_certificate.keys()}
             tenant = found.pop() if len(found) == 1 else None
-        else:
+            why = NOT_ONE_TENANTS_CERTIFICATE if names else KEY_MISSING
+        elif authorization.lower().startswith(SCHEME):
             # What is looked up is a hash: how long that takes says nothing of any key.
-            tenant = self._by_key.get(hash_key(_key(authorization)))
+            tenant = self._by_key.get(hash_key(authorization[len(SCHEME) :]))
+            why = KEY_UNKNOWN
+        else:
+            tenant, why = None, NO_KEY
         if tenant is None:
             self._refused.inc()
-            raise rpc.RpcError(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "an API key is needed, as metadata `authorization: Bearer KEY`, "
-                "or the certificate of a tenant",
-            )
+            raise rpc.RpcError(grpc.StatusCode.UNAUTHENTICATED, why)
         return tenant
 
     async def watch(self) -> None:
@@ -175,11 +183,6 @@ def _authorization(context: Context) -> str | None:
     metadata = context.invocation_metadata() or ()
     values = [str(value) for name, value in metadata if name == "authorization"]
     return " ".join(values) if values else None
-
-
-def _key(authorization: str) -> str:
-    """The key in "Bearer KEY"; empty for any other scheme."""
-    return authorization[len(SCHEME) :] if authorization.lower().startswith(SCHEME) else ""
 
 
 def _certificate(context: Context) -> list[str]:

@@ -28,12 +28,21 @@ async def test_a_key_is_needed(door, scripted, hello, tenants, get):
     async with door(scripted("a"), tenants=tenants, key="alice-key") as (stand, client):
         answer = await client.chat.completions.create(**hello)
         assert answer.choices[0].message.content == "a"
-        stranger = client.with_options(api_key="guess")
-        for ask in (stranger.chat.completions.create(**hello), stranger.models.retrieve("tiny")):
-            with pytest.raises(openai.AuthenticationError) as caught:
-                await ask
-            assert caught.value.code == "invalid_api_key"
-            assert caught.value.response.headers["www-authenticate"] == "Bearer"
+        for key, why in (
+            ({"Authorization": "Bearer guess"}, "the API key is not one of any tenant"),
+            ({"Authorization": "Basic guess"}, "`authorization` must be `Bearer KEY`"),
+            ({"Authorization": openai.omit}, "an API key is needed, as `authorization: Bearer KEY"),
+        ):
+            for ask in (
+                client.chat.completions.create(**hello, extra_headers=key),
+                client.models.retrieve("tiny", extra_headers=key),
+            ):
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await ask
+                assert caught.value.body.pop("message").startswith(why)
+                error = {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+                assert caught.value.body == error
+                assert caught.value.response.headers["www-authenticate"] == "Bearer"
         for path in ("chat/completions", "completions"):
             rubbish = {"data": b"{", "headers": {"Content-Type": "application/json"}}
             assert (await get(f"{stand.url}/v1/{path}", **rubbish)).status == 401
