@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels for this very machine, once, into the user's cache.
+"""Compiles the C++ kernels for this very machine, once, into Octavo's cache.
 
 The sources include no header of PyTorch's, so this takes seconds. They are called
 through a plain C ABI, and call PyTorch through its own.
@@ -66,7 +66,9 @@ def _library_path(compiler: str) -> Path:
     parts = [compiler, *FLAGS, cpu_identity(), *map(str, _loaded_libraries())]
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    return Path(platformdirs.user_cache_dir("octavo")) / "kernels" / f"cpu-{digest[:16]}.so"
+    # As octavo.common.model_cache has it, which kernels may not import.
+    cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
+    return Path(cache).expanduser() / "kernels" / f"cpu-{digest[:16]}.so"
 
 
 def _loaded_libraries() -> list[Path]:

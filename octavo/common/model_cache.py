@@ -4,18 +4,21 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
 import structlog
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 Stage = Callable[[str], None]
 """Says what is being done now."""
 
 log = structlog.get_logger(__name__)
+
+UNFINISHED = ".preparing-"
+"""Before a model's name: the directory that is worked in."""
 
 
 def cache_dir() -> Path:
@@ -44,10 +47,10 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(target.with_name(f"{target.name}.lock")):
+    with _lock(target):
         if target.is_dir():
             return target
-        work = target.with_name(f".preparing-{target.name}")
+        work = _work(target)
         shutil.rmtree(work, ignore_errors=True)  # of one that was killed
         work.mkdir()
         try:
@@ -58,6 +61,43 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
             shutil.rmtree(work)
     log.info("model prepared", path=str(target))
     return target
+
+
+def remove(name: str) -> bool:
+    """Removes the cached model `name`, at once for all who look for it.
+
+    Returns:
+        Whether there was one that nobody is just making.
+    """
+    target = cache_dir() / name
+    work = _work(target)
+    try:
+        with _lock(target).acquire(blocking=False):
+            shutil.rmtree(work, ignore_errors=True)
+            target.rename(work)
+            shutil.rmtree(work, ignore_errors=True)
+    except (Timeout, OSError):
+        return False
+    return True
+
+
+def remove_unfinished(folder: str) -> None:
+    """Removes what is left in `folder` of preparations and removals whose process was killed."""
+    for work in (cache_dir() / folder).glob(f"{UNFINISHED}*/"):
+        target = work.with_name(work.name.removeprefix(UNFINISHED))
+        with suppress(Timeout), _lock(target).acquire(blocking=False):
+            shutil.rmtree(work, ignore_errors=True)
+            log.info("an interrupted preparation was removed", path=str(work))
+
+
+def _lock(target: Path) -> FileLock:
+    """Held by who makes or removes `target`. Its file stays: another may wait for it."""
+    return FileLock(target.with_name(f"{target.name}.lock"))
+
+
+def _work(target: Path) -> Path:
+    """Where `target` is made."""
+    return target.with_name(f"{UNFINISHED}{target.name}")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 
 from engine.config import Quantization
 from engine.executor import huge_pages
+from engine.executor.compilation import upkeep
 from engine.executor.compilation.container import Container
 from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
@@ -113,6 +114,7 @@ class CompiledStep:
     """
 
     def __init__(self, artifact: Artifact) -> None:
+        self._hold = upkeep.hold(artifact.path, asdict(artifact.recipe))
         self.manifest = Manifest.read(artifact.path / MANIFEST)
         # `aoti_load_package` would unpack the weights into a temporary directory at every
         # start, and leave them there.
@@ -152,7 +154,7 @@ def locate(recipe: Recipe) -> Artifact | None:
         "code": [_digest((Path(__file__).parent / name).read_bytes()) for name in sources],
     }
     key = _digest(json.dumps(facts, sort_keys=True).encode())
-    return Artifact(recipe, f"compiled/{key[:24]}")
+    return Artifact(recipe, f"{upkeep.FOLDER}/{key[:24]}")
 
 
 def _model_files(model: str) -> list[Path] | None:

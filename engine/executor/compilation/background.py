@@ -11,6 +11,7 @@ from dataclasses import asdict
 import structlog
 import torch
 
+from engine.executor.compilation import upkeep
 from engine.executor.compilation.artifact import Artifact, CompiledStep
 
 log = structlog.get_logger(__name__)
@@ -66,6 +67,7 @@ class Compiler:
             _warn(str(error))
             return
         log.info("model compiled", seconds=round(time.monotonic() - began, 1))
+        upkeep.prune()  # now that there is one more
 
 
 def _warn(why: str) -> None:

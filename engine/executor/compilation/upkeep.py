@@ -1,0 +1,95 @@
+"""Which compiled steps stay in the cache.
+
+Each is hundreds of megabytes, and each version of a model, of a library or of this code makes one
+of its own.
+"""
+
+import fcntl
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import structlog
+
+from octavo.common import model_cache
+
+log = structlog.get_logger(__name__)
+
+FOLDER = "compiled"
+"""In the cache."""
+USE = "use.json"
+"""In a compiled step's directory: what it is of, when it was loaded last (the file's time) and who
+has it loaded now (the locks on it)."""
+DAY = 86_400.0
+UNUSED = 30 * DAY
+"""How long one is kept that is not loaded any more."""
+VERSIONS = 2
+"""How many are kept of one recipe: one to use, one to go back to."""
+GRACE = DAY
+"""What was loaded since is kept in any case: several versions may take turns."""
+
+
+def hold(directory: Path, made_of: Mapping[str, Any]) -> IO[bytes] | None:
+    """Notes that a compiled step is loaded now, and keeps it.
+
+    Args:
+        directory: where it is.
+        made_of: its recipe, by which `prune` knows those that took its place.
+
+    Returns:
+        What keeps it until it is closed, as the process' end does too. None where nothing can be
+        written, and so nothing be removed.
+    """
+    with suppress(OSError):
+        file = os.fdopen(os.open(directory / USE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        fcntl.flock(file, fcntl.LOCK_SH)
+        # All who hold it write the same, in one call.
+        os.pwrite(file.fileno(), json.dumps(made_of, sort_keys=True).encode(), 0)
+        return file
+    return None
+
+
+def prune() -> None:
+    """Removes compiled steps that are not needed any more, and what compilers that died left.
+
+    What is loaded or being made, by whatever process, stays.
+    """
+    model_cache.remove_unfinished(FOLDER)
+    newer: Counter[str] = Counter()
+    for used, directory in sorted(_steps(), reverse=True):
+        made_of = _made_of(directory)
+        newer[made_of] += 1
+        idle = time.time() - used
+        kept = made_of == "" or newer[made_of] <= VERSIONS
+        if idle > UNUSED or (idle > GRACE and not kept):
+            _remove(directory)
+
+
+def _steps() -> list[tuple[float, Path]]:
+    """When each was loaded last, or made, and where it is."""
+    found = []
+    for directory in (model_cache.cache_dir() / FOLDER).glob("[!.]*/"):
+        with suppress(OSError):
+            use = directory / USE
+            found.append(((use if use.exists() else directory).stat().st_mtime, directory))
+    return found
+
+
+def _made_of(directory: Path) -> str:
+    """What `hold` was told; empty if nothing."""
+    with suppress(OSError):
+        return (directory / USE).read_text()
+    return ""
+
+
+def _remove(directory: Path) -> None:
+    """Removes one, unless somebody has it loaded."""
+    with suppress(OSError), (directory / USE).open("ab") as file:  # or else it is held, or gone
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if model_cache.remove(f"{FOLDER}/{directory.name}"):
+            log.info("an old compiled step was removed", path=str(directory))
