@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from engine.config import EngineSettings
 from engine.executor.compilation import Compiler, Recipe, locate
@@ -94,6 +94,21 @@ def check(found, expected, tolerance):
             if token != wanted_token:  # a tie within the tolerance: what follows differs
                 assert tolerance > 1e-3
                 break
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_model_knows_its_capitals_compiled(demo_model):
+    """What a first user sees, of real weights. Compiled once a machine, for over a minute."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    stepper = engine("demo", "wait", "auto", "none")
+    assert stepper.parts.executor.compiled
+    group = stepper.submit(prompt, 8)
+    stepper.run()
+    assert tokenizer.decode(group.sequences[0].token_ids[len(prompt) :]).startswith(
+        "The capital of France is Paris."
+    )
 
 
 @pytest.fixture(scope="module")

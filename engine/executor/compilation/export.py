@@ -96,7 +96,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
-    exported = _export(EagerStep(loaded.model))
+    exported = export_step(EagerStep(loaded.model))
     fuse(exported.graph)
     exported.graph_module.recompile()
     package = scratch / "step.pt2"
@@ -108,8 +108,9 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     Manifest(loaded.shape, dtype, library).write(result / MANIFEST)
 
 
-def _export(step: EagerStep) -> ExportedProgram:
-    """Captures the step for any number of tokens.
+@torch.no_grad()  # with gradients on, what models do without them would be graphs of their own
+def export_step(step: EagerStep) -> ExportedProgram:
+    """Captures a step for any number of tokens.
 
     Sizes of 1 are left out, for the compiler would make constants of them; what it makes
     for more serves one token too, as tests show: no loop of it depends on there being two.

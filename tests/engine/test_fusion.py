@@ -1,0 +1,92 @@
+"""What is moved into the kernels computes what it did, and most models have it."""
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.executor.calibration import BLOCK_SIZE
+from engine.executor.compilation.export import export_step
+from engine.executor.compilation.fusion import fuse
+from engine.executor.model import load
+from engine.executor.paged_attention import PagedStep, attending
+from engine.executor.step import EagerStep
+from kernels.cpu import linear as kernels
+from kernels.metadata import AttentionMetadata
+from tests.engine.test_architectures import SMALL, save
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
+
+LAYERS = 2
+TOKENS = 21
+SHAPE = SMALL | {"num_hidden_layers": LAYERS, "intermediate_size": 72}
+OPERATORS = {
+    "norms": torch.ops.aten.rsqrt.default,
+    "gates": torch.ops.aten.silu.default,
+    "rotations": torch.ops.aten.neg.default,
+    "residuals": torch.ops.aten.add.Tensor,
+}
+LAST_NORM = {"norms": 1, "residuals": 1}
+"""It is not before a linear layer: only some tokens' rows go on. It adds its epsilon."""
+
+
+def run(step, shape, inputs):
+    """Logits of one prompt."""
+    blocks = -(-TOKENS // BLOCK_SIZE)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, TOKENS], dtype=torch.int32),
+        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(TOKENS),
+        max_query_len=TOKENS,
+        max_seq_len=TOKENS,
+    )
+    size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    layers = [
+        tuple(torch.zeros(size, dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(shape.num_layers)
+    ]
+    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
+        return step(*inputs).float()
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
+        pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
+        # Of the heads' norms, two a layer, the results are rotated.
+        pytest.param(
+            Qwen3Config(**SHAPE),
+            {"norms": 1 + 2 * LAYERS, "residuals": 1 + 2 * LAYERS},
+            id="query and key norms",
+        ),
+        pytest.param(Gemma2Config(**SHAPE), None, id="norms of another kind"),
+        pytest.param(
+            GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"
+        ),
+    ],
+)
+def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
+    save(config, tmp_path)
+    loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
+    exported = export_step(EagerStep(loaded.model))
+    tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
+    expected = run(exported.module(), loaded.shape, inputs)
+    fuse(exported.graph)
+    exported.graph_module.recompile()
+    found = run(exported.module(), loaded.shape, inputs)
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+    if left is not None:
+        counts = {
+            name: len(exported.graph.find_nodes(op="call_function", target=operator))
+            for name, operator in OPERATORS.items()
+        }
+        assert {name: count for name, count in counts.items() if count} == left
