@@ -68,9 +68,7 @@ def run(step, shape, inputs):
             id="query and key norms",
         ),
         pytest.param(Gemma2Config(**SHAPE), None, id="norms of another kind"),
-        pytest.param(
-            GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"
-        ),
+        pytest.param(GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"),
     ],
 )
 def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
