@@ -2,7 +2,8 @@
 
 Inductor makes loops of these, each with a fork and a join of the threads, and has every
 head of every layer compute the sines and cosines of its angles anew. As part of a
-kernel they cost little more than the memory that they touch.
+kernel they cost little more than the memory that they touch: of a step of 48 sequences of
+SmolLM2-135M, what is neither product nor attention takes 4.1 ms in place of 11.6.
 
 What does not look as most of transformers' decoders do is left to inductor.
 """
