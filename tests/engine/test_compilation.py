@@ -1,5 +1,6 @@
 """The compiled step: it says what the eager one says, for any number of tokens, and is kept."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from engine.config import EngineSettings
 from engine.executor.compilation import Compiler, Recipe, locate
 from engine.executor.compilation.artifact import MANIFEST
+from engine.executor.compilation.upkeep import USE, prune
 from engine.startup import build
+from octavo.common.model_cache import cache_dir
 from tests.engine.stepper import Stepper
 
 LENGTHS = (1, 2, 3, 5, 17, 40)
@@ -41,8 +44,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def _cache(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "kernels").symlink_to(cache_dir() / "kernels")  # compiled when they were imported
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OCTAVO_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OCTAVO_CACHE_DIR", str(cache))
         yield
 
 
@@ -85,6 +90,9 @@ def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
     assert again.parts.executor.compiled
     assert outputs(again) == found
     assert manifest.stat().st_mtime_ns == written
+    os.utime(manifest.with_name(USE), (0, 0))
+    prune()
+    assert manifest.exists(), "it is loaded"
 
 
 def check(found, expected, tolerance):
