@@ -75,6 +75,7 @@ def outputs(stepper):
     ("dtype", "quantization", "tolerance"),
     [
         pytest.param("bfloat16", "none", 0.1, marks=pytest.mark.slow),
+        pytest.param("float32", "none", 1e-3, marks=pytest.mark.slow),
         ("bfloat16", "int4", 0.1),
     ],
 )
