@@ -67,7 +67,7 @@ class Parts:
 
 
 def build(settings: EngineSettings) -> Parts:
-    """Loads the model, sizes and allocates the cache, and runs one step.
+    """Loads the model, sizes and allocates the cache, and warms up.
 
     Raises:
         StartupError: the settings do not fit each other, the model or the
@@ -92,12 +92,13 @@ def build(settings: EngineSettings) -> Parts:
     block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
-    _warm_up(Executor(loaded, probe), loaded, tokens, settings.block_size)
+    _run_largest_step(Executor(loaded, probe), loaded, tokens, settings.block_size)
     del probe
     num_blocks = _num_blocks(settings, loaded, block_bytes)
     max_model_len = _max_model_len(settings, loaded, num_blocks)
     num_swap_blocks = _num_swap_blocks(settings, block_bytes)
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
+    executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs:
         _record_decodes(executor, settings.max_num_seqs, max_model_len)
     log.info(
@@ -166,7 +167,7 @@ def _allocate(
     )
 
 
-def _warm_up(executor: Executor, loaded: LoadedStep, tokens: int, block_size: int) -> None:
+def _run_largest_step(executor: Executor, loaded: LoadedStep, tokens: int, block_size: int) -> None:
     """Runs the largest step, to know the most memory that activations take."""
     if loaded.device.type == "cpu":
         tokens = min(tokens, 2 * block_size)  # there is no peak to learn

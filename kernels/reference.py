@@ -1,7 +1,7 @@
 """The plain definition of every kernel, which each fast version is held to.
 
 Nothing here is fast and nothing is clever: float32 arithmetic, one sequence at a
-time, any shape and any device.
+time, any shape and any device. What arguments are, `kernels.ops` says.
 """
 
 import torch
@@ -20,18 +20,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Writes each token's key and value to its slot of the cache.
-
-    Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: as `key`.
-        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
-        value_cache: as `key_cache`.
-        slot_mapping: `[num_tokens]` int64, see `AttentionMetadata`.
-        key_scale: an fp8 cache keeps keys divided by this; what is then too large for
-            its type becomes the largest.
-        value_scale: as `key_scale`.
-    """
+    """Writes each token's key and value to its slot of the cache; see `kernels.ops.write_kv`."""
     block_size = key_cache.shape[2]
     key, value = _rounded(key, key_cache, key_scale), _rounded(value, value_cache, value_scale)
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -106,28 +95,10 @@ def paged_attention(
 ) -> Tensor:
     """Attends causally over keys and values that lie in blocks.
 
-    As in PagedAttention (Kwon et al., SOSP 2023, section 4.1). The queries of a
-    sequence are its last positions. A logit is `scale * q.k`, then capped, then
-    biased, then masked. A query that may attend to nothing gives zeros.
-
-    Args:
-        query: `[num_tokens, num_heads, head_dim]`; query head h reads KV head
-            `h // (num_heads // num_kv_heads)`.
-        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
-        value_cache: as `key_cache`.
-        metadata: which rows are whose, and which blocks.
-        scale: multiplies the dot products.
-        sliding_window: how many positions, its own included, a query sees; all
-            the earlier ones if None.
-        soft_cap: c turns a logit x into `c * tanh(x / c)`.
-        alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
-        key_scale: what keys in an fp8 cache are to be multiplied by.
-        value_scale: as `key_scale`.
-
-    Returns:
-        Tensor: `[num_tokens, num_heads, head_dim]`, contiguous, as `query` in dtype.
+    As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
+    `kernels.ops.paged_attention`. A query that may attend to nothing gives zeros.
     """
-    num_heads, num_kv_heads = query.shape[1], key_cache.shape[1]
+    group = query.shape[1] // key_cache.shape[1]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = metadata.query_starts.tolist()
     for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
@@ -137,8 +108,10 @@ def paged_attention(
         blocks = metadata.block_tables[seq]
         # [heads, queries, head_dim] against [heads, keys, head_dim]
         q = query[first:last].float().transpose(0, 1)
-        k = _gather(key_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
-        v = _gather(value_cache, blocks, seq_len).repeat_interleave(num_heads // num_kv_heads, 0)
+        k, v = (
+            _gather(cache, blocks, seq_len).repeat_interleave(group, 0)
+            for cache in (key_cache, value_cache)
+        )
         logits = scale * key_scale * q @ k.transpose(1, 2)
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
@@ -161,25 +134,11 @@ def _gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache (copy-on-write).
-
-    Args:
-        cache: `[num_blocks, ...]`.
-        pairs: `[n, 2]` int64 on the CPU, (source, destination) block numbers. No
-            destination is also a source or appears twice.
-    """
-    for source, destination in pairs.tolist():
-        cache[destination] = cache[source]
+    """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
+    swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks from one cache to another on the same device.
-
-    Args:
-        source: `[num_blocks, ...]`.
-        destination: `[num_other_blocks, ...]`, of the same block shape and dtype.
-        pairs: `[n, 2]` int64 on the CPU, (source block, destination block). No
-            destination appears twice.
-    """
+    """Copies whole blocks from one cache to another; see `kernels.ops.swap_blocks`."""
     for from_block, to_block in pairs.tolist():
         destination[to_block] = source[from_block]

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import torch
 
 from engine.batch import Batch, StepResult
 from engine.executor.cache import CacheTensors
 from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
-from engine.executor.inputs import StepInputs, prepare
+from engine.executor.inputs import StepInputs, idle_inputs, prepare
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.sampler import Drawer, continue_beams, sample, score
 from engine.executor.swap import CopyTime
+from engine.kv_cache import Transfers
 from engine.sequence import TokenLogprob
 from kernels.ops import plan_attention
 
@@ -84,6 +86,27 @@ class Executor:
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""
         return self._cache.take_copy_times()
+
+    @torch.inference_mode()
+    def warm_up(self, max_model_len: int) -> None:
+        """Launches each kernel that a step may need: Triton compiles it then, for seconds.
+
+        A decode alone, a decode beside a prompt's chunk, and a copy of a block, while the
+        cache holds nothing yet.
+
+        Args:
+            max_model_len: most tokens of a sequence.
+        """
+        for query_lens in ([1], [1, 2]):
+            inputs = idle_inputs(
+                np.array(query_lens, np.int32),
+                longest=max_model_len,
+                device=self._device,
+                plan=self._plan,
+            )
+            self._forward(inputs)
+        if len(self._cache.device) > 1:
+            self._cache.apply(Transfers(copies=[(0, 1)]))
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:

@@ -77,3 +77,30 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
         sampled=sampled,
         scored=scored,
     )
+
+
+def idle_inputs(
+    query_lens: np.ndarray, *, longest: int, device: torch.device, plan: Plan
+) -> StepInputs:
+    """A step that leaves no trace: it reads the cache's first block and writes nothing.
+
+    Args:
+        query_lens: `[num_seqs]` int32; tokens of each sequence, none before them.
+        longest: tokens that attention is planned for, as if sequences had so many.
+        device: where the cache is.
+        plan: makes attention's plan.
+    """
+    count = len(query_lens)
+    starts = np.concatenate([[0], query_lens]).cumsum(dtype=np.int32)
+    tokens = torch.zeros((1, int(starts[-1])), dtype=torch.int64, device=device)
+    most = int(query_lens.max())
+    metadata = AttentionMetadata(
+        query_starts=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(query_lens).to(device),
+        block_tables=torch.zeros((count, 1), dtype=torch.int32, device=device),
+        slot_mapping=torch.full_like(tokens[0], -1),
+        max_query_len=most,
+        max_seq_len=most,
+        plan=plan(query_lens, np.full(count, longest)),
+    )
+    return StepInputs(tokens, tokens, tokens[0, :count], metadata, sampled={}, scored={})

@@ -15,7 +15,8 @@ from torch import Tensor
 _WORDS = 1024  # words of a block that one program moves
 
 
-@triton.jit
+# The second column of an odd number of pairs is not aligned: that must not compile it anew.
+@triton.jit(do_not_specialize=["source_blocks", "destination_blocks"])
 def _swap_blocks_kernel(  # noqa: PLR0917
     source,
     destination,

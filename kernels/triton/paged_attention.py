@@ -139,7 +139,7 @@ def _walk(  # noqa: PLR0917
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _paged_attention_kernel(  # noqa: PLR0915, PLR0917
+def _paged_attention_kernel(  # noqa: PLR0917
     query,
     key_cache,
     value_cache,
@@ -219,28 +219,16 @@ def _paged_attention_kernel(  # noqa: PLR0915, PLR0917
         maximum = tl.full([ROWS], -1e30, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        if HAS_WINDOW:
+        cuts = (begin, clear_begin, clear_end, end)
+        # Without a window, all rows see the first keys.
+        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
             maximum, total, attended = _walk(
-                maximum, total, attended, begin, clear_begin, q, position, slope,
+                maximum, total, attended, cuts[part], cuts[part + 1], q, position, slope,
                 key_cache + from_head, value_cache + from_head, table,
                 factor, soft_cap, sliding_window, block_stride,
-                query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, True,
+                query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, part != 1,
                 HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
             )  # fmt: skip
-        maximum, total, attended = _walk(
-            maximum, total, attended, clear_begin, clear_end, q, position, slope,
-            key_cache + from_head, value_cache + from_head, table,
-            factor, soft_cap, sliding_window, block_stride,
-            query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, False,
-            HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
-        )  # fmt: skip
-        maximum, total, attended = _walk(
-            maximum, total, attended, clear_end, end, q, position, slope,
-            key_cache + from_head, value_cache + from_head, table,
-            factor, soft_cap, sliding_window, block_stride,
-            query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, True,
-            HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
-        )  # fmt: skip
 
         # A row that may attend to nothing gives zeros.
         divisor = tl.where(total > 0, total, 1.0)

@@ -17,14 +17,29 @@ from kernels.triton.write_kv import largest, stored
 
 
 @triton.jit
-def _rotated(  # noqa: PLR0917
-    x, token, token_stride, head_stride, c, s, head, pair, real, HALF: tl.constexpr
+def _halves(  # noqa: PLR0917
+    x, token, token_stride, head_stride, head, pair, real, HALF: tl.constexpr
 ):
-    """Both halves of a token's heads, rotated, in float32."""
+    """Both halves of a token's heads."""
     place = x + token * token_stride + head[:, None] * head_stride + pair[None, :]
-    low = tl.load(place, mask=real, other=0.0).to(tl.float32)
-    high = tl.load(place + HALF, mask=real, other=0.0).to(tl.float32)
-    return low * c - high * s, high * c + low * s
+    return tl.load(place, mask=real, other=0.0), tl.load(place + HALF, mask=real, other=0.0)
+
+
+@triton.jit
+def _rotated(low, high, c, s):
+    """Halves of heads, rotated and rounded to their own type, as if written in between."""
+    dtype: tl.constexpr = low.dtype
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    return (low * c - high * s).to(dtype), (high * c + low * s).to(dtype)
+
+
+@triton.jit
+def _keep(  # noqa: PLR0917
+    low, high, cache, place, scale, real, HALF: tl.constexpr, LARGEST: tl.constexpr
+):
+    """Writes halves of heads to their place in a cache."""
+    tl.store(cache + place, stored(low, cache, scale, LARGEST), mask=real)
+    tl.store(cache + place + HALF, stored(high, cache, scale, LARGEST), mask=real)
 
 
 @triton.jit
@@ -67,35 +82,27 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
 
     head = tl.arange(0, PADDED_HEADS)
     real = (head < NUM_HEADS)[:, None] & real_pair[None, :]
-    low, high = _rotated(
-        query, token, query_token_stride, query_head_stride, c, s, head, pair, real, half
-    )
+    low, high = _halves(query, token, query_token_stride, query_head_stride, head, pair, real, half)
+    low, high = _rotated(low, high, c, s)
     to = out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + pair[None, :]
-    tl.store(to, low.to(out.dtype.element_ty), mask=real)
-    tl.store(to + half, high.to(out.dtype.element_ty), mask=real)
+    tl.store(to, low, mask=real)
+    tl.store(to + half, high, mask=real)
 
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         kv_head = tl.arange(0, PADDED_KV_HEADS)
         real_kv = (kv_head < NUM_KV_HEADS)[:, None] & real_pair[None, :]
-        k_low, k_high = _rotated(
-            key, token, key_token_stride, key_head_stride, c, s, kv_head, pair, real_kv, half
-        )
-        # Rounded to the model's type first, as if it had been written between.
-        dtype: tl.constexpr = key.dtype.element_ty
         place = slot // block_size * block_stride + pair[None, :]
         place += (kv_head[:, None] * block_size + slot % block_size) * HEAD_DIM
-        to_key = key_cache + place
-        tl.store(to_key, stored(k_low.to(dtype), key_cache, key_scale, LARGEST), mask=real_kv)
-        stored_high = stored(k_high.to(dtype), key_cache, key_scale, LARGEST)
-        tl.store(to_key + half, stored_high, mask=real_kv)
-        from_value = value + token * value_token_stride
-        from_value += kv_head[:, None] * value_head_stride + pair[None, :]
-        to_value = value_cache + place
-        v_low = tl.load(from_value, mask=real_kv)
-        v_high = tl.load(from_value + half, mask=real_kv)
-        tl.store(to_value, stored(v_low, value_cache, value_scale, LARGEST), mask=real_kv)
-        tl.store(to_value + half, stored(v_high, value_cache, value_scale, LARGEST), mask=real_kv)
+        k_low, k_high = _halves(
+            key, token, key_token_stride, key_head_stride, kv_head, pair, real_kv, half
+        )
+        k_low, k_high = _rotated(k_low, k_high, c, s)
+        _keep(k_low, k_high, key_cache, place, key_scale, real_kv, half, LARGEST)
+        v_low, v_high = _halves(
+            value, token, value_token_stride, value_head_stride, kv_head, pair, real_kv, half
+        )
+        _keep(v_low, v_high, value_cache, place, value_scale, real_kv, half, LARGEST)
 
 
 def rotate_and_write(  # noqa: PLR0917

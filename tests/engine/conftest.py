@@ -5,7 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.config import EngineSettings
+from engine.executor import executor
 from engine.startup import build
+from kernels import ops
 from tests.engine.stepper import Stepper
 
 
@@ -43,3 +45,12 @@ def tiny_model(tmp_path_factory):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def on_triton(monkeypatch):
+    """Has the CPU stand for a GPU: attention, writes and copies are the Triton kernels."""
+    triton = pytest.importorskip("kernels.triton")
+    monkeypatch.setattr(ops, "_backend", lambda _: triton)
+    monkeypatch.setattr(ops, "_check_cache_dtype", lambda *_: None)
+    monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)

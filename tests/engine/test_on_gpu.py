@@ -12,9 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineSettings
-from engine.executor import executor
 from engine.startup import build
-from kernels import ops
 from tests.engine.stepper import Stepper
 
 pytest.importorskip("triton")
@@ -31,14 +29,10 @@ if not INTERPRETED:
 
 
 @pytest.fixture
-def engine(tiny_model, monkeypatch):
+def engine(tiny_model, request):
     """Makes an engine that runs a prompt of each length, some tokens of it a step."""
-    from kernels import triton
-
-    if INTERPRETED:  # the CPU stands for a GPU
-        monkeypatch.setattr(ops, "_backend", lambda _: triton)
-        monkeypatch.setattr(ops, "_check_cache_dtype", lambda *_: None)
-        monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)
+    if INTERPRETED:
+        request.getfixturevalue("on_triton")
 
     def make(**settings):
         settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01} | settings

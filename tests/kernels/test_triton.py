@@ -41,10 +41,42 @@ def kernels():
     return triton
 
 
+def check_rotation(harness, kernels, case):
+    tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
+
+    heads = case.num_kv_heads * case.group
+    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
+    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
+    angles = numbers(2, tokens, case.head_dim)
+    if case.cache_dtype is not None:
+        # Quarter turns of what fp8 holds: nothing is rounded, which the interpreter does amiss.
+        fused.copy_(fused.to(case.cache_dtype))
+        quarters = torch.randint(4, angles.shape[1:], generator=generator).to(DEVICE)
+        angles = torch.tensor([[1, 0, -1, 0], [0, 1, 0, -1]], device=DEVICE)[:, quarters]
+        angles = angles.to(case.dtype)
+    slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens].to(DEVICE)
+    slots[::5] = -1
+    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim).to(case.kept_as)
+    theirs = ours.clone()
+    found, expected = (
+        run.rotate_and_write(
+            query, key, value, *angles, cache[:, 0], cache[:, 1], slots, **case.scales
+        )
+        for run, cache in ((kernels, ours), (reference, theirs))
+    )
+    tolerance = 0.0 if case.cache_dtype else harness.tolerances[case.dtype]
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+
+
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES)
 def test_attention(harness, kernels, data):
-    sizes = (60, 20, 3) if INTERPRETED else (300, 70, 9)
+    sizes = (60, 200, 3) if INTERPRETED else (300, 1400, 9)
     case = data.draw(harness.cases(*sizes, fp8=FP8))
     splits = data.draw(st.none() | st.integers(1, 8))
     harness.check_attention(kernels, case, DEVICE, splits)
@@ -55,9 +87,13 @@ def test_attention(harness, kernels, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=10 * MAX_EXAMPLES)
 def test_sweep(harness, kernels, data):
-    case = data.draw(harness.cases(longest=530, most_sequences=9, fp8=FP8))
+    """Every kernel, on sizes as the engine has them."""
+    case = data.draw(harness.cases(longest=600, most_rows=1200, most_sequences=9, fp8=FP8))
     splits = data.draw(st.none() | st.integers(1, 8))
     harness.check_attention(kernels, case, DEVICE, splits)
+    harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
+    harness.check_copies(kernels, case, DEVICE)
+    check_rotation(harness, kernels, case)
 
 
 @given(data=st.data())
@@ -71,28 +107,7 @@ def test_write(harness, kernels, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
 def test_rotate_and_write(harness, kernels, data):
-    case = data.draw(harness.cases(longest=20))
-    tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
-    generator = torch.Generator().manual_seed(case.seed)
-
-    def numbers(*shape):
-        return torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
-
-    heads = case.num_kv_heads * case.group
-    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
-    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
-    angles = numbers(2, tokens, case.head_dim)
-    slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens].to(DEVICE)
-    slots[::5] = -1
-    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    theirs = ours.clone()
-    found, expected = (
-        run.rotate_and_write(query, key, value, *angles, cache[:, 0], cache[:, 1], slots)
-        for run, cache in ((kernels, ours), (reference, theirs))
-    )
-    tolerance = harness.tolerances[case.dtype]
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    check_rotation(harness, kernels, data.draw(harness.cases(longest=20, fp8=FP8)))
 
 
 @given(data=st.data())
