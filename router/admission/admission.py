@@ -107,7 +107,7 @@ class Admission(Generic[E]):
         """
         line = self._lines[ticket.model]
         claim = Claim(ticket, line.lengths)
-        line.counters.asked(ticket.tenant.name, self._clock())
+        line.counters.asked(ticket.tenant.name, ticket.sequences, self._clock())
         engines = self._engines(line, ticket.model)
         engine = None if line.queue else self._choose(line, engines, claim)
         if engine is None:
@@ -200,7 +200,8 @@ class Admission(Generic[E]):
         """Returns an engine with room, or None."""
         roomy = [engine for engine in engines if _fits(engine, claim)]
         if not line.counters.is_least(claim.ticket.tenant.name, self._clock()):
-            roomy = [e for e in roomy if has_open_place(e, claim.ticket.sequences)]
+            burst = line.counters.burst(self._clock())
+            roomy = [e for e in roomy if has_open_place(e, claim.ticket.sequences, burst)]
         return self._policy.choose(roomy, claim.ticket)
 
     def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:

@@ -132,15 +132,30 @@ def test_time_when_nobody_waited_is_not_kept_either(line):
 
 def test_places_are_kept_for_the_least_served_of_those_active():
     counters = TenantCounters()
-    counters.asked("a", 0.0)
+    counters.asked("a", 1, 0.0)
     assert counters.is_least("a", 0.0), "it is alone"
-    counters.asked("b", 1.0)
+    counters.asked("b", 1, 1.0)
     line = Line(FairQueue(counters), counters)
     line.ask(A)
     line.serve()
     assert not counters.is_least("a", 1.0)
     assert counters.is_least("b", 1.0)
     assert counters.is_least("a", 2.0 + ACTIVE_SECONDS), "b has gone"
+
+
+def test_bursts_are_the_least_serveds():
+    counters = TenantCounters()
+    assert counters.burst(0.0) == 0
+    for time, sequences in ((0.0, 1), (0.4, 2), (1.3, 1), (1.4, 1), (3.0, 2)):
+        counters.asked("b", sequences, time)
+    assert counters.burst(3.0) == 4, "from 0.4 to 1.4"
+    for _ in range(100):
+        counters.asked("a", 1, 3.0)
+    line = Line(FairQueue(counters), counters)
+    line.ask(A)
+    line.serve()
+    assert counters.burst(3.0) == 4
+    assert counters.burst(3.5 + ACTIVE_SECONDS) == 0, "all have gone"
 
 
 def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
