@@ -101,6 +101,8 @@ def pack_linears(model: PreTrainedModel) -> None:
     Args:
         model: on CPU; changed in place.
     """
+    if kernels is None:
+        return
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     for group in linears_by_input(model):
         if has_kernels(group[0].layer):
