@@ -13,11 +13,13 @@ is served may differ from its weight's share by a twentieth, for weights 1:1 and
 
 import argparse
 import asyncio
+import multiprocessing
 import random
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,15 +130,32 @@ async def send(client: AsyncClient, served: Served, rate: float, seconds: float)
             task.cancel()  # those of a flood would still wait for long
 
 
+def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
+    """Sends requests from a process of its own."""
+
+    async def run() -> Served:
+        served = Served()
+        async with AsyncClient(address, api_key=key) as client:
+            await send(client, served, rate, seconds)
+        return served
+
+    return asyncio.run(run())
+
+
 async def flooded(seconds: float, times: float) -> Served:
-    """Returns what a modest tenant has beside one that sends so many times as much."""
+    """Returns what a modest tenant has beside one that sends so many times as much.
+
+    Each is a process, as tenants are: else one would wait for its turn to receive.
+    """
     rate = LOAD * CAPACITY
-    async with service({"modest": 1.0, "flood": 1.0}) as clients:
-        modest, flood = Served(), Served()
-        await asyncio.gather(
-            send(clients["modest"], modest, rate, seconds),
-            send(clients["flood"], flood, times * rate, seconds),
-        )
+    loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, spawn) as senders:
+        async with service({"modest": 1.0, "flood": 1.0}) as clients:
+            address = clients["modest"].address
+            modest, flood = await asyncio.gather(
+                loop.run_in_executor(senders, send_alone, address, "modest", rate, seconds),
+                loop.run_in_executor(senders, send_alone, address, "flood", times * rate, seconds),
+            )
     print(
         f"beside {times:g} times its load: {len(modest.ttft)} served, {modest.refused} refused, "
         f"time to first token {1e3 * median(modest.ttft):.0f} ms, 99 of 100 at most "
