@@ -5,7 +5,6 @@ reach it by commands, which it takes between steps, and hear from it by
 `deliver`.
 """
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,8 +31,6 @@ OnEnd = Callable[[SequenceGroup, str], None]
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core tells its load this often: silence for longer means that it hangs."""
-METRICS_SECONDS = 0.1
-"""The scheduler's metrics are at most this old: to keep them newer costs steps their time."""
 PREFILL_SHARE = 0.5
 """A step tells the speed of prefill if more than this share of its tokens is prefill."""
 
@@ -68,7 +65,6 @@ class EngineCore:
         self._events: list[Event] = []
         self._ids = count()
         self._step_seconds = 0.0
-        self._observed = -math.inf
         self._draining = False
         self._stopped = False
         self.load = self._measure_load()
@@ -216,10 +212,7 @@ class EngineCore:
 
     def _tell(self) -> None:
         self.load = self._measure_load()
-        now = time.monotonic()
-        if self._scheduler.idle or now - self._observed >= METRICS_SECONDS:
-            self._observed = now
-            self._metrics.observe_scheduler(self._scheduler, self.load.cache)
+        self._metrics.observe_scheduler(self._scheduler, self.load.cache)
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
             self._publish(PrefixChange(None, stored, evicted))

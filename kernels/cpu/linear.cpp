@@ -114,6 +114,12 @@ Floats load_first(const uint16_t* from, __mmask16 mask) {
   return (Floats)_mm512_slli_epi32(half, 16);
 }
 
+// As bfloat16 and back: where the model itself would round, so that near ties fall alike.
+Floats rounded(Floats x) {
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
 Floats silu(Floats x) {
   const Floats power = x * -1.4426950f;  // of 2; kept from overflowing
   return x / (1 + exp2((Floats)_mm512_min_ps((__m512)power, _mm512_set1_ps(126))));
@@ -145,7 +151,8 @@ struct Outputs {
     if (column >= layer.outputs) return;
     const __mmask16 mask = first_lanes(layer.outputs - column);
     if (layer.residual)
-      values += load_first(layer.residual + row * layer.residual_stride + column, mask);
+      values = rounded(values) +
+               load_first(layer.residual + row * layer.residual_stride + column, mask);
     store_first(first + row * layer.outputs + column, mask, values);
   }
 };
@@ -170,7 +177,7 @@ void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to) {
   for (int64_t i = 0; i < layer.inputs; i += kLanes) {
     const __mmask16 mask = first_lanes(layer.inputs - i);
     store_first(to + i, mask,
-                load_first(row + i, mask) * inverse * load_first(layer.norm + i, mask));
+                rounded(load_first(row + i, mask) * inverse) * load_first(layer.norm + i, mask));
   }
 }
 

@@ -4,6 +4,7 @@ Inductor makes loops of these, each with a fork and a join of the threads, and h
 head of every layer compute the sines and cosines of its angles anew. As part of a
 kernel they cost little more than the memory that they touch: of a step of 48 sequences of
 SmolLM2-135M, what is neither product nor attention takes 4.1 ms in place of 11.6.
+Residuals, norms and angles are rounded where the model rounds them.
 
 What does not look as most of transformers' decoders do is left to inductor.
 """
@@ -184,9 +185,7 @@ def _is_doubled(node: Node) -> bool:
 
 
 def _in_float32(graph: Graph, angle: Node) -> Node:
-    """Angles as `[tokens, head_dim]` float32: from before they were rounded, if they were."""
-    if angle.target is aten.to.dtype and angle.args[0].meta["val"].dtype == torch.float32:
-        angle = angle.args[0]
+    """Angles as `[tokens, head_dim]` float32: as the model rounds them."""
     with graph.inserting_after(angle):
         wide = graph.call_function(aten.to.dtype, (angle, torch.float32))
     with graph.inserting_after(wide):
