@@ -121,20 +121,18 @@ def in_4_bits(weight, bias):
     return kernels.linear_int4, (*rest, kernels.pack_int4(whole, scale, zero))
 
 
-@pytest.mark.parametrize(
-    ("make", "tolerance"), [(in_bfloat16, 0.01), (in_8_bits, 0.04), (in_4_bits, 0.25)]
-)
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits])
 @given(
     rows=st.integers(1, 30),
     groups=st.integers(1, 5),
-    outputs=st.integers(PANEL // 2, 3 * PANEL),  # enough to be a sample of roundings
+    outputs=st.integers(2 * PANEL, 4 * PANEL),  # enough to be a sample of roundings
     normed=st.booleans(),
     tail=st.sampled_from(["", "residual", "gate"]),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=60)
-def test_fused(make, tolerance, rows, groups, outputs, normed, tail, seed):
-    """Norm, residual and gate, with the product between."""
+def test_fused(make, rows, groups, outputs, normed, tail, seed):
+    """Norm, residual and gate, as if they were computed before and after the product."""
     x, weight, bias = case((rows, groups * GROUP, 2 * outputs), seed)
     draw = torch.Generator().manual_seed(seed)
     norm = torch.rand(x.shape[1], generator=draw).bfloat16() + 1
@@ -150,15 +148,15 @@ def test_fused(make, tolerance, rows, groups, outputs, normed, tail, seed):
         *(norm if normed else None, 1e-5, added if tail == "residual" else None),
     )
 
-    rows_in = x.double()
-    if normed:
-        mean = rows_in.square().mean(1, keepdim=True)
-        rows_in = rows_in * (mean + 1e-5).rsqrt() * norm
-    expected = rows_in @ weight.double().T + bias
+    rows_in = torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-5) if normed else x
+    plain, layer = make(weight, bias)
+    expected = plain(rows_in, 2 * outputs, *layer).double()
     if tail == "gate":
         expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     if tail == "residual":
         expected = expected + added
+    # Rows that are normed before they become bytes are rounded once more.
+    tolerance = 0.04 if normed and make is not in_bfloat16 else 0.01
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
