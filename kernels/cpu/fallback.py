@@ -10,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-from kernels.reference import rotate
 
 
 def write_kv(
@@ -37,8 +36,17 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
     slot_mapping: Tensor,
 ) -> Tensor:
     """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
-    write_kv(rotate(key, cos, sin), value, key_cache, value_cache, slot_mapping)
-    return rotate(query, cos, sin)
+    half = query.shape[-1] // 2
+    # [num_tokens, 1, 1, half], of which every head's two halves are multiplied.
+    c, s = (angle[:, None, None, :half].float() for angle in (cos, sin))
+    signed = torch.cat([-s, s], -2)
+
+    def rotated(x: Tensor) -> Tensor:
+        halves = x.float().view(*x.shape[:-1], 2, half)
+        return torch.addcmul(halves * c, halves.flip(-2), signed).flatten(-2).to(x.dtype)
+
+    write_kv(rotated(key), value, key_cache, value_cache, slot_mapping)
+    return rotated(query)
 
 
 def paged_attention(
