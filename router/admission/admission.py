@@ -12,7 +12,8 @@ from typing import Generic, Protocol, TypeVar
 from octavo.common import rpc
 from router.admission import refusals
 from router.admission.claims import Claim, Claims
-from router.admission.fairness import TenantCounters, has_open_place
+from router.admission.fairness import TenantCounters
+from router.admission.kept_places import Span, kept_places
 from router.admission.output_lengths import OutputLengths
 from router.admission.queue import FairQueue, Waiter
 from router.admission.rates import Clock, DrainRate, Margin, Pace
@@ -200,8 +201,8 @@ class Admission(Generic[E]):
         """Returns an engine with room, or None."""
         roomy = [engine for engine in engines if _fits(engine, claim)]
         if not line.counters.is_least(claim.ticket.tenant.name, self._clock()):
-            burst = line.counters.burst(self._clock())
-            roomy = [e for e in roomy if has_open_place(e, claim.ticket.sequences, burst)]
+            spans = line.counters.demand_of_least(self._clock())
+            roomy = [engine for engine in roomy if _has_open_place(engine, claim, line.pace, spans)]
         return self._policy.choose(roomy, claim.ticket)
 
     def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:
@@ -344,6 +345,15 @@ class Admission(Generic[E]):
 
 def _cached_tokens(engine: Replica, ticket: Ticket) -> int:
     return engine.cached_tokens(ticket.prompt) if ticket.prompt else 0
+
+
+def _has_open_place(engine: Replica, claim: Claim, pace: Pace, spans: Sequence[Span]) -> bool:
+    """Says whether an engine has places that are not kept; an empty one has."""
+    if not engine.sequences:
+        return True
+    endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]
+    kept = kept_places(engine.max_num_seqs, spans, [e for e in endings if e is not None])
+    return engine.sequences + claim.ticket.sequences <= engine.max_num_seqs - kept
 
 
 def _fits(engine: Replica, claim: Claim) -> bool:

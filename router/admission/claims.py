@@ -124,6 +124,10 @@ class Claims:
         self._load = None
         self.sequences -= claim.ticket.sequences
 
+    def to_come(self) -> list[int]:
+        """Returns the tokens that each sequence is expected to have yet, the fewest first."""
+        return sorted(c.remaining for c in self._cached for _ in range(c.ticket.sequences))
+
     def fits(self, claim: Claim, cached_tokens: int, load: engine_pb2.Load) -> bool:
         """Says whether the engine's blocks will do for one more request, all along.
 

@@ -1,4 +1,4 @@
-"""Whose turn it is among tenants, and what is kept free for those who are not there all the time.
+"""Whose turn it is among tenants.
 
 The virtual token counter of "Fairness in Serving Large Language Models" (Sheng
 et al., OSDI 2024), with weights. A tenant's counter is what it was served, in
@@ -11,42 +11,20 @@ Between two tenants that both wait all the time, what they were served so never
 grows apart by more than one request's charge and that little, plus what running
 requests turn out to cost beyond or below what was expected of them.
 
-A turn is worth little, though, where one tenant floods the queue: then no place
-ever is free when another's request comes, and it waits for one to be. So an
-engine's last places are only for the tenant that was served the least of those
-active: it finds one at once, and the next one that is left is kept again. How many are
-kept follows the bursts in which it asks.
-Tenants that all wait are the least served in turn, and leave no place empty.
+The least served of those active finds a place at once: some are kept for it
+(`kept_places`). Tenants that all wait are the least served in turn, and leave no place empty.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from router.admission.claims import Claim
-from router.balancing.policy import Candidate
+from router.admission.kept_places import Demand, Span
 
 CREDIT_TOKENS = 4096.0
 """What a tenant may keep of the time that it did not use, in weighted tokens."""
 ACTIVE_SECONDS = 10.0
 """A tenant is active for this long after its last request came."""
-BURST_SECONDS = 1.0
-"""Requests that come within this time count as come at once: places fall free in clumps."""
-REMEMBERED = 64
-"""Requests of a tenant, by which its bursts are known."""
-
-
-def has_open_place(engine: Candidate, sequences: int, burst: int) -> bool:
-    """Says whether an engine has places that are not kept; an empty one has.
-
-    Args:
-        engine: It.
-        sequences: That would take them.
-        burst: Places that the least served tenant may want at once: so many are kept,
-            but at least an eighth, and at most a quarter.
-    """
-    most = engine.max_num_seqs
-    kept = min(max(burst, most // 8), most // 4)
-    return not engine.sequences or engine.sequences + sequences <= most - kept
 
 
 class TenantCounters:
@@ -57,15 +35,14 @@ class TenantCounters:
         self._turns: defaultdict[str, int] = defaultdict(int)  # when each had its last
         self._turn = 0
         self._last = ""  # the tenant that had the last turn
-        # When each active one asked of late, the oldest first, and for how many sequences.
-        self._asked: dict[str, deque[tuple[float, int]]] = {}
+        self._demands: dict[str, Demand] = {}  # of those active
 
     def __getitem__(self, tenant: str) -> float:
         return self._served[tenant]
 
     def asked(self, tenant: str, sequences: int, now: float) -> None:
         """A tenant has asked for something: it is active."""
-        self._asked.setdefault(tenant, deque(maxlen=REMEMBERED)).append((now, sequences))
+        self._demands.setdefault(tenant, Demand()).add(sequences, now)
 
     def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
         """Lets a tenant compete that had nothing waiting; `waiting` are those that have."""
@@ -83,28 +60,20 @@ class TenantCounters:
     def is_least(self, tenant: str, now: float) -> bool:
         """Says whether no active tenant was served less."""
         self._forget(now)
-        return all(self._served[tenant] <= self._served[name] for name in self._asked)
+        return all(self._served[tenant] <= self._served[name] for name in self._demands)
 
-    def burst(self, now: float) -> int:
-        """Returns the most sequences that the least served active tenant asked for at once."""
+    def demand_of_least(self, now: float) -> Sequence[Span]:
+        """Returns how fast the least served active tenant asks."""
         self._forget(now)
-        if not self._asked:
-            return 0
-        asked = self._asked[min(self._asked, key=self._served.__getitem__)]
-        most = wanted = first = 0
-        for time, sequences in asked:
-            wanted += sequences
-            while asked[first][0] < time - BURST_SECONDS:
-                wanted -= asked[first][1]
-                first += 1
-            most = max(most, wanted)
-        return most
+        if not self._demands:
+            return ()
+        return self._demands[min(self._demands, key=self._served.__getitem__)].spans
 
     def _forget(self, now: float) -> None:
-        self._asked = {
-            name: asked
-            for name, asked in self._asked.items()
-            if now - asked[-1][0] <= ACTIVE_SECONDS
+        self._demands = {
+            name: demand
+            for name, demand in self._demands.items()
+            if now - demand.newest <= ACTIVE_SECONDS
         }
 
     def admit(self, claim: Claim) -> None:

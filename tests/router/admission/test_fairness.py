@@ -143,19 +143,18 @@ def test_places_are_kept_for_the_least_served_of_those_active():
     assert counters.is_least("a", 2.0 + ACTIVE_SECONDS), "b has gone"
 
 
-def test_bursts_are_the_least_serveds():
+def test_the_demand_looked_at_is_the_least_serveds():
     counters = TenantCounters()
-    assert counters.burst(0.0) == 0
-    for time, sequences in ((0.0, 1), (0.4, 2), (1.3, 1), (1.4, 1), (3.0, 2)):
-        counters.asked("b", sequences, time)
-    assert counters.burst(3.0) == 4, "from 0.4 to 1.4"
+    assert not counters.demand_of_least(0.0)
+    for time in (0.0, 0.5, 3.0):
+        counters.asked("b", 1, time)
     for _ in range(100):
         counters.asked("a", 1, 3.0)
     line = Line(FairQueue(counters), counters)
     line.ask(A)
     line.serve()
-    assert counters.burst(3.0) == 4
-    assert counters.burst(3.5 + ACTIVE_SECONDS) == 0, "all have gone"
+    assert counters.demand_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
+    assert not counters.demand_of_least(3.5 + ACTIVE_SECONDS), "all have gone"
 
 
 def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):

@@ -53,11 +53,14 @@ class Play:
             t = grant.claim.ticket
             if not t.progress.output_tokens:
                 self.waits.setdefault(t.tenant.name, []).append(self.gate.now - t.arrival)
+                t.progress.first_time = self.gate.now
             t.progress.output_tokens += 1
+            t.progress.last_time = self.gate.now
             name = t.tenant.name
             prompt = t.prompt_tokens if t.progress.output_tokens == 1 else 0
             self.tokens[name] = self.tokens.get(name, 0) + prompt + 2
             if t.progress.output_tokens == t.max_tokens:
+                t.progress.lengths = [t.max_tokens]
                 ended.append(grant)
         for grant in ended:
             self.running.remove(grant)
@@ -86,7 +89,7 @@ async def flooded(times: float, seconds: float = 60.0) -> list[float]:
                 due[tenant] += draw.expovariate(rate)
                 play.ask(tenant)
         await play.step()
-        if play.gate.now < 10.0:
+        if play.gate.now < 5.0:
             play.waits.clear()
     await play.close()
     return play.waits["modest"]

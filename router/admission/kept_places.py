@@ -1,0 +1,87 @@
+"""Places of an engine that are kept free for the tenant that was served the least.
+
+A turn is worth little where one tenant floods the queue: then no place ever is
+free when another's request comes, and it waits for one to be. So an engine's last
+places are only for the tenant that was served the least of those active: it finds
+one at once, and the next one that is left is kept again.
+
+Each kept place is one less that works. As few will do as the tenant may ask for
+before others fall free: if it has asked for `count` sequences within `span` seconds,
+and `ended` of those that run will have ended in as many, `count - ended` must be free
+now. So few are kept where ends are spread over time, and more where requests that began
+together are about to end together.
+"""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+REMEMBERED = 64
+"""Requests of a tenant by which it is known how it asks."""
+SPARE = 1 / 12
+"""Of an engine's places, those kept for what has not been seen yet."""
+MOST_KEPT = 1 / 3
+"""Of an engine's places, what may be kept at most."""
+
+
+class Span(NamedTuple):
+    """The shortest time, in seconds, in which a tenant asked for so many sequences or more."""
+
+    sequences: int
+    seconds: float
+
+
+class Demand:
+    """When a tenant asked of late, and for how many sequences.
+
+    Attributes:
+        newest: When it asked last.
+    """
+
+    def __init__(self) -> None:
+        self.newest = -math.inf
+        self._asked: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+        self._spans: list[Span] | None = None
+
+    def add(self, sequences: int, now: float) -> None:
+        """It has asked."""
+        self.newest = now
+        self._asked.append((now, sequences))
+        self._spans = None
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """How fast it asks, for every count that was seen, the least first."""
+        if self._spans is None:
+            shortest: dict[int, float] = {}
+            asked = list(self._asked)
+            for first, (begun, _) in enumerate(asked):
+                counts = accumulate(sequences for _, sequences in asked[first:])
+                for count, (time, _) in zip(counts, asked[first:], strict=True):
+                    shortest[count] = min(time - begun, shortest.get(count, math.inf))
+            counts_down = sorted(shortest, reverse=True)
+            seconds = accumulate((shortest[count] for count in counts_down), min)
+            self._spans = list(map(Span, counts_down, seconds))[::-1]
+        return self._spans
+
+
+def kept_places(places: int, spans: Sequence[Span], endings: Sequence[float]) -> int:
+    """Returns how many of an engine's places are to be free for the least served tenant.
+
+    Args:
+        places: That the engine has.
+        spans: How fast that tenant asks.
+        endings: In how many seconds each sequence that runs is expected to end, the
+            next one first; empty where that is not known.
+    """
+    horizon = endings[-1] if endings else math.inf
+    kept = ended = 0
+    for count, seconds in spans:
+        if seconds > horizon:  # by then all places will have changed hands
+            break
+        while ended < len(endings) and endings[ended] <= seconds:
+            ended += 1
+        kept = max(kept, count - ended)
+    return min(kept + math.ceil(places * SPARE), int(places * MOST_KEPT))
