@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import time
 from asyncio import TimerHandle
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -47,6 +47,7 @@ class _Line(Generic[E]):
         self.counters = TenantCounters()
         self.queue: FairQueue[Grant[E]] = FairQueue(self.counters)
         self.running: set[Claim] = set()
+        self.sequences: Counter[str] = Counter()  # that run, of each tenant
         self.lengths = OutputLengths()
         self.drain = DrainRate(clock)
         self.margin = Margin()
@@ -108,7 +109,7 @@ class Admission(Generic[E]):
         """
         line = self._lines[ticket.model]
         claim = Claim(ticket, line.lengths)
-        line.counters.asked(ticket.tenant.name, ticket.sequences, self._clock())
+        line.counters.asked(ticket.tenant, ticket.sequences, self._clock())
         engines = self._engines(line, ticket.model)
         engine = None if line.queue else self._choose(line, engines, claim)
         if engine is None:
@@ -123,6 +124,7 @@ class Admission(Generic[E]):
         ticket, line = claim.ticket, self._lines[claim.ticket.model]
         grant.engine.claims.remove(claim)
         line.running.remove(claim)
+        line.sequences[ticket.tenant.name] -= ticket.sequences
         line.counters.settle(claim)
         line.pace.add(claim)
         if ticket.min_tokens < ticket.max_tokens:  # else its length says nothing of others'
@@ -200,15 +202,20 @@ class Admission(Generic[E]):
     def _choose(self, line: _Line[E], engines: Sequence[E], claim: Claim) -> E | None:
         """Returns an engine with room, or None."""
         roomy = [engine for engine in engines if _fits(engine, claim)]
-        if not line.counters.is_least(claim.ticket.tenant.name, self._clock()):
-            spans = line.counters.demand_of_least(self._clock())
-            roomy = [engine for engine in roomy if _has_open_place(engine, claim, line.pace, spans)]
+        tenant, now = claim.ticket.tenant, self._clock()
+        if not line.counters.is_least(tenant.name, now):
+            share = line.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
+            waiting = line.queue.sequences(tenant.name) or claim.ticket.sequences
+            if line.sequences[tenant.name] + waiting > share:
+                spans = line.counters.demand_of_least(now)
+                roomy = [e for e in roomy if _has_open_place(e, claim, line.pace, spans)]
         return self._policy.choose(roomy, claim.ticket)
 
     def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:
         claim.since = self._clock()
         engine.claims.add(claim, _cached_tokens(engine, claim.ticket))
         line.running.add(claim)
+        line.sequences[claim.ticket.tenant.name] += claim.ticket.sequences
         line.counters.admit(claim)
         return Grant(engine, claim)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from router.admission.claims import Claim
 from router.admission.kept_places import Demand, Span
+from router.tenants import Tenant
 
 CREDIT_TOKENS = 4096.0
 """What a tenant may keep of the time that it did not use, in weighted tokens."""
@@ -40,9 +41,9 @@ class TenantCounters:
     def __getitem__(self, tenant: str) -> float:
         return self._served[tenant]
 
-    def asked(self, tenant: str, sequences: int, now: float) -> None:
+    def asked(self, tenant: Tenant, sequences: int, now: float) -> None:
         """A tenant has asked for something: it is active."""
-        self._demands.setdefault(tenant, Demand()).add(sequences, now)
+        self._demands.setdefault(tenant.name, Demand()).add(sequences, now, tenant.weight)
 
     def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
         """Lets a tenant compete that had nothing waiting; `waiting` are those that have."""
@@ -61,6 +62,11 @@ class TenantCounters:
         """Says whether no active tenant was served less."""
         self._forget(now)
         return all(self._served[tenant] <= self._served[name] for name in self._demands)
+
+    def share(self, tenant: Tenant, now: float) -> float:
+        """Returns what part of all an active tenant is to have, as long as all of them want it."""
+        self._forget(now)
+        return tenant.weight / sum(demand.weight for demand in self._demands.values())
 
     def demand_of_least(self, now: float) -> Sequence[Span]:
         """Returns how fast the least served active tenant asks."""

@@ -3,7 +3,8 @@
 A turn is worth little where one tenant floods the queue: then no place ever is
 free when another's request comes, and it waits for one to be. So an engine's last
 places are only for the tenant that was served the least of those active: it finds
-one at once, and the next one that is left is kept again.
+one at once, and the next one that is left is kept again. They are not kept from
+one that asks for no more than its own share of all places.
 
 Each kept place is one less that works. As few will do as the tenant may ask for
 before others fall free: if it has asked for `count` sequences within `span` seconds,
@@ -37,16 +38,19 @@ class Demand:
     """When a tenant asked of late, and for how many sequences.
 
     Attributes:
+        weight: The tenant's, as of then.
         newest: When it asked last.
     """
 
     def __init__(self) -> None:
+        self.weight = 1.0
         self.newest = -math.inf
         self._asked: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
         self._spans: list[Span] | None = None
 
-    def add(self, sequences: int, now: float) -> None:
+    def add(self, sequences: int, now: float, weight: float = 1.0) -> None:
         """It has asked."""
+        self.weight = weight
         self.newest = now
         self._asked.append((now, sequences))
         self._spans = None

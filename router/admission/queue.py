@@ -43,6 +43,7 @@ class _Share(Generic[G]):
 
     weight: float
     waiters: list[Waiter[G]] = field(default_factory=list)
+    sequences: int = 0
     tokens: int = 0
 
 
@@ -79,6 +80,11 @@ class FairQueue(Generic[G]):
         """How many tenants wait."""
         return len(self._shares)
 
+    def sequences(self, tenant: str) -> int:
+        """Returns how many sequences a tenant waits with."""
+        share = self._shares.get(tenant)
+        return share.sequences if share else 0
+
     def waiters(self) -> list[Waiter[G]]:
         """Returns all who wait."""
         return [waiter for share in self._shares.values() for waiter in share.waiters]
@@ -90,6 +96,7 @@ class FairQueue(Generic[G]):
             self._counters.join(waiter.tenant, self._shares)
             share = self._shares[waiter.tenant] = _Share(waiter.claim.ticket.tenant.weight)
         bisect.insort(share.waiters, waiter)
+        share.sequences += waiter.claim.ticket.sequences
         share.tokens += waiter.claim.tokens
         self.tokens += waiter.claim.tokens
         self._priorities[waiter.claim.ticket.priority] += 1
@@ -98,6 +105,7 @@ class FairQueue(Generic[G]):
         """Forgets one who waits."""
         share = self._shares[waiter.tenant]
         del share.waiters[bisect.bisect_left(share.waiters, waiter)]
+        share.sequences -= waiter.claim.ticket.sequences
         share.tokens -= waiter.claim.tokens
         self.tokens -= waiter.claim.tokens
         if not share.waiters:

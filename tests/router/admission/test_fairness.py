@@ -132,9 +132,9 @@ def test_time_when_nobody_waited_is_not_kept_either(line):
 
 def test_places_are_kept_for_the_least_served_of_those_active():
     counters = TenantCounters()
-    counters.asked("a", 1, 0.0)
+    counters.asked(A, 1, 0.0)
     assert counters.is_least("a", 0.0), "it is alone"
-    counters.asked("b", 1, 1.0)
+    counters.asked(B, 1, 1.0)
     line = Line(FairQueue(counters), counters)
     line.ask(A)
     line.serve()
@@ -143,13 +143,23 @@ def test_places_are_kept_for_the_least_served_of_those_active():
     assert counters.is_least("a", 2.0 + ACTIVE_SECONDS), "b has gone"
 
 
+def test_shares_go_by_weights_of_those_active():
+    counters = TenantCounters()
+    heavy = Tenant("heavy", weight=3.0)
+    counters.asked(A, 1, 0.0)
+    assert counters.share(A, 0.0) == 1.0
+    counters.asked(heavy, 1, 5.0)
+    assert (counters.share(A, 5.0), counters.share(heavy, 5.0)) == (0.25, 0.75)
+    assert counters.share(heavy, 5.0 + ACTIVE_SECONDS) == 1.0, "the other has gone"
+
+
 def test_the_demand_looked_at_is_the_least_serveds():
     counters = TenantCounters()
     assert not counters.demand_of_least(0.0)
     for time in (0.0, 0.5, 3.0):
-        counters.asked("b", 1, time)
+        counters.asked(B, 1, time)
     for _ in range(100):
-        counters.asked("a", 1, 3.0)
+        counters.asked(A, 1, 3.0)
     line = Line(FairQueue(counters), counters)
     line.ask(A)
     line.serve()
