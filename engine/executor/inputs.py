@@ -1,6 +1,6 @@
 """Turns a batch into the tensors that one step of the model takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,18 +36,26 @@ class StepInputs:
 
 
 def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) -> StepInputs:
-    """Lays a batch out flat."""
-    count = len(batch.slices)
-    starts = np.zeros(count + 1, np.int32)
-    tables = np.zeros((count, max(len(part.blocks) for part in batch.slices)), np.int32)
+    """Lays a batch out flat.
+
+    By lists: a decode's few numbers are sooner written one by one than arrays are made of
+    them and computed with.
+    """
     tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
     rows: list[int] = []
+    starts = [0]
     sampled: dict[int, int] = {}
     scored: dict[int, int] = {}
+    width = max(len(part.blocks) for part in batch.slices)
+    tables = np.zeros((len(batch.slices), width), np.int32)
     for i, part in enumerate(batch.slices):
         offset = len(tokens) - part.start
         tokens += part.sequence.token_ids[part.start : part.end]
-        starts[i + 1] = len(tokens)
+        positions += range(part.start, part.end)
+        slots += _slots(part.blocks, part.start, part.end, block_size)
+        starts.append(len(tokens))
         tables[i, : len(part.blocks)] = part.blocks
         if part.scored:
             scored[i] = len(rows)
@@ -55,28 +63,37 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
         if part.samplers:
             sampled[i] = len(rows)
             rows.append(len(tokens) - 1)
-    seq_lens = np.fromiter((part.end for part in batch.slices), np.int32, count)
-    query_lens = np.diff(starts)
-    positions = np.arange(len(tokens)) + np.repeat(seq_lens - starts[1:], query_lens)
-    blocks = np.repeat(np.arange(count), query_lens), positions // block_size
-    slots = tables[blocks].astype(np.int64) * block_size + positions % block_size
+    seq_lens = np.array([part.end for part in batch.slices], np.int32)
+    query_starts = np.array(starts, np.int32)
+    query_lens = query_starts[1:] - query_starts[:-1]
+    laid = torch.from_numpy(np.array((tokens, positions, slots))).to(device)
     metadata = AttentionMetadata(
-        query_starts=torch.from_numpy(starts).to(device),
+        query_starts=torch.from_numpy(query_starts).to(device),
         seq_lens=torch.from_numpy(seq_lens).to(device),
         block_tables=torch.from_numpy(tables).to(device),
-        slot_mapping=torch.from_numpy(slots).to(device),
+        slot_mapping=laid[2],
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
         plan=plan(query_lens, seq_lens),
     )
     return StepInputs(
-        token_ids=torch.tensor([tokens], device=device),
-        positions=torch.from_numpy(positions).unsqueeze(0).to(device),
-        logit_rows=torch.tensor(rows or [0], dtype=torch.int64, device=device),
+        token_ids=laid[0:1],
+        positions=laid[1:2],
+        logit_rows=torch.from_numpy(np.array(rows or [0])).to(device),
         metadata=metadata,
         sampled=sampled,
         scored=scored,
     )
+
+
+def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable[int]:
+    """Where a sequence's tokens [start, end) go: `block * block_size + offset` of each."""
+    first, offset = divmod(start, block_size)
+    if end == start + 1:
+        return (blocks[first] * block_size + offset,)
+    reached = blocks[first : -(-end // block_size)]
+    slots = [slot for b in reached for slot in range(b * block_size, (b + 1) * block_size)]
+    return slots[offset : offset + end - start]
 
 
 def idle_inputs(

@@ -21,6 +21,7 @@ if _kernels is not None:
     swap_blocks = _kernels.swap_blocks
     begin_step = _kernels.begin_step  # for compiled steps, which cannot do without
     take_spent = _kernels.take_spent  # likewise
+    argmax = _kernels.argmax
     pin_threads = _kernels.pin_threads
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
@@ -29,10 +30,12 @@ else:
     paged_attention = fallback.paged_attention
     copy_blocks = fallback.copy_blocks
     swap_blocks = fallback.swap_blocks
+    argmax = fallback.argmax
     pin_threads = fallback.pin_threads
     linear = None
 
 __all__ = [
+    "argmax",
     "copy_blocks",
     "linear",
     "paged_attention",

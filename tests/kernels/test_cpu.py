@@ -46,6 +46,27 @@ def test_attention(harness, kernels, data):
     harness.check_attention(kernels, data.draw(harness.cases()))
 
 
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 300)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    values=st.integers(2, 50),
+    seed=st.integers(0, 99),
+)
+@settings(fixtures_are_shared)
+def test_argmax(kernels, shape, dtype, values, seed):
+    """The first, of many that are as great; and of nothing but impossible ones."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randint(-values, 1, (shape[0], shape[1] + 3), generator=draw).to(dtype)[:, 2:-1]
+    rows[0] = -torch.inf
+    expected = [row.index(max(row)) for row in rows.tolist()]
+    assert kernels.argmax(rows).tolist() == expected
+
+
+@needs_compiler
+def test_argmax_of_what_is_no_number_is_a_place(native):
+    assert native.argmax(torch.full((2, 100), torch.nan)).tolist() == [0, 0]
+
+
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_write(harness, kernels, data):

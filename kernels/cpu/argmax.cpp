@@ -1,0 +1,51 @@
+// The place of the greatest element of each row.
+
+#include <algorithm>
+#include <cstdint>
+
+#include "vector.h"
+
+namespace {
+
+constexpr int kMaxima = 4;  // at a time, so that none waits for the one before
+
+template <class Type>
+int64_t argmax(const typename Type::Stored* row, int64_t columns) {
+  const int64_t last = columns - kLanes;  // the last vector may overlap the one before
+  Floats maxima[kMaxima];
+  for (Floats& most : maxima) most = Type::load_floats(row);
+  for (int64_t i = 0; i < columns; i += kMaxima * kLanes)
+#pragma GCC unroll 4
+    for (int k = 0; k < kMaxima; k++)
+      maxima[k] = max(maxima[k], Type::load_floats(row + std::min(i + k * kLanes, last)));
+  Floats most = maxima[0];
+  for (const Floats& other : maxima) most = max(most, other);
+  const float greatest = reduce_max(most);
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    const int64_t first = std::min(i, last);
+    const Ints found = Type::load_floats(row + first) == broadcast(greatest);
+    for (int lane = 0; lane < kLanes; lane++)
+      if (found[lane]) return first + lane;
+  }
+  return 0;  // of what is not a number, none is the greatest
+}
+
+template <class Type>
+void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t columns,
+                 int64_t* places, int threads) {
+  const auto* first = static_cast<const typename Type::Stored*>(rows);
+#pragma omp parallel for num_threads(threads) if (num_rows > 1)
+  for (int64_t row = 0; row < num_rows; row++)
+    places[row] = argmax<Type>(first + row * stride, columns);
+}
+
+}  // namespace
+
+// The first of the greatest; `columns` is at least kLanes. `dtype` as in cache.h.
+extern "C" void octavo_argmax(const void* rows, int64_t num_rows, int64_t stride,
+                              int64_t columns, int dtype, int64_t* places, int threads) {
+  const auto run = dtype == 0   ? argmax_rows<Float32>
+                   : dtype == 1 ? argmax_rows<Float16>
+                                : argmax_rows<BFloat16>;
+  run(rows, num_rows, stride, columns, places, threads);
+}
