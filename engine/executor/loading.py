@@ -61,7 +61,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
 
     Raises:
         UnsupportedModelError: the model cannot be served so.
-        ModelError: it cannot be read.
+        ModelError: it cannot be read, or lacks weights.
         OSError: there is no such model.
     """
     recipe = Recipe(model, settings.dtype, settings.quantization, settings.block_size)
@@ -71,8 +71,10 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
+    from engine.executor.checkpoint import check_weights  # noqa: PLC0415 - likewise below
     from engine.executor.model import load  # noqa: PLC0415 - a compiled step does without
 
+    check_weights(model)
     loaded = load(
         model,
         dtype=settings.dtype,

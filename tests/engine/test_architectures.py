@@ -5,6 +5,7 @@ Tiny random models, each with something the others lack, against generate().
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -118,6 +119,34 @@ def test_weights_that_cannot_be_read_are_refused_at_start(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     with pytest.raises(ModelError, match="transformers cannot load"):
         engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "why"),
+    [
+        (None, "lacks 1 of the model's weights, as model.norm.weight"),
+        (
+            torch.ones(63),
+            r"has 1 of .* in another shape, as model.norm.weight: \[63\] in place of \[64\]",
+        ),
+    ],
+)
+def test_weights_that_are_missing_or_misshapen_are_refused_at_start(tmp_path, replacement, why):
+    save(CONFIGS["grouped-query heads"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    if replacement is not None:
+        weights["model.norm.weight"] = replacement
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"^{tmp_path} {why}$"):
+        engine_of(tmp_path)
+
+
+def test_of_tied_weights_one_is_enough(tmp_path):
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert engine_of(tmp_path)
 
 
 def test_a_block_size_that_kernels_lack_is_refused_at_start(tmp_path):

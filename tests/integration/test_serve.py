@@ -9,6 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 import octavo
 from tests.integration.conftest import SMALL
@@ -74,11 +77,13 @@ def test_says_why_the_engine_cannot_start(demo_model, launch):
 
 @pytest.mark.parametrize("command", ["serve", "engine"])
 def test_says_in_a_line_why_a_model_cannot_be_served(tmp_path, launch, command):
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    LlamaConfig(**config, num_attention_heads=2, vocab_size=50).save_pretrained(tmp_path)
+    save_file({"lm_head.weight": torch.ones(50, 64)}, tmp_path / "model.safetensors")
     server = launch(command, "--model", str(tmp_path))
     assert server.process.wait(READY_SECONDS) == 1
     (line,) = [line for line in server.logs().splitlines() if line.startswith("error: ")]
-    assert line.endswith(f"{tmp_path}: encoder-decoder models are not supported")
+    assert f"{tmp_path} lacks 11 of the model's weights, as model.embed_tokens.weight" in line
     assert "Traceback" not in server.logs()
 
 
