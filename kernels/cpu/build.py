@@ -5,11 +5,13 @@ through a plain C ABI, and call PyTorch through its own.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -32,6 +34,9 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 COMPILE_TIMEOUT = 120  # seconds
+LIBRARY = "kernels/cpu-{}.so"
+"""In the cache, with a digest of what it was made of. Its time is when it was loaded last, and who
+has it loaded now has a lock on it: by these, old ones are told."""
 
 
 def load_library() -> ctypes.CDLL:
@@ -47,7 +52,7 @@ def load_library() -> ctypes.CDLL:
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: set CXX or install g++")
     path = _library_path(compiler)
-    if not path.exists():
+    while not _hold(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _compile(compiler, path)
     # Globally: a compiled step finds the kernels by their names alone.
@@ -68,7 +73,23 @@ def _library_path(compiler: str) -> Path:
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     # As octavo.common.model_cache has it, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
-    return Path(cache).expanduser() / "kernels" / f"cpu-{digest[:16]}.so"
+    return Path(cache).expanduser() / LIBRARY.format(digest[:16])
+
+
+def _hold(path: Path) -> bool:
+    """Notes that a library is loaded now, and keeps it until this process ends.
+
+    Returns:
+        Whether there is one.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    with suppress(OSError):  # where locks or times cannot be set, nothing is removed either
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.utime(path)
+    return path.exists()  # nor was removed before it was held
 
 
 def _loaded_libraries() -> list[Path]:

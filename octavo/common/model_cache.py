@@ -19,6 +19,8 @@ log = structlog.get_logger(__name__)
 
 UNFINISHED = ".preparing-"
 """Before a model's name: the directory that is worked in."""
+LOCK = ".lock"
+"""After a model's name: the file that is locked meanwhile."""
 
 
 def cache_dir() -> Path:
@@ -47,7 +49,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _lock(target):
+    with _locked(target):
         if target.is_dir():
             return target
         work = _work(target)
@@ -72,7 +74,7 @@ def remove(name: str) -> bool:
     target = cache_dir() / name
     work = _work(target)
     try:
-        with _lock(target).acquire(blocking=False):
+        with _locked(target, blocking=False):
             shutil.rmtree(work, ignore_errors=True)
             target.rename(work)
             shutil.rmtree(work, ignore_errors=True)
@@ -83,16 +85,33 @@ def remove(name: str) -> bool:
 
 def remove_unfinished(folder: str) -> None:
     """Removes what is left in `folder` of preparations and removals whose process was killed."""
-    for work in (cache_dir() / folder).glob(f"{UNFINISHED}*/"):
+    directory = cache_dir() / folder
+    for work in directory.glob(f"{UNFINISHED}*/"):
         target = work.with_name(work.name.removeprefix(UNFINISHED))
-        with suppress(Timeout), _lock(target).acquire(blocking=False):
+        with suppress(Timeout), _locked(target, blocking=False):
             shutil.rmtree(work, ignore_errors=True)
             log.info("an interrupted preparation was removed", path=str(work))
+    for lock in directory.glob(f"*{LOCK}"):
+        target = lock.with_name(lock.name.removesuffix(LOCK))
+        with suppress(Timeout), _locked(target, blocking=False):
+            pass
 
 
-def _lock(target: Path) -> FileLock:
-    """Held by who makes or removes `target`. Its file stays: another may wait for it."""
-    return FileLock(target.with_name(f"{target.name}.lock"))
+@contextmanager
+def _locked(target: Path, *, blocking: bool = True) -> Iterator[None]:
+    """Held by who makes or removes `target`.
+
+    The lock's file goes at the end: who waits for it sees that it is gone, and makes a new one.
+
+    Raises:
+        Timeout: it is held, and not to be waited for.
+    """
+    file = target.with_name(f"{target.name}{LOCK}")
+    with FileLock(file).acquire(blocking=blocking):
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _work(target: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Old compiled steps go, and none that anybody needs."""
+"""Old compiled steps and kernels go, and none that anybody needs."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import time
 import pytest
 
 from engine.executor.compilation import upkeep
+from kernels.cpu import build
 from octavo.common import model_cache
 
 DAY = 86_400
@@ -31,6 +32,21 @@ def make(folder):
         return step
 
     return make_one
+
+
+@pytest.fixture
+def built(folder):
+    """Leaves a build of the kernels that was loaded so many days ago."""
+
+    def leave_one(name, days):
+        library = folder.parent / build.LIBRARY.format(name)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        library.touch()
+        moment = time.time() - days * DAY
+        os.utime(library, (moment, moment))
+        return library
+
+    return leave_one
 
 
 def names(folder):
@@ -92,14 +108,36 @@ def test_loading_is_noted(make, folder):
 def test_what_a_killed_compiler_left_goes_and_what_is_being_made_stays(folder):
     left = folder / f"{model_cache.UNFINISHED}killed"
     (left / "inductor").mkdir(parents=True)
+    (folder / "of one that is gone.lock").touch()
 
     def compile_one(target, _):
         target.mkdir()
         upkeep.prune()  # as another process might
-        assert names(folder) == {f"{model_cache.UNFINISHED}made"}
+        assert {path.name for path in folder.iterdir()} == {
+            f"{model_cache.UNFINISHED}made",
+            "made.lock",
+        }
 
     model_cache.prepare(f"{upkeep.FOLDER}/made", compile_one)
-    assert names(folder) == {"made"}
+    assert [path.name for path in folder.iterdir()] == ["made"]
+
+
+def test_kernels_go_as_steps_do(built):
+    kept = [built("new", 0), built("one to go back to", 3)]
+    gone = [built("superseded", 4), built("old", 31)]
+    upkeep.prune()
+    assert all(library.exists() for library in kept)
+    assert not any(library.exists() for library in gone)
+
+
+def test_kernels_that_are_loaded_stay(built):
+    library = built("loaded", 100)
+    assert build._hold(library)
+    assert time.time() - library.stat().st_mtime < DAY
+    built("loaded", 100)
+    upkeep.prune()
+    assert library.exists()
+    assert not build._hold(library.with_name("gone"))
 
 
 def test_a_step_that_is_gone_or_cannot_be_noted_is_not_held(tmp_path):

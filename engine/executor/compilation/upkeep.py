@@ -1,7 +1,7 @@
-"""Which compiled steps stay in the cache.
+"""Which compiled steps, and which builds of the kernels, stay in the cache.
 
-Each is hundreds of megabytes, and each version of a model, of a library or of this code makes one
-of its own.
+Each version of a model, of a library or of this code makes some of its own. A step is hundreds of
+megabytes.
 """
 
 import fcntl
@@ -9,13 +9,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import structlog
 
+from kernels.cpu.build import LIBRARY
 from octavo.common import model_cache
 
 log = structlog.get_logger(__name__)
@@ -55,29 +56,34 @@ def hold(directory: Path, made_of: Mapping[str, Any]) -> IO[bytes] | None:
 
 
 def prune() -> None:
-    """Removes compiled steps that are not needed any more, and what compilers that died left.
+    """Removes compiled steps and kernels that are not needed any more, and what compilers left.
 
     What is loaded or being made, by whatever process, stays.
     """
     model_cache.remove_unfinished(FOLDER)
+    for directory in _old(_steps()):
+        _remove_step(directory)
+    for library in _old(_libraries()):
+        _remove_library(library)
+
+
+def _old(found: Iterable[tuple[float, str, Path]]) -> Iterator[Path]:
+    """Yields what goes of what is there: when each was loaded last, of what and where it is."""
     newer: Counter[str] = Counter()
-    for used, directory in sorted(_steps(), reverse=True):
-        made_of = _made_of(directory)
+    for used, made_of, path in sorted(found, reverse=True):
         newer[made_of] += 1
         idle = time.time() - used
         kept = made_of == "" or newer[made_of] <= VERSIONS
         if idle > UNUSED or (idle > GRACE and not kept):
-            _remove(directory)
+            yield path
 
 
-def _steps() -> list[tuple[float, Path]]:
-    """When each was loaded last, or made, and where it is."""
-    found = []
+def _steps() -> Iterator[tuple[float, str, Path]]:
     for directory in (model_cache.cache_dir() / FOLDER).glob("[!.]*/"):
         with suppress(OSError):
             use = directory / USE
-            found.append(((use if use.exists() else directory).stat().st_mtime, directory))
-    return found
+            used = (use if use.exists() else directory).stat().st_mtime
+            yield used, _made_of(directory), directory
 
 
 def _made_of(directory: Path) -> str:
@@ -87,9 +93,23 @@ def _made_of(directory: Path) -> str:
     return ""
 
 
-def _remove(directory: Path) -> None:
+def _libraries() -> Iterator[tuple[float, str, Path]]:
+    for library in model_cache.cache_dir().glob(LIBRARY.format("*")):
+        with suppress(OSError):
+            yield library.stat().st_mtime, "kernels", library
+
+
+def _remove_step(directory: Path) -> None:
     """Removes one, unless somebody has it loaded."""
     with suppress(OSError), (directory / USE).open("ab") as file:  # or else it is held, or gone
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if model_cache.remove(f"{FOLDER}/{directory.name}"):
             log.info("an old compiled step was removed", path=str(directory))
+
+
+def _remove_library(library: Path) -> None:
+    """Removes one, unless somebody has it loaded."""
+    with suppress(OSError), library.open("rb") as file:  # likewise
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        library.unlink()
+        log.info("old kernels were removed", path=str(library))
