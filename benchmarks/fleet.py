@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import uvloop
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
@@ -133,10 +134,15 @@ class Node:
         await self.kill()
 
 
-def engine(model: str, **settings: Any) -> Node:  # noqa: ANN401 - whatever they are
+def engine(model: str, *, threads: int | None = 1, **settings: Any) -> Node:  # noqa: ANN401
     """An engine of `model` in float32; further settings are EngineSettings'.
 
     It does not compile: that takes both cores for a minute, and makes it faster midway.
+
+    Args:
+        model: what is served.
+        threads: that compute; None for as many as it would have by itself.
+        settings: whatever they are.
     """
     defaults = {
         "model": model,
@@ -150,7 +156,7 @@ def engine(model: str, **settings: Any) -> Node:  # noqa: ANN401 - whatever they
         "drain_timeout": 0.0,
         "log_level": "error",
     }
-    return Node(partial(_run_engine, {**defaults, **settings}))
+    return Node(partial(_run_engine, {**defaults, **settings}, threads))
 
 
 def router(engines: list[str], **settings: Any) -> Node:  # noqa: ANN401 - whatever they are
@@ -167,13 +173,16 @@ def _run(
     serve(port, ready)
 
 
-def _run_engine(settings: dict[str, Any], port: int, ready: Connection) -> None:
+def _run_engine(
+    settings: dict[str, Any], threads: int | None, port: int, ready: Connection
+) -> None:
     from engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
-    torch.set_num_threads(1)
+    if threads is not None:
+        torch.set_num_threads(threads)
     own = EngineSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)
-    asyncio.run(serve(own, on_ready=ready.send))
+    uvloop.run(serve(own, on_ready=ready.send))
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
@@ -181,7 +190,7 @@ def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
 
     own = RouterSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)
-    asyncio.run(serve(own, on_ready=ready.send))
+    uvloop.run(serve(own, on_ready=ready.send))
 
 
 class Wire:

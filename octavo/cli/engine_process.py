@@ -13,10 +13,11 @@ from types import TracebackType
 from typing import Literal, Self
 
 import structlog
+import uvloop
 
 from engine.config import EngineSettings
 from octavo.cli.engine import run_engine
-from octavo.cli.running import EXPECTED, StartError
+from octavo.cli.running import EXPECTED, StartError, settle
 from octavo.common import logging
 
 log = structlog.get_logger(__name__)
@@ -114,8 +115,12 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
     def report(kind: Literal["ready", "failed"], text: str) -> None:
         reports.send((kind, text))
 
+    def ready(address: str) -> None:
+        settle()
+        report("ready", address)
+
     try:
-        asyncio.run(run_engine(settings, lambda address: report("ready", address), socket))
+        uvloop.run(run_engine(settings, ready, socket))
     except EXPECTED as error:
         log.debug("the traceback of what follows", exc_info=True)
         report("failed", str(error))

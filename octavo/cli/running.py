@@ -1,6 +1,6 @@
 """What `serve`, `router` and `engine` share: progress, errors, an event loop."""
 
-import asyncio
+import gc
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 import typer
+import uvloop
 from rich.console import Console
 from rich.panel import Panel
 from rich.status import Status
@@ -53,7 +54,8 @@ class Progress:
             self._status.update(f"{text}…")
 
     def ready(self, title: str, facts: dict[str, str]) -> None:
-        """Says that requests are accepted, and how long it took to get there."""
+        """Says that requests are accepted, and how long it took to get there; settles."""
+        settle()
         seconds = time.monotonic() - self._started
         self.close()
         if not self._fancy:
@@ -71,11 +73,20 @@ class Progress:
             self._status = None
 
 
+def settle() -> None:
+    """Has the garbage collector pass over what a server that has started keeps for good.
+
+    It would look at all 250,000 objects of an engine now and then, for 0.1 to 0.3 s, and
+    nothing is served meanwhile.
+    """
+    gc.freeze()
+
+
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
     """Runs a server until it ends; what stops it from starting becomes exit code 1."""
     progress = Progress(log_format)
     try:
-        asyncio.run(main(progress))
+        uvloop.run(main(progress))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except EXPECTED as error:

@@ -1,6 +1,5 @@
 """One call of `octavo bench`: finds or starts the server, measures, shows and keeps the results."""
 
-import asyncio
 import contextlib
 import os
 import platform
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import typer
+import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from octavo.cli.bench import tables
@@ -77,7 +77,7 @@ def measure(
         session = _Session(found, workload, plans, target, objectives)
         interrupted = False
         try:
-            asyncio.run(session.run())
+            uvloop.run(session.run())
         except KeyboardInterrupt:
             interrupted = True
             err.print("[yellow]interrupted[/]: what was measured so far")
