@@ -13,11 +13,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 import structlog
-import uvloop
 
 from engine.config import EngineSettings
 from octavo.cli.engine import run_engine
-from octavo.cli.running import EXPECTED, StartError, settle
+from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
 
 log = structlog.get_logger(__name__)
@@ -120,7 +119,7 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
         report("ready", address)
 
     try:
-        uvloop.run(run_engine(settings, ready, socket))
+        run_loop(run_engine(settings, ready, socket))
     except EXPECTED as error:
         log.debug("the traceback of what follows", exc_info=True)
         report("failed", str(error))

@@ -74,19 +74,27 @@ class Progress:
 
 
 def settle() -> None:
-    """Has the garbage collector pass over what a server that has started keeps for good.
+    """Has the garbage collector pass over what a server that has started keeps.
 
     It would look at all 250,000 objects of an engine now and then, for 0.1 to 0.3 s, and
-    nothing is served meanwhile.
+    nothing is served meanwhile. `run_loop` undoes it at the end.
     """
     gc.freeze()
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a server in an event loop of its own, and lets go of all that it kept."""
+    try:
+        uvloop.run(main)
+    finally:
+        gc.unfreeze()
 
 
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
     """Runs a server until it ends; what stops it from starting becomes exit code 1."""
     progress = Progress(log_format)
     try:
-        uvloop.run(main(progress))
+        run_loop(main(progress))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except EXPECTED as error:
