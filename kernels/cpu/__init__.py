@@ -19,7 +19,7 @@ if _kernels is not None:
     paged_attention = _kernels.paged_attention
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
-    begin_step = _kernels.begin_step  # for compiled steps, which cannot do without
+    run_step = _kernels.run_step  # for compiled steps, which cannot do without
     take_spent = _kernels.take_spent  # likewise
     argmax = _kernels.argmax
     pin_threads = _kernels.pin_threads

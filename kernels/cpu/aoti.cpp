@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 
 #include "cache.h"
@@ -22,11 +23,15 @@ Error aoti_torch_get_data_ptr(Tensor tensor, void** pointer);
 Error aoti_torch_get_sizes(Tensor tensor, int64_t** sizes);
 Error aoti_torch_get_strides(Tensor tensor, int64_t** strides);
 Error aoti_torch_get_dtype(Tensor tensor, int32_t* dtype);
+Error aoti_torch_create_tensor_from_blob(void* data, int64_t dimensions, const int64_t* sizes,
+                                         const int64_t* strides, int64_t offset, int32_t dtype,
+                                         int32_t device, int32_t device_index, Tensor* made);
 Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device, int32_t device_index,
                                Tensor* made);
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_int64();
 
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
                         const int64_t*, int64_t, int);
@@ -140,10 +145,31 @@ struct LinearCall {
 
 }  // namespace
 
-// Sets the step that this thread is about to run. All must live until it has run.
-extern "C" void octavo_begin_step(const Cache* layers, const Batch* batch, const int64_t* slots,
-                                  int64_t num_tokens, int threads) {
+// A compiled model's entry point; see AOTInductorModelContainerRun. It takes its inputs over.
+using Run = Error (*)(void* model, Tensor* inputs, size_t num_inputs, Tensor* outputs,
+                      size_t num_outputs, void* stream, void* executor);
+
+// Runs a compiled model on a batch: token ids and positions are [1, num_tokens], the rows
+// whose logits are wanted [num_rows]. All that is given must live until it has run.
+extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, const Batch* batch,
+                                 const int64_t* slots, int64_t num_tokens,
+                                 const int64_t* token_ids, const int64_t* positions,
+                                 const int64_t* rows, int64_t num_rows, int threads,
+                                 Tensor* logits) {
   step = {layers, batch, slots, num_tokens, threads};
+  const int64_t sizes[] = {1, num_tokens}, strides[] = {num_tokens, 1}, *row_stride = strides + 1;
+  const int32_t dtype = aoti_torch_dtype_int64(), cpu = aoti_torch_device_type_cpu();
+  Tensor inputs[3];
+  const auto wrap = [&](const int64_t* data, int dimensions, const int64_t* its_sizes,
+                        const int64_t* its_strides, Tensor* made) {
+    return aoti_torch_create_tensor_from_blob(const_cast<int64_t*>(data), dimensions, its_sizes,
+                                              its_strides, 0, dtype, cpu, 0, made);
+  };
+  if (wrap(token_ids, 2, sizes, strides, &inputs[0]) ||
+      wrap(positions, 2, sizes, strides, &inputs[1]) ||
+      wrap(rows, 1, &num_rows, row_stride, &inputs[2]))
+    return kFailed;
+  return run(model, inputs, 3, logits, 1, nullptr, nullptr);
 }
 
 // Seconds that this thread's compiled steps have spent since it last asked.

@@ -4,7 +4,6 @@ A model calls these once a layer, so what the layers of a step have in common is
 looked at once: each cache when it is first seen, the batch when it changes.
 """
 
-import operator
 import os
 import weakref
 from ctypes import (
@@ -146,13 +145,21 @@ class _KnownSlots:
         self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
 
 
-class _KnownLayers:
-    """All layers' caches, found fit, and their structs in a row. Does not keep them alive."""
+class KnownLayers:
+    """All layers' caches, found fit, and their structs in a row. Keeps them alive.
 
-    __slots__ = ("caches", "structs")
+    Args:
+        layers: each layer's key and value cache, as `paged_attention` takes them.
 
-    def __init__(self, caches: list[_KnownCache]) -> None:
-        self.caches = caches
+    Raises:
+        ValueError: the kernels cannot read them.
+    """
+
+    __slots__ = ("layers", "structs")
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
+        self.layers = layers
+        caches = [_KnownCache(keys, values) for keys, values in layers]
         self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
 
 
@@ -187,9 +194,12 @@ class NativeKernels:
         self._copy = library.octavo_copy_blocks
         self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
         self._copy.restype = None
-        self._begin = library.octavo_begin_step
-        self._begin.argtypes = (POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64, c_int)
-        self._begin.restype = None
+        self._run_step = library.octavo_run_step
+        self._run_step.argtypes = (
+            *(c_void_p, c_void_p, POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(c_void_p)),
+        )
+        self._run_step.restype = c_int
         self._take_spent = library.octavo_take_spent
         self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self._argmax = library.octavo_argmax
@@ -198,7 +208,6 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
-        self._layers: _KnownLayers | None = None  # the latest
         self._caches: dict[int, _KnownCache] = {}
         self._batch: _KnownBatch | None = None  # the latest
         self._slots: _KnownSlots | None = None  # the latest
@@ -303,24 +312,41 @@ class NativeKernels:
             )
         return out
 
-    def begin_step(self, layers: list[tuple[Tensor, Tensor]], metadata: AttentionMetadata) -> None:
-        """Says what the next compiled step of this thread is about; see aoti.cpp.
+    def run_step(
+        self,
+        run: c_void_p,
+        model: c_void_p,
+        layers: KnownLayers,
+        metadata: AttentionMetadata,
+        inputs: tuple[Tensor, Tensor, Tensor],
+    ) -> c_void_p:
+        """Runs a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
 
         Args:
-            layers: each layer's key and value cache, as `paged_attention` takes them.
+            run: its entry point.
+            model: its container.
+            layers: the caches.
             metadata: of the batch.
+            inputs: token ids and positions `[1, num_tokens]`, and the rows whose logits are
+                wanted `[num_rows]`; contiguous int64.
+
+        Returns:
+            c_void_p: the handle of the logits, which is the caller's.
 
         Raises:
-            ValueError: the kernels cannot read them.
+            RuntimeError: it failed; what it says of that is on the process's stderr.
         """
-        caches = [self._know_cache(key, value) for key, value in layers]
-        known = self._layers
-        if known is None or any(map(operator.is_not, known.caches, caches)):
-            known = self._layers = _KnownLayers(caches)
+        token_ids, positions, rows = inputs
         batch, slots = self._know_batch(metadata), self._know_slots(metadata.slot_mapping)
-        self._begin(
-            known.structs, batch.struct, slots.pointer, slots.count, torch.get_num_threads()
+        made = c_void_p()
+        failed = self._run_step(
+            *(run, model, layers.structs, batch.struct, slots.pointer, slots.count),
+            *(token_ids.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows)),
+            *(torch.get_num_threads(), byref(made)),
         )
+        if failed:
+            raise RuntimeError("the compiled model failed")
+        return made
 
     def take_spent(self) -> Spent:
         """What this thread's compiled steps have spent in kernels since the last call."""
@@ -451,4 +477,4 @@ def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 
 
-__all__ = ["NativeKernels", "Spent"]
+__all__ = ["KnownLayers", "NativeKernels", "Spent"]

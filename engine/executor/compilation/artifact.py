@@ -14,7 +14,6 @@ from engine.executor.compilation import upkeep
 from engine.executor.compilation.container import Container
 from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
-from kernels import cpu
 from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
@@ -125,9 +124,7 @@ class CompiledStep:
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
         """Runs the model within `attending`; see `engine.executor.step.Step`."""
-        step = current_step()
-        cpu.begin_step(step.layers, step.metadata)
-        return self._container(token_ids, positions, logit_rows)
+        return self._container(token_ids, positions, logit_rows, current_step())
 
 
 def locate(recipe: Recipe) -> Artifact | None:

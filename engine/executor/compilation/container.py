@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.executor.paged_attention import PagedStep
+from kernels import cpu
+from kernels.cpu.native import KnownLayers
+
 _aoti = torch._C._aoti  # noqa: SLF001 - has no other name
 _python = ctypes.pythonapi
-_python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, c_char_p)
-_python.PyCapsule_GetPointer.restype = c_void_p
 _python.PyCapsule_New.argtypes = (c_void_p, c_char_p, c_void_p)
 _python.PyCapsule_New.restype = ctypes.py_object
 
@@ -40,32 +42,35 @@ class Container:
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
-        self._run = self._function("Run", c_void_p, c_void_p, c_size_t, c_void_p, c_size_t)
-        self._run.argtypes += (c_void_p, c_void_p)
+        self._run = ctypes.cast(self._library.AOTInductorModelContainerRun, c_void_p)
         self._container = c_void_p()
+        self._layers: KnownLayers | None = None  # the latest
         create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
         _check(create(byref(self._container), 1, b"cpu", None), f"{path} cannot be loaded")
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
+    ) -> Tensor:
         """Runs the model, without the interpreter's lock.
 
         Args:
-            inputs: as it was exported with.
+            token_ids: `[1, num_tokens]` int64, contiguous.
+            positions: as `token_ids`.
+            logit_rows: `[num_rows]` int64, contiguous.
+            within: the step that it attends within.
 
         Returns:
-            Tensor: its only output.
+            Tensor: `[num_rows, vocab_size]`.
 
         Raises:
             RuntimeError: it failed; what it says of that is on the process's stderr.
         """
-        capsules = _aoti.unsafe_alloc_void_ptrs_from_tensors(list(inputs))
-        given = (c_void_p * len(inputs))(
-            *(_python.PyCapsule_GetPointer(capsule, None) for capsule in capsules)
-        )
-        made = c_void_p()
-        failed = self._run(self._container, given, len(inputs), byref(made), 1, None, None)
-        _check(failed, "the compiled model failed")
-        return _own(made)[0]
+        layers = self._layers
+        if layers is None or layers.layers is not within.layers:
+            layers = self._layers = KnownLayers(within.layers)
+        inputs = token_ids, positions, logit_rows
+        logits = cpu.run_step(self._run, self._container, layers, within.metadata, inputs)
+        return _own(logits)[0]
 
     def constants(self) -> list[Tensor]:
         """The weights, where they lie; none where PyTorch is too old to tell."""
