@@ -20,6 +20,7 @@ from engine.executor.cache import (
 from engine.executor.cuda_graphs import cuda_recorder
 from engine.executor.executor import Executor
 from engine.executor.loading import LoadedStep, load_step
+from engine.executor.swap import staging_memory
 from engine.kv_cache import KVCacheManager
 from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
@@ -94,9 +95,9 @@ def build(settings: EngineSettings) -> Parts:
     probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
     _run_largest_step(Executor(loaded, probe), loaded, tokens, settings.block_size)
     del probe
-    num_blocks = _num_blocks(settings, loaded, block_bytes)
-    max_model_len = _max_model_len(settings, loaded, num_blocks)
     num_swap_blocks = _num_swap_blocks(settings, block_bytes)
+    num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks)
+    max_model_len = _max_model_len(settings, loaded, num_blocks)
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs:
@@ -190,12 +191,16 @@ def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -
         log.warning("no CUDA graphs: steps are launched kernel by kernel", error=str(error))
 
 
-def _num_blocks(settings: EngineSettings, loaded: LoadedStep, block_bytes: int) -> int:
+def _num_blocks(
+    settings: EngineSettings, loaded: LoadedStep, block_bytes: int, num_swap_blocks: int
+) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
     gib = settings.cache_memory
     if gib is None:
         gib = default_cache_gib(loaded.device, settings.gpu_memory_utilization)
+        if loaded.device.type == "cuda":
+            gib -= staging_memory(num_swap_blocks, block_bytes) / GIB
     available = memory_bytes(loaded.device) / GIB
     if gib > available:
         raise StartupError(

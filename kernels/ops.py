@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.draws import Draws
 from kernels.metadata import AttentionMetadata, AttentionPlan
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -72,6 +73,8 @@ class _Backend(Protocol):
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None: ...
 
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None: ...
+
+    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
 
 @cache
@@ -317,6 +320,28 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     _check_pairs(pairs, source.shape[0], destination.shape[0])
     if len(pairs):
         _backend(source.device.type).swap_blocks(source, destination, pairs)
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    """Draws a token from each row.
+
+    Of a row, divided by its temperature, softmax gives probabilities. Top-k keeps so many
+    of the most likely tokens; of those, top-p the fewest of the most likely that have
+    together its share or more; of those, min-p all at least its fraction as likely as the
+    most likely. Of equal tokens at a cut, those with the lowest ids are kept (on a CPU,
+    any of them). The token drawn is that at which the running sum of what is left, in the
+    vocabulary's order, passes the row's uniform number times the whole. So a row's token
+    does not depend on other rows.
+
+    Args:
+        logits: `[n, vocab_size]`. Minus infinity is impossible.
+        draws: how to draw from each row. Temperature 0 takes the most likely token, the
+            lowest id on a tie.
+
+    Returns:
+        Tensor: `[n]` int64, from the vocabulary, even where logits are not numbers.
+    """
+    return _backend(logits.device.type).draw_tokens(logits, draws)
 
 
 def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:

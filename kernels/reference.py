@@ -7,6 +7,7 @@ time, any shape and any device. What arguments are, `kernels.ops` says.
 import torch
 from torch import Tensor
 
+from kernels.draws import LEAST_TEMPERATURE, Draws
 from kernels.metadata import AttentionMetadata
 
 
@@ -142,3 +143,30 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copies whole blocks from one cache to another; see `kernels.ops.swap_blocks`."""
     for from_block, to_block in pairs.tolist():
         destination[to_block] = source[from_block]
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    """Draws a token from each row; see `kernels.ops.draw_tokens`.
+
+    Sorts the whole vocabulary and computes in float64.
+    """
+    tokens = []
+    for row, temperature, top_k, top_p, min_p, uniform in zip(logits, *draws, strict=True):
+        below = (row - row.max()).double()
+        if temperature == 0.0:
+            tokens.append(int(below.argmax()))
+            continue
+        weights, ids = (
+            (below / max(temperature, LEAST_TEMPERATURE)).exp().sort(descending=True, stable=True)
+        )
+        weights = weights[: int(top_k) or None]
+        before = weights.cumsum(0) - weights
+        kept = before < top_p * weights.sum()
+        kept[0] = True
+        if top_p >= 1.0:
+            kept[:] = True
+        kept &= weights >= min_p
+        left = torch.zeros_like(below).index_put_((ids[: len(weights)],), weights * kept)
+        running = left.cumsum(0)
+        tokens.append(int((running > uniform * running[-1]).int().argmax()))
+    return torch.tensor(tokens, dtype=torch.int64, device=logits.device)

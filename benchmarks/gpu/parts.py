@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu import peers
 from benchmarks.gpu.result import Row
+from benchmarks.gpu.sampling import time_sampling
 from benchmarks.gpu.shapes import (
     BLOCK_SIZE,
     LLAMA_3_8B,
@@ -239,12 +240,13 @@ class Part:
 
 
 PARTS = {
-    "device": Part(measure_device, 40),
+    "device": Part(measure_device, 30),
     "decode": Part(time_decode, 100),
     "prefill": Part(time_prefill, 60),
-    "mixed": Part(time_mixed, 40),
+    "mixed": Part(time_mixed, 35),
     "cache": Part(time_cache, 40),
     "swap": Part(time_swap, 40),
+    "sampling": Part(time_sampling, 30),
 }
 TEST_SECONDS = 200
 """Of the kernels' tests, which come first. With all parts: under nine minutes."""

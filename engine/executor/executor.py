@@ -16,7 +16,8 @@ from engine.executor.sampler import Drawer, continue_beams, sample, score
 from engine.executor.swap import CopyTime
 from engine.kv_cache import Transfers
 from engine.sequence import TokenLogprob
-from kernels.ops import plan_attention
+from kernels.draws import Draws
+from kernels.ops import draw_tokens, plan_attention
 
 SCORED_ROWS = 256
 """Rows of prompt logits turned into log-probabilities at a time."""
@@ -91,8 +92,8 @@ class Executor:
     def warm_up(self, max_model_len: int) -> None:
         """Launches each kernel that a step may need: Triton compiles it then, for seconds.
 
-        A decode alone, a decode beside a prompt's chunk, and a copy of a block, while the
-        cache holds nothing yet.
+        A decode alone, a decode beside a prompt's chunk, draws of their tokens, and a copy
+        of a block, while the cache holds nothing yet.
 
         Args:
             max_model_len: most tokens of a sequence.
@@ -104,7 +105,10 @@ class Executor:
                 device=self._device,
                 plan=self._plan,
             )
-            self._forward(inputs)
+            logits = self._forward(inputs).float()
+            draw_tokens(
+                logits, Draws.greedy(len(logits))._replace(temperatures=np.ones(len(logits)))
+            )
         if len(self._cache.device) > 1:
             self._cache.apply(Transfers(copies=[(0, 1)]))
 

@@ -16,10 +16,8 @@ from engine.batch import Continuations, Draw
 from engine.executor.random import uniforms
 from engine.request import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, TokenLogprob
-from kernels import cpu
-
-CANDIDATES = 256
-"""Most likely tokens that truncation looks at first; seldom does it need more."""
+from kernels.draws import Draws
+from kernels.ops import draw_tokens
 
 
 class Drawer(NamedTuple):
@@ -43,7 +41,7 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
         drawers: whose row each is.
     """
     if all(map(_is_plain, drawers)):
-        tokens = _most_likely(logits, drawers).tolist()
+        tokens = draw_tokens(logits, Draws.greedy(len(drawers))).tolist()
         return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
     logits = logits.float()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
@@ -51,7 +49,7 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
     _bias(logits, drawers)
     _penalise(logits, drawers)
     _hold_back(logits, drawers)
-    tokens = _choose(logits, drawers)
+    tokens = draw_tokens(logits, _draws(drawers)).tolist()
     draws = [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
     if own is not None:
         counts = [drawers[i].params.logprobs or 0 for i in reporting]
@@ -164,105 +162,21 @@ def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
             logits[i, list(request.stopping)] = -torch.inf
 
 
-# Choosing.
-
-
-def _choose(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[int]:
-    tokens = torch.empty(len(drawers), dtype=torch.int64, device=logits.device)
-    for wanted, choose in (
-        (lambda p: p.greedy, _most_likely),
-        (lambda p: not p.greedy and not p.truncated, _draw),
-        (lambda p: p.truncated, _draw_truncated),
-    ):
-        rows = [i for i, drawer in enumerate(drawers) if wanted(drawer.params)]
-        if rows:
-            part = logits if len(rows) == len(drawers) else logits[rows]
-            tokens[rows] = choose(part, [drawers[i] for i in rows])
-    chosen: list[int] = tokens.tolist()
-    return chosen
-
-
-def _most_likely(logits: torch.Tensor, _: Rows[Drawer]) -> torch.Tensor:
-    """The first of the greatest logits of each row."""
-    if logits.device.type == "cpu":
-        return cpu.argmax(logits)
-    return logits.max(dim=-1).indices
-
-
-def _draw(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
-    """From the whole distribution."""
-    scaled = _temper(logits, drawers)
-    return _invert(torch.softmax(scaled, dim=-1), _uniforms(logits, drawers))
-
-
-def _temper(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
-    """Logits by temperature, the most likely token's at 0: no temperature is too small."""
-    below = logits - logits.amax(dim=-1, keepdim=True)
-    return below / _column(logits, [d.params.temperature for d in drawers])
-
-
-def _draw_truncated(logits: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
-    """From what top-k, top-p and min-p leave, without sorting more than that needs."""
-    scaled = _temper(logits, drawers)
-    uniform = _uniforms(logits, drawers)
-    tokens = torch.empty(len(drawers), dtype=torch.int64, device=logits.device)
-    rows = list(range(len(drawers)))
-    for width in (CANDIDATES, logits.shape[1]):
-        part = [drawers[i] for i in rows]
-        kept, ids, enough = _truncate(scaled[rows], part, min(width, logits.shape[1]))
-        chosen = ids.gather(1, _invert(kept, uniform[rows])[:, None])[:, 0]
-        tokens[rows] = chosen
-        rows = [row for row, ok in zip(rows, enough.tolist(), strict=True) if not ok]
-        if not rows:
-            break
-    return tokens
-
-
-def _truncate(
-    scaled: torch.Tensor, drawers: Rows[Drawer], width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights of each row's `width` most likely tokens, 0 where they are cut off.
-
-    Returns:
-        `[n, width]` weights, most likely first; `[n, width]` token ids; `[n]`
-        whether the cut fell within `width`, so that no token is missing.
-    """
-    top_k = _column(scaled, [d.params.top_k or scaled.shape[1] for d in drawers])
-    top_p = _column(scaled, [d.params.top_p for d in drawers])
-    min_p = _column(scaled, [d.params.min_p for d in drawers])
-    values, ids = scaled.topk(width, dim=-1)
-    within_k = torch.arange(width, device=scaled.device) < top_k
-    weights = torch.exp(values - values[:, :1]) * within_k
-    # top-p is a share of what top-k left: of all the tokens where top-k is off.
-    everything = torch.exp(scaled - values[:, :1]).sum(dim=-1, keepdim=True)
-    total = torch.where(top_k <= width, weights.sum(dim=-1, keepdim=True), everything)
-    before = weights.cumsum(dim=-1) - weights
-    within = within_k & ((before < top_p * total) | (top_p >= 1)) & (weights >= min_p)
-    cut = (top_k <= width) | (~within[:, -1:] & (top_k == scaled.shape[1]))
-    return weights * within, ids, cut[:, 0] | (width == scaled.shape[1])
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The place in each row where the running sum of `weights` passes `uniform` of it all."""
-    running = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = running[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, 0 * total))
-    place = torch.searchsorted(running, target, right=True)[:, 0]
-    return place.clamp_(max=weights.shape[1] - 1)
-
-
-def _uniforms(like: torch.Tensor, drawers: Rows[Drawer]) -> torch.Tensor:
-    draws = uniforms(
-        *(
-            np.array(column, dtype=np.uint64)
-            for column in (
-                [d.params.seed for d in drawers],
-                [d.sequence.index for d in drawers],
-                [d.sequence.num_output for d in drawers],
-            )
-        )
+def _draws(drawers: Rows[Drawer]) -> Draws:
+    """How to draw for each, with the uniform number that is its own."""
+    params = [drawer.params for drawer in drawers]
+    keys = (
+        [p.seed for p in params],
+        [d.sequence.index for d in drawers],
+        [d.sequence.num_output for d in drawers],
     )
-    return torch.from_numpy(draws).to(like.device)
+    return Draws(
+        temperatures=np.array([p.temperature for p in params]),
+        top_k=np.array([p.top_k for p in params], np.int64),
+        top_p=np.array([p.top_p for p in params]),
+        min_p=np.array([p.min_p for p in params]),
+        uniforms=uniforms(*(np.array(key, np.uint64) for key in keys)),
+    )
 
 
 def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:

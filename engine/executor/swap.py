@@ -9,8 +9,11 @@ So a swap-out overlaps the step, which may overwrite the blocks at once, and onl
 what a swap-in brings is waited for. The side stream does its copies in the order
 of the calls: what is written to swap space is there for whoever reads it later,
 and is not overwritten before it was read. Pairs go in the order of their places in
-swap space: what lies there in a row crosses the bus in one copy. A buffer is used
-again after the moment that its last user recorded. The host never waits.
+swap space: what lies there in a row crosses the bus in one copy, and whoever gives
+out the places has them in a row where it can. To have one copy always, a second set
+of buffers in host memory would do, but then the host had to move each block between
+them and its place, and for a swap-in to wait for that before the step. A buffer is
+used again after the moment that its last user recorded. The host never waits.
 """
 
 from __future__ import annotations
@@ -143,7 +146,7 @@ class StreamSwapper:
         self._swap = swap
         self._compute = compute
         self._side = side
-        self._capacity = min(len(swap), max(1, staging_bytes // device[0].nbytes))
+        self._capacity = _capacity(len(swap), device[0].nbytes, staging_bytes)
         self._buffers = [
             _Buffer(device.new_empty((self._capacity, *device.shape[1:])), compute.record())
             for _ in range(2)
@@ -198,6 +201,16 @@ class StreamSwapper:
             blocks, began, ended = self._running.popleft()
             times.append(CopyTime(blocks, began.elapsed_time(ended) / 1e3))
         return times
+
+
+def _capacity(num_swap_blocks: int, block_bytes: int, staging_bytes: int) -> int:
+    """Blocks that a buffer holds."""
+    return min(num_swap_blocks, max(1, staging_bytes // block_bytes))
+
+
+def staging_memory(num_swap_blocks: int, block_bytes: int) -> int:
+    """Bytes that `make_swapper` takes on a GPU."""
+    return 2 * _capacity(num_swap_blocks, block_bytes, STAGING_BYTES) * block_bytes
 
 
 def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:

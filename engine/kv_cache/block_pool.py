@@ -7,6 +7,7 @@ block-table entries as its reference count says).
 """
 
 from collections import OrderedDict
+from itertools import chain
 
 
 class OutOfBlocksError(Exception):
@@ -70,9 +71,31 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def allocate_together(self, count: int) -> list[int]:
+        """Gives `count` blocks, side by side where free ones are; otherwise as `allocate`.
+
+        Raises:
+            OutOfBlocksError: fewer are available; none is taken.
+        """
+        if count > self.num_available:
+            raise OutOfBlocksError(f"{count} blocks needed, {self.num_available} available")
+        while len(self._free) < count:
+            self._free.append(self._evict())
+        runs = _runs(sorted(self._free))
+        fitting = next((run for run in runs if len(run) >= count), None)
+        # Without a run that is long enough, the longest: so they are few.
+        longest_first = [fitting] if fitting else sorted(runs, key=len, reverse=True)
+        blocks = list(chain.from_iterable(longest_first))[:count]
+        self._free = sorted(set(self._free).difference(blocks), reverse=True)
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
     def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
+        return self._free.pop() if self._free else self._evict()
+
+    def _evict(self) -> int:
+        """Forgets what the cached block that was used longest ago holds."""
         if not self._cached:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
         block, _ = self._cached.popitem(last=False)
@@ -187,3 +210,14 @@ class BlockPool:
         assert self._num_shared == shared, "shared blocks are miscounted"
         assert {block: key for key, block in self._block_of.items()} == self._key_of
         assert self._hit <= set(self._block_of), "contents that are gone count as hit"
+
+
+def _runs(blocks: list[int]) -> list[list[int]]:
+    """Rising numbers, cut where they do not follow on each other."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][-1] + 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return runs

@@ -169,18 +169,21 @@ class KVCacheManager:
         self.device.forget_contents()
         self.swap.forget_contents()
 
-    def _allocate(self, pool: BlockPool) -> int:
-        """A block of `pool`; prefix blocks that the device evicts fall if they were hit."""
-        if pool is self.device:
-            if (evicted := pool.next_evicted) is not None and pool.was_hit(evicted[1]):
-                block, key = evicted
-                if (kept := self.swap.keep(key)) is not None:
-                    self.swap.mark_hit(key)
-                    self._falling[kept] = block
-            return pool.allocate()
-        block = pool.allocate()
-        self._falling.pop(block, None)  # what was to fall there was just evicted
-        return block
+    def _allocate(self) -> int:
+        """A device block; a prefix block that is evicted for it falls if it was hit."""
+        if (evicted := self.device.next_evicted) is not None and self.device.was_hit(evicted[1]):
+            block, key = evicted
+            if (kept := self.swap.keep(key)) is not None:
+                self.swap.mark_hit(key)
+                self._falling[kept] = block
+        return self.device.allocate()
+
+    def _allocate_in_swap(self, count: int) -> list[int]:
+        """Blocks of swap space, in a row if it may be: so they cross the bus in few copies."""
+        blocks = self.swap.allocate_together(count)
+        for block in blocks:
+            self._falling.pop(block, None)  # what was to fall there was just evicted
+        return blocks
 
     # Prefixes.
 
@@ -274,7 +277,7 @@ class KVCacheManager:
                 if i < len(hits) and not hits[i].swapped:
                     table.blocks.append(hits[i].block)
                 else:
-                    table.blocks.append(self._allocate(self.device))
+                    table.blocks.append(self._allocate())
                     undo.callback(self.device.release, table.blocks[i])
             undo.pop_all()
         self._tables[sequence_id] = table
@@ -309,13 +312,13 @@ class KVCacheManager:
         for sequence_id, start, end in spans:
             blocks = self.table(sequence_id)
             for i in self._shared(blocks, start, end):
-                copy = self._allocate(self.device)
+                copy = self._allocate()
                 if i * self.block_size < start:
                     self._transfers.copies.append((blocks[i], copy))
                 self.device.release(blocks[i])
                 blocks[i] = copy
             while len(blocks) < self.blocks_for(end):
-                blocks.append(self._allocate(self.device))
+                blocks.append(self._allocate())
             table = self._tables[sequence_id]
             table.num_tokens = max(table.num_tokens, end)
 
@@ -412,10 +415,14 @@ class KVCacheManager:
             for there in moved.values():  # all of them before anything is evicted
                 target.share(there)
                 undo.callback(target.release, there)
-            for block in copied:
-                moved[block] = self._allocate(target)
-                undo.callback(target.release, moved[block])
-                if source is self.swap:
+            if target is self.swap:
+                moved.update(zip(copied, self._allocate_in_swap(len(copied)), strict=True))
+                for block in copied:
+                    undo.callback(target.release, moved[block])
+            else:
+                for block in copied:
+                    moved[block] = self._allocate()
+                    undo.callback(target.release, moved[block])
                     source.share(block)  # for `_reading`
                     undo.callback(source.release, block)
             for block, count in holders.items():

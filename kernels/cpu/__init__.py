@@ -1,8 +1,10 @@
 """The kernels on CPU: compiled C++ where there is a compiler, else plain PyTorch."""
 
 import logging
+from functools import partial
 
 from kernels.cpu import fallback
+from kernels.cpu.draw_tokens import draw_tokens as _draw_tokens
 from kernels.cpu.native import NativeKernels
 
 try:
@@ -33,10 +35,12 @@ else:
     argmax = fallback.argmax
     pin_threads = fallback.pin_threads
     linear = None
+draw_tokens = partial(_draw_tokens, argmax=argmax)
 
 __all__ = [
     "argmax",
     "copy_blocks",
+    "draw_tokens",
     "linear",
     "paged_attention",
     "pin_threads",

@@ -27,6 +27,10 @@ def test_all_parts(tmp_path):
     assert decode["error"] < 0.02
     assert any(name.startswith("sdpa") for name in decode["peers"])
     assert rows["copy"]["moved"] == 2 << 20
+    assert "one copy" in rows["Llama-3-8B out, 8 blocks anywhere"]["peers"]
+    drawn = rows["4 x 500 top-k, top-p, min-p"]
+    assert drawn["error"] == 0
+    assert drawn["peers"]["sorted"] > 0
 
 
 def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from engine.kv_cache.block_pool import BlockPool
 from octavo.common.prefix import ROOT_KEY, block_key
 
 BLOCK_SIZE = 4
@@ -117,6 +118,37 @@ def test_a_gang_is_extended_whole_or_not_at_all():
     cache.extend(spans[:3])  # exactly fits: the last writer keeps the original
     assert cache.device.num_free == 0
     cache.check()
+
+
+def test_what_leaves_together_lies_side_by_side():
+    cache = manager(num_blocks=40, num_swap_blocks=20)
+    for id_ in range(5):
+        cache.admit(id_, [id_] * 16)  # of 4 blocks each
+    cache.swap_out([0])
+    cache.swap_out([1])
+    cache.swap_out([2])
+    cache.free(0)
+    cache.free(2)  # 4 are free, 4 taken, 12 free
+    cache.take_transfers()
+    cache.admit(5, [5] * 32)
+    cache.swap_out([5])
+    places = [place for _, place in cache.take_transfers().swap_out]
+    assert places == list(range(8, 16))
+    cache.swap_out([3])
+    assert [place for _, place in cache.take_transfers().swap_out] == list(range(4))
+    cache.check()
+
+
+def test_what_leaves_together_goes_to_the_longest_runs_where_none_is_long_enough():
+    pool = BlockPool(10)
+    assert pool.allocate_together(10) == list(range(10))
+    for block in (0, 2, 3, 5, 6, 7, 9):
+        pool.release(block)
+    assert pool.allocate_together(5) == [5, 6, 7, 2, 3]
+    with pytest.raises(OutOfBlocksError):
+        pool.allocate_together(3)
+    assert pool.num_free == 2
+    pool.check()
 
 
 def test_a_swapped_gang_still_shares_its_blocks():
@@ -570,7 +602,9 @@ class Contents(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        call=st.sampled_from(["allocate", "share", "release", "find", "is_idle", "keep"]),
+        call=st.sampled_from(
+            ["allocate", "allocate_together", "share", "release", "find", "is_idle", "keep"]
+        ),
         of_device=st.booleans(),
         count=st.integers(0, 3),
     )

@@ -101,3 +101,19 @@ def test_an_fp8_cache_takes_a_quarter_of_the_memory_and_gives_like_logits(engine
     )
     assert (ours - theirs).abs().max() < 0.1
     assert not torch.equal(ours, theirs)
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(engine):
+    params = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+    together = engine()
+    groups = [
+        together.submit(prompt, OUTPUT_TOKENS, seed=seed, **params)
+        for seed, prompt in enumerate(prompts())
+    ]
+    together.submit(prompts()[0], OUTPUT_TOKENS, temperature=1.0)
+    together.run()
+    for seed, (prompt, group) in enumerate(zip(prompts(), groups, strict=True)):
+        alone = engine()
+        same = alone.submit(prompt, OUTPUT_TOKENS, seed=seed, **params)
+        alone.run()
+        assert same.sequences[0].token_ids == group.sequences[0].token_ids

@@ -18,9 +18,10 @@ from transformers import (
 )
 
 from engine.executor.random import uniforms
-from engine.executor.sampler import CANDIDATES, Drawer, sample
+from engine.executor.sampler import Drawer, sample
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
+from kernels.cpu.draw_tokens import CANDIDATES
 
 VOCAB = 2 * CANDIDATES
 DRAWS = 20_000

@@ -21,7 +21,13 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there are no variants", allow_module_level=True)
 
 
-KERNELS = {"_paged_attention_kernel", "merge_splits", "_write_kv_kernel", "_swap_blocks_kernel"}
+KERNELS = {
+    "_paged_attention_kernel",
+    "merge_splits",
+    "_write_kv_kernel",
+    "_swap_blocks_kernel",
+    "_draw_tokens_kernel",
+}
 
 
 @pytest.fixture
@@ -72,7 +78,7 @@ def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache
     # Alone, among others, too many for the cache, and with siblings that copy blocks.
     for count in (1, 3, 8):
         for i in range(count):
-            engine.submit([3 + i] * (1 + 151 * i), 3 + i, n=1 + i % 3, temperature=1.0)
+            engine.submit([3 + i] * (1 + 151 * i), 3 + i, n=1 + i % 3, temperature=i % 3)
         engine.run()
     engine.submit([5] * 1990, 40)
     engine.run()

@@ -1,5 +1,6 @@
 """Random batches over a paged cache, and what any implementation must make of them."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from kernels import reference
+from kernels.draws import Draws
 from kernels.metadata import AttentionMetadata
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -280,6 +282,58 @@ def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
     assert torch.equal(space, expected_space)
 
 
+@st.composite
+def _rows_to_draw_from(
+    draw: st.DrawFn, vocab_sizes: tuple[int, ...], most_rows: int, *, ties: bool = True
+) -> tuple[torch.Tensor, Draws]:
+    """Draws rows of logits, each with parameters of its own, the extremes among them."""
+    vocab_size, n = draw(st.sampled_from(vocab_sizes)), draw(st.integers(1, most_rows))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    logits = torch.randn((n, vocab_size), generator=generator) * draw(st.sampled_from([0.5, 3.0]))
+    if ties and draw(st.booleans()):
+        logits = logits.round()
+    impossible = torch.rand(logits.shape, generator=generator) < draw(st.sampled_from([0, 0.3]))
+    impossible[:, draw(st.integers(0, vocab_size - 1))] = False
+    logits[impossible] = -torch.inf
+    some_k = [0, 1, 2, vocab_size - 1, vocab_size, vocab_size + 5]
+    columns: list[st.SearchStrategy[Any]] = [
+        st.sampled_from([0.0, 1e-45, 0.7, 1.0]) | st.floats(0.01, 100),
+        st.sampled_from(some_k) | st.integers(1, vocab_size),
+        st.sampled_from([1.0, 1e-45, 1 - 1e-7]) | st.floats(0.01, 1),
+        st.sampled_from([0.0, 1.0]) | st.floats(0, 1),
+        st.sampled_from([0.0, 1 - 2.0**-53]) | st.floats(0, 1, exclude_max=True),
+    ]
+    params = [[draw(column) for _ in range(n)] for column in columns]
+    return logits, Draws(*(np.array(column) for column in params))
+
+
+ROUNDING = 1e-5
+
+
+def _check_draws(
+    kernels: ModuleType, logits: torch.Tensor, draws: Draws, device: str = "cpu"
+) -> None:
+    """Draws all rows together, and one of them alone.
+
+    Right is what numbers would give that differ by no more than rounding.
+    """
+    found = kernels.draw_tokens(logits.to(device), draws).tolist()
+    allowed: list[set[int]] = [set() for _ in found]
+    for some, more, most in [(0, 0, 0), *itertools.product((-ROUNDING, ROUNDING), repeat=3)]:
+        nearby = draws._replace(
+            top_p=np.minimum(draws.top_p * (1 + some), 1),
+            min_p=draws.min_p * (1 + more),
+            uniforms=np.clip(draws.uniforms + most, 0, 1 - 2.0**-53),
+        )
+        for tokens, token in zip(allowed, reference.draw_tokens(logits, nearby), strict=True):
+            tokens.add(int(token))
+    wrong = [(row, token) for row, token in enumerate(found) if token not in allowed[row]]
+    assert not wrong, (wrong, allowed)
+    last = np.array([len(found) - 1])
+    alone = kernels.draw_tokens(logits[last].to(device), draws.of(last)).tolist()
+    assert alone == found[-1:]
+
+
 @dataclass(frozen=True)
 class Harness:
     """What the tests of every implementation share."""
@@ -291,6 +345,10 @@ class Harness:
     check_attention: Callable[..., None] = _check_attention
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies
+    rows_to_draw_from: Callable[..., st.SearchStrategy[tuple[torch.Tensor, Draws]]] = (
+        _rows_to_draw_from
+    )
+    check_draws: Callable[..., None] = _check_draws
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels import cpu
 from kernels.cpu import build, fallback
+from kernels.cpu.draw_tokens import CANDIDATES
 from kernels.cpu.native import NativeKernels
 from kernels.reference import rotate
 
@@ -71,6 +73,14 @@ def test_argmax_of_what_is_no_number_is_a_place(native):
 @settings(fixtures_are_shared, max_examples=20)
 def test_write(harness, kernels, data):
     harness.check_write(kernels, data.draw(harness.cases(longest=20)))
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=20)
+def test_draws(harness, data):
+    """Without ties: which of them it keeps is torch's matter."""
+    sizes = (1, 2, 5, CANDIDATES, CANDIDATES + 1, 1000)
+    harness.check_draws(cpu, *data.draw(harness.rows_to_draw_from(sizes, 4, ties=False)))
 
 
 @given(data=st.data())

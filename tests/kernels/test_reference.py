@@ -2,11 +2,20 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kernels import reference
+from kernels.draws import Draws
 
 
 def contiguous(batch, seq):
@@ -104,3 +113,46 @@ def test_what_is_written_is_attended_to(harness):
         is_causal=True,
     )
     torch.testing.assert_close(attend(batch), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({}, []),
+        ({"temperatures": 0.6, "top_k": 7}, [TemperatureLogitsWarper(0.6), TopKLogitsWarper(7)]),
+        ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
+        (
+            {"temperatures": 2.0, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
+            [
+                TemperatureLogitsWarper(2.0),
+                TopKLogitsWarper(30),
+                TopPLogitsWarper(0.8),
+                MinPLogitsWarper(0.1),
+            ],
+        ),
+    ],
+    ids=["plain", "top-k", "top-p", "all"],
+)
+def test_draws_from_what_transformers_leaves(params, warpers):
+    count = 1000
+    logits = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
+    columns = {"temperatures": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
+    draws = Draws(
+        **{name: np.full(count, value) for name, value in columns.items()},
+        uniforms=(np.arange(count) + 0.5) / count,
+    )
+    tokens = reference.draw_tokens(logits.expand(count, -1), draws)
+    shares = torch.bincount(tokens, minlength=40) / count
+    expected = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits.clone()).softmax(-1)[0]
+    torch.testing.assert_close(shares, expected, atol=1 / count, rtol=0)
+
+
+def test_equal_tokens_at_a_cut_are_kept_from_the_lowest_id():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0]]).expand(3, -1)
+    draws = Draws.greedy(3)._replace(
+        temperatures=np.array([0.0, 1.0, 1.0]),
+        top_k=np.array([0, 2, 0]),
+        top_p=np.array([1.0, 1.0, 0.3]),
+        uniforms=np.array([0.9, 0.9, 0.9]),
+    )
+    assert reference.draw_tokens(logits, draws).tolist() == [1, 2, 2]

@@ -7,12 +7,14 @@ of their own.
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
+from kernels.draws import Draws
 
 pytest.importorskip("triton")
 
@@ -94,6 +96,8 @@ def test_sweep(harness, kernels, data):
     harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
     harness.check_copies(kernels, case, DEVICE)
     check_rotation(harness, kernels, case)
+    rows = data.draw(harness.rows_to_draw_from((1, 2, 100, 1025, 3000), 6))
+    harness.check_draws(kernels, *rows, DEVICE)
 
 
 @given(data=st.data())
@@ -114,6 +118,41 @@ def test_rotate_and_write(harness, kernels, data):
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
 def test_copies(harness, kernels, data):
     harness.check_copies(kernels, data.draw(harness.cases(longest=20)), DEVICE)
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 2)
+def test_draws(harness, kernels, data):
+    sizes = (1, 2, 5, 700, 1024) if INTERPRETED else (1, 2, 5, 1024, 3000, 32_000)
+    rows = data.draw(harness.rows_to_draw_from(sizes, 2 if INTERPRETED else 9))
+    harness.check_draws(kernels, *rows, DEVICE)
+
+
+def test_draws_from_a_row_of_several_tiles(harness, kernels):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 9000, generator=generator).round()
+    draws = Draws(
+        temperatures=np.array([0.9, 1.0]),
+        top_k=np.array([0, 5000]),
+        top_p=np.array([0.9, 1.0]),
+        min_p=np.array([0.0, 0.05]),
+        uniforms=np.array([0.99, 0.6]),
+    )
+    harness.check_draws(kernels, logits, draws, DEVICE)
+
+
+def test_zero_is_as_likely_as_minus_zero(harness, kernels):
+    logits = torch.tensor([[-0.0, 0.0, -1.0]])
+    draws = Draws.greedy(1)._replace(temperatures=np.ones(1), top_p=np.array([0.01]))
+    harness.check_draws(kernels, logits, draws, DEVICE)
+
+
+def test_nothing_is_drawn_outside_the_vocabulary(kernels):
+    logits = torch.full((3, 70), torch.nan)
+    logits[1] = -torch.inf
+    logits[2, 3:] = torch.inf
+    draws = Draws.greedy(3)._replace(temperatures=np.ones(3), top_p=np.array([1, 0.5, 0.5]))
+    assert all(0 <= token < 70 for token in kernels.draw_tokens(logits.to(DEVICE), draws).tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

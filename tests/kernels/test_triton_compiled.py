@@ -19,6 +19,12 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from kernels.triton.copy_blocks import _swap_blocks_kernel  # noqa: E402
+from kernels.triton.draw_tokens import (  # noqa: E402
+    _INFINITY,
+    _TILE,
+    _WARPS,
+    _draw_tokens_kernel,
+)
 from kernels.triton.merge_splits import merge_splits  # noqa: E402
 from kernels.triton.paged_attention import _paged_attention_kernel  # noqa: E402
 from kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
@@ -211,3 +217,25 @@ def test_attention(gpu, kind, case, tmp_path):
 @pytest.mark.parametrize(("gpu", "kind", "case"), SLOW)
 def test_attention_in_every_shape(gpu, kind, case, tmp_path):
     check_attention(gpu, kind, case, tmp_path / "cubin")
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [A100, H100, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (RTX_3090, RTX_4090))],
+    ids=lambda gpu: gpu.name,
+)
+def test_draws(gpu, tmp_path):
+    types = {"logits": "*fp32", "draws": "*fp64", "out": "*i64"}
+    constants = {"TILE": _TILE, "INFINITY": _INFINITY}
+    made = compile_for(
+        gpu,
+        _draw_tokens_kernel,
+        types,
+        constants,
+        aligned=("logits", "vocab_size"),
+        warps=_WARPS,
+    )
+    assert "ld.global.v4" in made.asm["ptx"]
+    taken = resources(made, tmp_path / "cubin")
+    assert taken["STACK"] == 0
+    assert taken["REG"] * _WARPS * 32 <= 64 * KIB

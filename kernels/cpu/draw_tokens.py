@@ -1,0 +1,116 @@
+"""Draws tokens from rows of logits on a CPU, in plain PyTorch.
+
+Most rows are cut to far fewer tokens than the vocabulary has: the most likely ones
+are found first, more of them for a row that they do not do for, and at last all.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.draws import LEAST_TEMPERATURE, Draws
+
+CANDIDATES = 256
+"""Most likely tokens that truncation looks at first; seldom does it need more."""
+WIDENING = 8
+"""How many times as many it looks at where they do not do."""
+
+
+def draw_tokens(logits: Tensor, draws: Draws, *, argmax: Callable[[Tensor], Tensor]) -> Tensor:
+    """Draws a token from each row; see `kernels.ops.draw_tokens`.
+
+    `argmax` finds the first of the greatest numbers of each row.
+    """
+    greedy = draws.temperatures == 0
+    truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for wanted, draw in (
+        (greedy, lambda part, _: argmax(part)),
+        (~greedy & ~truncated, _draw),
+        (truncated, _draw_truncated),
+    ):
+        (rows,) = np.nonzero(wanted)
+        if len(rows):
+            part = logits if len(rows) == len(logits) else logits[rows]
+            tokens[rows] = draw(part, draws.of(rows))
+    return tokens
+
+
+def _draw(logits: Tensor, draws: Draws) -> Tensor:
+    """From the whole distribution."""
+    return _invert(torch.softmax(_temper(logits, draws), dim=-1), _uniforms(draws))
+
+
+def _temper(logits: Tensor, draws: Draws) -> Tensor:
+    """Logits by temperature, the most likely token's at 0: no temperature is too small."""
+    below = logits - logits.amax(dim=-1, keepdim=True)
+    return below / _column(logits, draws.temperatures.clip(min=LEAST_TEMPERATURE))
+
+
+def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
+    """From what top-k, top-p and min-p leave, without sorting more than that needs."""
+    scaled = _temper(logits, draws)
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    rows = np.arange(len(logits))
+    width = CANDIDATES
+    while len(rows):
+        width = min(width, logits.shape[1])
+        part = draws.of(rows)
+        kept, ids, enough = _truncate(scaled[rows], part, width)
+        tokens[rows] = _invert_in_order(kept, ids, part, logits.shape[1])
+        rows = rows[~enough.numpy()]
+        width *= WIDENING
+    return tokens
+
+
+def _invert_in_order(weights: Tensor, ids: Tensor, draws: Draws, vocab_size: int) -> Tensor:
+    """As `_invert`, in the order of `ids`: whose ranks a rounding swaps keep their places."""
+    if ids.shape[1] > CANDIDATES:
+        spread = weights.new_zeros((len(weights), vocab_size)).scatter_(1, ids, weights)
+        return _invert(spread, _uniforms(draws))
+    ids, order = ids.sort(dim=-1)
+    place = _invert(weights.gather(1, order), _uniforms(draws))
+    return ids.gather(1, place[:, None])[:, 0]
+
+
+def _truncate(scaled: Tensor, draws: Draws, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of each row's `width` most likely tokens, 0 where they are cut off.
+
+    Returns:
+        `[n, width]` weights, most likely first; `[n, width]` token ids; `[n]`
+        whether the cut fell within `width`, so that no token is missing.
+    """
+    vocab_size = scaled.shape[1]
+    top_k = _column(scaled, np.where(draws.top_k > 0, draws.top_k, vocab_size))
+    top_p, min_p = _column(scaled, draws.top_p), _column(scaled, draws.min_p)
+    values, ids = scaled.topk(width, dim=-1)
+    within_k = torch.arange(width) < top_k
+    weights = torch.exp(values - values[:, :1]) * within_k
+    # top-p is a share of what top-k left: of all the tokens where top-k is off.
+    everything = torch.exp(scaled - values[:, :1]).sum(dim=-1, keepdim=True)
+    total = torch.where(top_k <= width, weights.sum(dim=-1, keepdim=True), everything)
+    before = weights.cumsum(dim=-1) - weights
+    within = within_k & ((before < top_p * total) | (top_p >= 1)) & (weights >= min_p)
+    cut = (top_k <= width) | (~within[:, -1:] & (top_k == vocab_size))
+    return weights * within, ids, cut[:, 0] | (width == vocab_size)
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """The place in each row where the running sum of `weights` passes `uniforms` of it all."""
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = running[:, -1:]
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, 0 * total))
+    place = torch.searchsorted(running, target, right=True)[:, 0]
+    return place.clamp_(max=weights.shape[1] - 1)
+
+
+def _uniforms(draws: Draws) -> Tensor:
+    return torch.from_numpy(draws.uniforms)
+
+
+def _column(like: Tensor, values: NDArray[np.generic]) -> Tensor:
+    """One value for each row of `like`."""
+    return torch.from_numpy(values).to(like.dtype)[:, None]
