@@ -74,6 +74,8 @@ class _Backend(Protocol):
 
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None: ...
 
+    def argmax(self, rows: Tensor) -> Tensor: ...
+
     def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
 
@@ -320,6 +322,18 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     _check_pairs(pairs, source.shape[0], destination.shape[0])
     if len(pairs):
         _backend(source.device.type).swap_blocks(source, destination, pairs)
+
+
+def argmax(rows: Tensor) -> Tensor:
+    """Finds the first of each row's greatest elements.
+
+    Args:
+        rows: `[n, columns]`, of one of `DTYPES`.
+
+    Returns:
+        Tensor: `[n]` int64; any column where a row has what is not a number.
+    """
+    return _backend(rows.device.type).argmax(rows)
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:

@@ -17,7 +17,7 @@ from engine.executor.random import uniforms
 from engine.request import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, TokenLogprob
 from kernels.draws import Draws
-from kernels.ops import draw_tokens
+from kernels.ops import argmax, draw_tokens
 
 
 class Drawer(NamedTuple):
@@ -41,7 +41,7 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
         drawers: whose row each is.
     """
     if all(map(_is_plain, drawers)):
-        tokens = draw_tokens(logits, Draws.greedy(len(drawers))).tolist()
+        tokens = argmax(logits).tolist()
         return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
     logits = logits.float()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]

@@ -25,8 +25,6 @@ def draw_tokens(logits: Tensor, draws: Draws, *, argmax: Callable[[Tensor], Tens
     `argmax` finds the first of the greatest numbers of each row.
     """
     greedy = draws.temperatures == 0
-    if greedy.all():  # as mostly, and the rest is many small steps
-        return argmax(logits)
     truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for wanted, draw in (

@@ -106,8 +106,8 @@ def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Te
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Finds the first of each row's greatest elements; see `NativeKernels.argmax`."""
-    return rows.max(dim=-1).indices  # argmax takes twice as long
+    """Finds the first of each row's greatest elements; see `kernels.ops.argmax`."""
+    return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def pin_threads() -> bool:

@@ -354,15 +354,9 @@ class NativeKernels:
         return spent
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """Finds the first of each row's greatest elements.
+        """Finds the first of each row's greatest elements; see `kernels.ops.argmax`.
 
-        Of 48 rows of 49,152 on 2 cores it takes 0.5 ms, and torch 1.9 ms.
-
-        Args:
-            rows: `[n, columns]`, of a type that caches have.
-
-        Returns:
-            Tensor: `[n]` int64; any column where a row has what is not a number.
+        Of 48 rows of 49,152 on 2 cores in 0.5 ms, and torch in 1.9 ms.
         """
         count, columns = rows.shape
         if columns < MAX_LANES:

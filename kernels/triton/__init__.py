@@ -1,13 +1,14 @@
 """The kernels on GPU, in Triton."""
 
 from kernels.triton.copy_blocks import copy_blocks, swap_blocks
-from kernels.triton.draw_tokens import draw_tokens
+from kernels.triton.draw_tokens import argmax, draw_tokens
 from kernels.triton.paged_attention import paged_attention
 from kernels.triton.plan import plan_attention
 from kernels.triton.rotate_and_write import rotate_and_write
 from kernels.triton.write_kv import write_kv
 
 __all__ = [
+    "argmax",
     "copy_blocks",
     "draw_tokens",
     "paged_attention",
