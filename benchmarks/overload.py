@@ -227,7 +227,7 @@ def _engine(model: str | None, stack: AsyncExitStack, *, paced: bool) -> Node:
 
 
 async def measure(
-    seconds: float, load: float, deadline: float, *, model: str | None, paced: bool
+    seconds: float, load: float, deadline: float, *, model: str | None = None, paced: bool = False
 ) -> bool:
     """Overloads a router and its engine; returns whether every mark was met.
 
