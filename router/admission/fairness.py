@@ -64,9 +64,13 @@ class TenantCounters:
         return all(self._served[tenant] <= self._served[name] for name in self._demands)
 
     def share(self, tenant: Tenant, now: float) -> float:
-        """Returns what part of all an active tenant is to have, as long as all of them want it."""
+        """Returns what part of all a tenant is to have beside those active, if all want it.
+
+        It need not be active itself: it may have waited since it asked last.
+        """
         self._forget(now)
-        return tenant.weight / sum(demand.weight for demand in self._demands.values())
+        others = sum(d.weight for name, d in self._demands.items() if name != tenant.name)
+        return tenant.weight / (tenant.weight + others)
 
     def demand_of_least(self, now: float) -> Sequence[Span]:
         """Returns how fast the least served active tenant asks."""

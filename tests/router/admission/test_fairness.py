@@ -150,7 +150,9 @@ def test_shares_go_by_weights_of_those_active():
     assert counters.share(A, 0.0) == 1.0
     counters.asked(heavy, 1, 5.0)
     assert (counters.share(A, 5.0), counters.share(heavy, 5.0)) == (0.25, 0.75)
+    assert counters.share(A, 5.0 + ACTIVE_SECONDS) == 0.25, "it waits, and asks no more"
     assert counters.share(heavy, 5.0 + ACTIVE_SECONDS) == 1.0, "the other has gone"
+    assert counters.share(A, 6.0 + ACTIVE_SECONDS) == 1.0, "nobody asks"
 
 
 def test_the_demand_looked_at_is_the_least_serveds():
