@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Compiling takes minutes of both cores: the tests that want it say so.
 os.environ["OCTAVO_COMPILE"] = "off"
+
+# A shell's background job ignores interrupts, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast examples are drawn says how busy the machine is, not whether the code is right.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
