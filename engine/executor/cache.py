@@ -45,6 +45,14 @@ class CacheTensors:
             for layer in range(shape.num_layers)
         ]
 
+    def populate(self) -> None:
+        """Has a CPU's blocks backed by memory; may run beside steps, in another thread.
+
+        Else the steps that first write to them wait for it: 48 requests at once took 5% longer.
+        """
+        if self.device.device.type == "cpu":
+            huge_pages.populate(self.device)
+
     def apply(self, transfers: Transfers) -> None:
         """Does a step's copies, as the step sees them in the order that `Transfers` states."""
         if transfers.swap_out:

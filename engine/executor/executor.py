@@ -24,12 +24,16 @@ SCORED_ROWS = 256
 
 
 class Executor:
-    """A model and the tensors of its paged KV cache."""
+    """A model and the tensors of its paged KV cache.
+
+    Attributes:
+        cache: those tensors.
+    """
 
     def __init__(self, loaded: LoadedStep, cache: CacheTensors) -> None:
+        self.cache = cache
         self._loaded = loaded
         self._device = loaded.device
-        self._cache = cache
         self._block_size = cache.device.shape[4]
         self._decodes: DecodeGraphs | None = None
         self._plan = partial(
@@ -55,7 +59,7 @@ class Executor:
             A token for each of the batch's samplers, and the prompt
             log-probabilities that were asked for.
         """
-        self._cache.apply(batch.transfers)
+        self.cache.apply(batch.transfers)
         if not batch.slices:
             launching()
             return StepResult([])
@@ -86,7 +90,7 @@ class Executor:
 
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""
-        return self._cache.take_copy_times()
+        return self.cache.take_copy_times()
 
     @torch.inference_mode()
     def warm_up(self, max_model_len: int) -> None:
@@ -109,8 +113,8 @@ class Executor:
             draw_tokens(
                 logits, Draws.greedy(len(logits))._replace(temperatures=np.ones(len(logits)))
             )
-        if len(self._cache.device) > 1:
-            self._cache.apply(Transfers(copies=[(0, 1)]))
+        if len(self.cache.device) > 1:
+            self.cache.apply(Transfers(copies=[(0, 1)]))
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
@@ -126,7 +130,7 @@ class Executor:
         """
         self._decodes = DecodeGraphs(
             self._loaded.step,
-            self._cache.layers,
+            self.cache.layers,
             self._loaded.kv_scales,
             sizes=ladder(max_num_seqs),
             max_model_len=max_model_len,
@@ -143,7 +147,7 @@ class Executor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""
         if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
             return logits
-        with attending(PagedStep(inputs.metadata, self._cache.layers, self._loaded.kv_scales)):
+        with attending(PagedStep(inputs.metadata, self.cache.layers, self._loaded.kv_scales)):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:

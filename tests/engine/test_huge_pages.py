@@ -1,5 +1,6 @@
 """Hints that change no content, and that any weights may be given to."""
 
+import psutil
 import torch
 
 from engine.executor import huge_pages
@@ -14,3 +15,16 @@ def test_weights_of_any_kind_are_as_before():
     huge_pages.collapse([])
     assert torch.equal(plain, before)
     assert torch.equal(opaque.to_dense(), packed)
+
+
+def test_a_tensor_is_backed_by_memory_without_a_change():
+    rows = torch.empty(24 << 20, dtype=torch.uint8)
+    rows[5_000_000] = 7
+    before = resident()
+    huge_pages.populate(rows)
+    assert resident() - before > 15 << 20
+    assert rows[5_000_000] == 7
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
