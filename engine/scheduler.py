@@ -183,13 +183,14 @@ class Scheduler:
         they leave. Blocks are given in order, and taken from the end: a group
         is never preempted after it was put into this step's batch.
         """
-        decodes = sum(count == 1 for group in self.running for _, count in self._wanted(group))
+        wanted = [self._wanted(group) for group in self.running]
+        decodes = sum(count == 1 for counts in wanted for _, count in counts)
         budget = self.max_num_batched_tokens - decodes
         preempted = False
         position = 0
         while position < len(self.running):
             group = self.running[position]
-            spans, used = self._next_spans(group, budget)
+            spans, used = _next_spans(wanted[position], budget)
             try:
                 self.cache.extend(spans)
             except OutOfBlocksError:
@@ -201,17 +202,6 @@ class Scheduler:
             position += 1
         return preempted
 
-    def _next_spans(self, group: SequenceGroup, budget: int) -> tuple[list[Span], int]:
-        """What to compute of a group, and how much of the prefill budget that takes."""
-        spans, used = [], 0
-        for sequence, count in self._wanted(group):
-            taken = count if count == 1 else min(count, budget - used)
-            used += taken if count > 1 else 0
-            if taken > 0:
-                start = sequence.num_computed
-                spans.append(Span(sequence.id, start, start + taken))
-        return spans, used
-
     def _wanted(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
         """How many tokens each of a group's sequences could compute now; 1 is a decode.
 
@@ -219,12 +209,14 @@ class Scheduler:
         which are computed together: a search goes on only as a whole.
         """
         ready = self._ready(group)
+        if len(ready) < len(group.live):
+            return [(s, s.num_prompt - s.num_computed) for s in ready]
         catching_up = (
             group.beam is not None
-            and 1 < len(ready) == len(group.live)
+            and len(ready) > 1
             and any(sequence.num_uncomputed > 1 for sequence in ready)
         )
-        return [(s, self._prefill_end(group, s) - s.num_computed - int(catching_up)) for s in ready]
+        return [(s, s.num_uncomputed - int(catching_up)) for s in ready]
 
     def _ready(self, group: SequenceGroup) -> list[Sequence]:
         """Live sequences that have blocks; siblings wait for the lead's prefill."""
@@ -238,9 +230,10 @@ class Scheduler:
 
     def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
         by_id = {sequence.id: sequence for sequence in group.sequences}
+        apart = [s for s in group.live if not self.cache.holds(s.id)]
         for id_, start, end in spans:
             sequence = by_id[id_]
-            sharing = [s for s in group.live if s is sequence or not self.cache.holds(s.id)]
+            sharing = [sequence, *apart]
             samplers = [s for s in sharing if s.num_tokens == end]
             table = list(self.cache.table(id_))
             batch.slices.append(Slice(group, sequence, start, end, table, samplers))
@@ -345,10 +338,23 @@ class Scheduler:
         group.state = GroupState.RUNNING
         ready = self._ready(group)
         self.cache.extend(Span(s.id, s.num_computed, self._prefill_end(group, s)) for s in ready)
-        decodes = sum(count == 1 for _, count in self._wanted(group))
-        spans, _ = self._next_spans(group, budget - decodes)
+        wanted = self._wanted(group)
+        decodes = sum(count == 1 for _, count in wanted)
+        spans, _ = _next_spans(wanted, budget - decodes)
         _insert(self.running, group)
         self._add(batch, group, spans)
+
+
+def _next_spans(wanted: list[tuple[Sequence, int]], budget: int) -> tuple[list[Span], int]:
+    """What to compute of a group, and how much of the prefill budget that takes."""
+    spans, used = [], 0
+    for sequence, count in wanted:
+        taken = count if count == 1 else min(count, budget - used)
+        used += taken if count > 1 else 0
+        if taken > 0:
+            start = sequence.num_computed
+            spans.append(Span(sequence.id, start, start + taken))
+    return spans, used
 
 
 def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:

@@ -307,11 +307,12 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: not enough blocks are available for all of them.
         """
-        spans = list(spans)
-        self._require(self.device, self._blocks_to_extend(spans))
-        for sequence_id, start, end in spans:
-            blocks = self.table(sequence_id)
-            for i in self._shared(blocks, start, end):
+        writes = [(span, self._shared(span)) for span in spans]
+        self._require(self.device, self._blocks_to_extend(writes))
+        for span, shared in writes:
+            table, start, end = self._tables[span.sequence_id], span.start, span.end
+            blocks = table.blocks
+            for i in self._shared(span) if shared else ():  # others may have copied theirs
                 copy = self._allocate()
                 if i * self.block_size < start:
                     self._transfers.copies.append((blocks[i], copy))
@@ -319,24 +320,25 @@ class KVCacheManager:
                 blocks[i] = copy
             while len(blocks) < self.blocks_for(end):
                 blocks.append(self._allocate())
-            table = self._tables[sequence_id]
             table.num_tokens = max(table.num_tokens, end)
 
-    def _blocks_to_extend(self, spans: Iterable[Span]) -> int:
+    def _blocks_to_extend(self, writes: list[tuple[Span, list[int]]]) -> int:
         """Blocks that spans take; of those who write a shared block the last need not copy."""
-        grown = 0
-        writers: Counter[int] = Counter()
-        for sequence_id, start, end in spans:
-            blocks = self.table(sequence_id)
-            grown += max(0, self.blocks_for(end) - len(blocks))
-            writers.update(blocks[i] for i in self._shared(blocks, start, end))
-        copied = (min(n, self.device.references(block) - 1) for block, n in writers.items())
-        return grown + sum(copied)
+        grown, written = 0, list[int]()
+        for span, shared in writes:
+            blocks = self.table(span.sequence_id)
+            grown += max(0, self.blocks_for(span.end) - len(blocks))
+            written += [blocks[i] for i in shared]
+        if not written:
+            return grown
+        writers = Counter(written).items()
+        return grown + sum(min(n, self.device.references(block) - 1) for block, n in writers)
 
-    def _shared(self, blocks: list[int], start: int, end: int) -> list[int]:
-        """Logical blocks that tokens [start, end) touch and others hold too."""
-        reach = range(start // self.block_size, min(self.blocks_for(end), len(blocks)))
-        return [i for i in reach if self.device.references(blocks[i]) > 1]
+    def _shared(self, span: Span) -> list[int]:
+        """Logical blocks that a span's tokens touch and others hold too."""
+        blocks, references = self.table(span.sequence_id), self.device.references
+        reach = range(span.start // self.block_size, min(self.blocks_for(span.end), len(blocks)))
+        return [i for i in reach if references(blocks[i]) > 1]
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
         """Gives a new sequence its parent's first `num_tokens` tokens, shared."""
