@@ -72,8 +72,10 @@ class Request:
         self._metrics = metrics
         self._account = account
         self._cache_salt = account.tenant.salt(message.cache_salt)
-        # A search's outputs come whole, however fast the client reads.
-        self._max_unread = math.inf if message.HasField("beam") else max_unread_tokens
+        self._final_only = message.output.final_only
+        # What comes whole waits for its end, however fast the client reads.
+        whole = message.HasField("beam") or self._final_only
+        self._max_unread = math.inf if whole else max_unread_tokens
         self._event = asyncio.Event()
         self._pacer = pacer
         self._next_message = 0.0  # when tokens may go again
@@ -244,6 +246,8 @@ class Request:
         if mine.ended:
             self._note_tpot(mine)
             self._event.set()
+        elif self._final_only:
+            pass
         elif first or now >= self._next_message:
             self._event.set()
         elif self._timer is None:
@@ -287,6 +291,8 @@ class Request:
             if output.finished:
                 continue
             ended = output.ended
+            if self._final_only and not ended:
+                continue
             if (delta := output.take()) is not None:
                 yield generation_pb2.GenerateResponse(delta=delta)
             if ended:

@@ -77,7 +77,8 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
         "",
         (
             "Rates are output tokens a second, medians over the rounds with the lowest and the"
-            " highest. Octavo answers over gRPC, through its router; the others are called in their"
+            " highest. Octavo answers over gRPC, through its router: a single request token by"
+            " token, the mix in whole answers, as the others give them. These are called in their"
             " own process, as their packages offer it. Each keeps its own defaults for what it"
             " computes in; weights are all made from the same 4-bit file."
         ),

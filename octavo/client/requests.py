@@ -46,6 +46,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     token_ids: bool | None
+    final_only: bool | None
 
 
 # Where each option goes in GenerateRequest.
@@ -76,6 +77,7 @@ _PATHS: dict[str, str] = {
     "logprobs": "output.logprobs",
     "prompt_logprobs": "output.prompt_logprobs",
     "token_ids": "output.token_ids",
+    "final_only": "output.final_only",
 }
 
 

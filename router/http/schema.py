@@ -214,6 +214,7 @@ class Parameters(Strict):
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
             token_ids=self.usage_chunks or None,
+            final_only=not self.stream or None,
         )
 
 

@@ -105,6 +105,26 @@ async def test_outputs_interleave_and_keep_apart(scripted, stand, encode):
         assert ends(responses)[i].usage.output_tokens == len(text)
 
 
+async def test_outputs_come_whole_where_that_is_asked_for(scripted, stand, encode):
+    texts = ["short", "a good deal longer"]
+    engine = scripted(script=lambda submit, index: encode(texts[index]))
+    async with stand(engine, max_unread_tokens=8) as s:
+        await s.up()
+        options = {"token_ids": True, "final_only": True}
+        responses = await collect(s.stub.Generate(ask(sampling={"n": 2}, output=options)))
+        await s.clean()
+    kinds = [(r.WhichOneof("event"), max(r.delta.index, r.finished.index)) for r in responses]
+    assert kinds == [
+        ("accepted", 0),
+        ("delta", 0),
+        ("finished", 0),
+        ("delta", 1),
+        ("finished", 1),
+    ]
+    assert [text_of(responses, i) for i in range(2)] == texts
+    assert list(responses[3].delta.token_ids) == encode(texts[1])
+
+
 @pytest.mark.parametrize("include", [False, True])
 async def test_stop_string_ends_one_output(scripted, stand, encode, include):
     texts = ["abc STOP def" * 5, "never stops"]

@@ -49,14 +49,18 @@ class Octavo:
                 while not await client.is_serving():  # noqa: ASYNC110 - it is asked, it does not tell
                     await asyncio.sleep(0.1)
             began = time.perf_counter()
-            answers = await asyncio.gather(*(_answer(client, request) for request in requests))
+            whole = len(requests) > 1
+            answers = await asyncio.gather(*(_answer(client, r, whole=whole) for r in requests))
             seconds = time.perf_counter() - began
         first = [at - began for _, at in answers]
         return Outcome(seconds, [tokens for tokens, _ in answers], first)
 
 
-async def _answer(client: AsyncClient, request: Request) -> tuple[list[int], float]:
-    """Returns a request's output tokens, and when the first of them came."""
+async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tuple[list[int], float]:
+    """Returns a request's output tokens, and when the first of them came.
+
+    Of many requests the answers come whole, as they do from the packages beside it.
+    """
     tokens: list[int] = []
     first: float | None = None
     stream = client.generate(
@@ -65,6 +69,7 @@ async def _answer(client: AsyncClient, request: Request) -> tuple[list[int], flo
         temperature=0,
         ignore_eos=True,
         token_ids=True,
+        final_only=whole,
     )
     async for event in stream.events():
         if isinstance(event, Delta):
