@@ -118,13 +118,26 @@ class EngineCore:
 
     def _take_commands(self) -> None:
         """Does all commands that wait; waits a while for one if there is nothing else to do."""
+        idle = self._scheduler.idle and not self._use_idle_time()
         try:
-            command = self._commands.get(self._scheduler.idle, HEARTBEAT_SECONDS)
+            command = self._commands.get(idle, HEARTBEAT_SECONDS)
             while True:
                 command()
                 command = self._commands.get_nowait()
         except Empty:
             pass
+
+    def _use_idle_time(self) -> bool:
+        """Does what would slow steps down, until a command comes, and not for long.
+
+        Returns:
+            Whether some of it is left.
+        """
+        until = time.monotonic() + HEARTBEAT_SECONDS / 2
+        while self._commands.empty() and time.monotonic() < until:
+            if not self._executor.cache.populate():
+                return False
+        return True
 
     def _step(self) -> None:
         began = time.perf_counter()

@@ -9,7 +9,6 @@ from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import grpc
@@ -167,7 +166,6 @@ async def serve(
     # and where pools have more threads than there are cores, it has them sleep between loops.
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-core")
     parts = await loop.run_in_executor(thread, build, settings)
-    Thread(target=parts.executor.cache.populate, name="populate", daemon=True).start()
     metrics = EngineMetrics()
     observe_process(metrics.registry)
     servicer = EngineServicer(settings, parts, metrics, tracing)

@@ -28,6 +28,8 @@ SINGLE_REPEATS = 3
 """Times that one round runs the single request, which is short."""
 WARM_UP = 1_000_000
 """The seed of warm-up rounds: no measured round draws the same prompts."""
+SETTLE_SECONDS = 5.0
+"""For what a peer puts off until it is idle."""
 PATIENCE = 1_800.0
 
 Say = Callable[[str], None]
@@ -109,6 +111,7 @@ class Fleet:
         self._say(f"{peer.title}: warming up")
         worker.run(workloads.single(WARM_UP).requests)
         worker.run(workloads.mixed(WARM_UP, self._share).requests)
+        time.sleep(SETTLE_SECONDS)
 
     def _workloads(self, number: int) -> list[Workload]:
         singles = [workloads.single(number * SINGLE_REPEATS + i) for i in range(SINGLE_REPEATS)]

@@ -6,7 +6,7 @@ Only hints: where they are not taken, the memory is as it was.
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -14,7 +14,7 @@ import torch
 _COLLAPSE = 25  # MADV_COLLAPSE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _AT_ONCE = 4 << 20
-"""Bytes that Linux finds at once: meanwhile no other thread may map memory."""
+"""Bytes that Linux finds at once, in some milliseconds."""
 
 
 def ask_for(tensor: torch.Tensor) -> None:
@@ -33,14 +33,18 @@ def collapse(tensors: Iterable[torch.Tensor]) -> None:
     _advise(start, length, _COLLAPSE)
 
 
-def populate(tensor: torch.Tensor) -> None:
-    """Has Linux find the memory for all of a tensor now, not when it is first written to.
+def populate(tensor: torch.Tensor) -> Iterator[None]:
+    """Has Linux find the memory for a tensor, not only when it is first written to.
 
     What is there stays. In a virtual machine whose host has to find it first, a GiB may take 3 s.
+
+    Yields:
+        None: after each few MiB.
     """
     start, length = _span([tensor])
     for done in range(0, length, _AT_ONCE):
         _advise(start + done, min(_AT_ONCE, length - done), _POPULATE_WRITE)
+        yield
 
 
 def _span(tensors: list[torch.Tensor]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The core loop in its thread: commands, deadlines, failures, and what is left afterwards."""
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -122,6 +123,24 @@ def test_an_engine_that_nobody_asked_yet_shows_its_blocks(running):
     sample = running().metrics.registry.get_sample_value
     assert sample("octavo_engine_blocks", {"state": "free"}) == 64
     assert sample("octavo_engine_groups", {"state": "running"}) == 0
+
+
+def test_idle_time_backs_the_cache_with_memory_and_a_request_cuts_it_short(running, monkeypatch):
+    engine = running(begin=False)
+    times = itertools.count()
+
+    def populate():
+        next(times)
+        time.sleep(0.001)
+        return True  # never done
+
+    monkeypatch.setattr(engine.parts.executor.cache, "populate", populate)
+    engine.thread.start()
+    engine.heard.wait(lambda: next(times) > 100)
+    engine.submit("a", max_tokens=5)
+    engine.heard.wait(lambda: engine.heard.ended("a"))
+    monkeypatch.undo()
+    engine.wait_idle()
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
