@@ -208,25 +208,23 @@ class Scheduler:
         Beams that catch up after preemption stop before their last tokens,
         which are computed together: a search goes on only as a whole.
         """
-        ready = self._ready(group)
-        if len(ready) < len(group.live):
-            return [(s, s.num_prompt - s.num_computed) for s in ready]
+        ends = self._prefill_ends(group)
         catching_up = (
             group.beam is not None
-            and len(ready) > 1
-            and any(sequence.num_uncomputed > 1 for sequence in ready)
+            and 1 < len(ends) == len(group.live)
+            and any(sequence.num_uncomputed > 1 for sequence, _ in ends)
         )
-        return [(s, s.num_uncomputed - int(catching_up)) for s in ready]
+        return [(s, end - s.num_computed - int(catching_up)) for s, end in ends]
 
     def _ready(self, group: SequenceGroup) -> list[Sequence]:
         """Live sequences that have blocks; siblings wait for the lead's prefill."""
         return [s for s in group.live if self.cache.holds(s.id)]
 
-    def _prefill_end(self, group: SequenceGroup, sequence: Sequence) -> int:
-        """Where a prefill ends: at the prompt's, while siblings wait to share it."""
-        if len(self._ready(group)) < len(group.live):
-            return sequence.num_prompt
-        return sequence.num_tokens
+    def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
+        """Where the prefill of each that is ready ends: the prompt's end, while siblings wait."""
+        ready = self._ready(group)
+        shares = len(ready) < len(group.live)
+        return [(s, s.num_prompt if shares else s.num_tokens) for s in ready]
 
     def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
         by_id = {sequence.id: sequence for sequence in group.sequences}
@@ -297,13 +295,12 @@ class Scheduler:
     def _resume_swapped(self, batch: Batch) -> None:
         while self.swapped:
             group = self.swapped[0]
-            ready = self._ready(group)
-            ids = [sequence.id for sequence in ready]
+            ends = self._prefill_ends(group)
+            ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
             growth = sum(
-                self.cache.blocks_for(self._prefill_end(group, s))
-                - self.cache.blocks_for(s.num_computed)
-                for s in ready
+                self.cache.blocks_for(end) - self.cache.blocks_for(s.num_computed)
+                for s, end in ends
             )
             blocks = self.cache.blocks_to_swap(ids) + growth
             if group.num_slots > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
@@ -336,8 +333,8 @@ class Scheduler:
     def _run(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
         """Puts a group that just got blocks into the running queue and the batch."""
         group.state = GroupState.RUNNING
-        ready = self._ready(group)
-        self.cache.extend(Span(s.id, s.num_computed, self._prefill_end(group, s)) for s in ready)
+        ends = self._prefill_ends(group)
+        self.cache.extend(Span(s.id, s.num_computed, end) for s, end in ends)
         wanted = self._wanted(group)
         decodes = sum(count == 1 for _, count in wanted)
         spans, _ = _next_spans(wanted, budget - decodes)

@@ -1,7 +1,6 @@
 """The KV cache's tensors: on the device and in CPU swap space."""
 
 from collections.abc import Iterator
-from itertools import islice
 
 import torch
 
@@ -37,7 +36,7 @@ class CacheTensors:
     ) -> None:
         block = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
         self.device = torch.empty((num_blocks, *block), dtype=dtype, device=device)
-        self._populating: Iterator[None] = iter(())
+        self._populating: Iterator[bool] = iter(())
         if device.type == "cpu":
             huge_pages.ask_for(self.device)
             self._populating = huge_pages.populate(self.device)
@@ -58,7 +57,7 @@ class CacheTensors:
         Returns:
             bool: whether there were any left.
         """
-        return any(True for _ in islice(self._populating, 1))
+        return next(self._populating, False)
 
     def apply(self, transfers: Transfers) -> None:
         """Does a step's copies, as the step sees them in the order that `Transfers` states."""

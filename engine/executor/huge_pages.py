@@ -33,18 +33,18 @@ def collapse(tensors: Iterable[torch.Tensor]) -> None:
     _advise(start, length, _COLLAPSE)
 
 
-def populate(tensor: torch.Tensor) -> Iterator[None]:
+def populate(tensor: torch.Tensor) -> Iterator[bool]:
     """Has Linux find the memory for a tensor, not only when it is first written to.
 
     What is there stays. In a virtual machine whose host has to find it first, a GiB may take 3 s.
 
     Yields:
-        None: after each few MiB.
+        True, after each few MiB.
     """
     start, length = _span([tensor])
     for done in range(0, length, _AT_ONCE):
         _advise(start + done, min(_AT_ONCE, length - done), _POPULATE_WRITE)
-        yield
+        yield True
 
 
 def _span(tensors: list[torch.Tensor]) -> tuple[int, int]:
