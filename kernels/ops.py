@@ -342,10 +342,10 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     Of a row, divided by its temperature, softmax gives probabilities. Top-k keeps so many
     of the most likely tokens; of those, top-p the fewest of the most likely that have
     together its share or more; of those, min-p all at least its fraction as likely as the
-    most likely. Of equal tokens at a cut, those with the lowest ids are kept (on a CPU,
-    any of them). The token drawn is that at which the running sum of what is left, in the
-    vocabulary's order, passes the row's uniform number times the whole. So a row's token
-    does not depend on other rows.
+    most likely. Of equal tokens at a cut, those with the lowest ids are kept (without a C++
+    compiler, any of them). The token drawn is that at which the running sum of what is left,
+    in the vocabulary's order, passes the row's uniform number times the whole. So a row's
+    token does not depend on other rows.
 
     Args:
         logits: `[n, vocab_size]`. Minus infinity is impossible.

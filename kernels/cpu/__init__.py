@@ -1,10 +1,8 @@
 """The kernels on CPU: compiled C++ where there is a compiler, else plain PyTorch."""
 
 import logging
-from functools import partial
 
-from kernels.cpu import fallback
-from kernels.cpu.draw_tokens import draw_tokens as _draw_tokens
+from kernels.cpu import fallback, fallback_draws
 from kernels.cpu.native import NativeKernels
 
 try:
@@ -24,6 +22,7 @@ if _kernels is not None:
     run_step = _kernels.run_step  # for compiled steps, which cannot do without
     take_spent = _kernels.take_spent  # likewise
     argmax = _kernels.argmax
+    draw_tokens = _kernels.draw_tokens
     pin_threads = _kernels.pin_threads
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
@@ -33,9 +32,9 @@ else:
     copy_blocks = fallback.copy_blocks
     swap_blocks = fallback.swap_blocks
     argmax = fallback.argmax
+    draw_tokens = fallback_draws.draw_tokens
     pin_threads = fallback.pin_threads
     linear = None
-draw_tokens = partial(_draw_tokens, argmax=argmax)
 
 __all__ = [
     "argmax",

@@ -20,7 +20,7 @@ from kernels.machine import cpu_identity
 
 SOURCES = (
     *("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp"),
-    *("pin_threads.cpp", "argmax.cpp"),
+    *("pin_threads.cpp", "argmax.cpp", "draw_tokens.cpp"),
 )
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "vector.h")
 FLAGS = (

@@ -18,11 +18,13 @@ from ctypes import (
     c_void_p,
 )
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.build import load_library
 from kernels.cpu.linear import LinearKernels
+from kernels.draws import Draws
 from kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -205,6 +207,9 @@ class NativeKernels:
         self._argmax = library.octavo_argmax
         self._argmax.argtypes = (*rows, c_int64, c_int, c_void_p, c_int)
         self._argmax.restype = None
+        self._draw = library.octavo_draw_tokens
+        self._draw.argtypes = (*rows, c_int64, *[c_void_p] * 6, c_int)
+        self._draw.restype = None
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
@@ -368,6 +373,23 @@ class NativeKernels:
             *(places.data_ptr(), torch.get_num_threads()),
         )
         return places
+
+    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor:
+        """Draws a token from each row; see `kernels.ops.draw_tokens`."""
+        logits = _rows(logits.float())
+        count, columns = logits.shape
+        tokens = torch.empty(count, dtype=torch.int64)
+        kinds = np.float64, np.int64, np.float64, np.float64, np.float64
+        numbers = [
+            np.ascontiguousarray(column, kind)
+            for column, kind in zip(draws.columns(), kinds, strict=True)
+        ]
+        self._draw(
+            *(logits.data_ptr(), count, logits.stride(0), columns),
+            *(column.ctypes.data for column in numbers),
+            *(tokens.data_ptr(), torch.get_num_threads()),
+        )
+        return tokens
 
     def pin_threads(self) -> bool:
         """Keeps this thread, and those that compute for it, each on a core of its own.

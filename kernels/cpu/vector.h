@@ -38,6 +38,7 @@ inline void store(void* to, Vector v) {
 }
 
 inline Floats broadcast(float x) { return x - Floats{}; }
+inline Ints broadcast(int32_t x) { return x - Ints{}; }
 inline Words broadcast(uint32_t x) { return x - Words{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }

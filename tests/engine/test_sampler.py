@@ -21,7 +21,7 @@ from engine.executor.random import uniforms
 from engine.executor.sampler import Drawer, sample
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
-from kernels.cpu.draw_tokens import CANDIDATES
+from kernels.cpu.fallback_draws import CANDIDATES
 
 VOCAB = 2 * CANDIDATES
 DRAWS = 20_000

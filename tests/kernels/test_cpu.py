@@ -1,5 +1,6 @@
 """The two CPU implementations against the reference."""
 
+import math
 import multiprocessing
 import os
 import subprocess
@@ -7,15 +8,16 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu
-from kernels.cpu import build, fallback
-from kernels.cpu.draw_tokens import CANDIDATES
+from kernels.cpu import build, fallback, fallback_draws
+from kernels.cpu.fallback_draws import CANDIDATES
 from kernels.cpu.native import NativeKernels
+from kernels.draws import Draws
 from kernels.reference import rotate
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -75,12 +77,48 @@ def test_write(harness, kernels, data):
     harness.check_write(kernels, data.draw(harness.cases(longest=20)))
 
 
+@needs_compiler
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=200)
+def test_draws(harness, native, data):
+    sizes = (1, 2, 5, 15, 16, 17, 300, 1023, 2100)
+    harness.check_draws(native, *data.draw(harness.rows_to_draw_from(sizes, 4)))
+
+
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
-def test_draws(harness, data):
+def test_draws_without_a_compiler(harness, data):
     """Without ties: which of them it keeps is torch's matter."""
     sizes = (1, 2, 5, CANDIDATES, CANDIDATES + 1, 1000)
-    harness.check_draws(cpu, *data.draw(harness.rows_to_draw_from(sizes, 4, ties=False)))
+    rows = data.draw(harness.rows_to_draw_from(sizes, 4, ties=False))
+    harness.check_draws(fallback_draws, *rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("spread", [0.1, 2.5, 8.0])
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 40_000, "top_p": 0.9}, {"min_p": 0.05}]
+)
+def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
+    """Flat or steep, cut or not: with all thousands of tokens, or a few, left."""
+    n = 6
+    logits = spread * torch.randn((n, 49_152), generator=torch.Generator().manual_seed(3))
+    draws = Draws.greedy(n)._replace(
+        temperatures=np.full(n, 0.8), uniforms=np.linspace(0, 0.999, n)
+    )
+    cut = {name: np.full(n, value) for name, value in cut.items()}
+    harness.check_draws(native, logits, draws._replace(**cut))
+
+
+@needs_compiler
+@pytest.mark.parametrize("cut", [{}, {"top_p": np.array([0.5])}, {"top_k": np.array([3])}])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
+    for vocab_size in (1000, 70):  # the smaller one last: what is kept of a row is larger
+        logits = torch.full((1, vocab_size), value)
+        draws = Draws.greedy(1)._replace(temperatures=np.ones(1), uniforms=np.full(1, 0.999), **cut)
+        (token,) = native.draw_tokens(logits, draws).tolist()
+        assert 0 <= token < vocab_size
 
 
 @given(data=st.data())

@@ -1,10 +1,8 @@
-"""Draws tokens from rows of logits on a CPU, in plain PyTorch.
+"""Draws tokens on the CPU in plain PyTorch, for machines without a C++ compiler.
 
 Most rows are cut to far fewer tokens than the vocabulary has: the most likely ones
 are found first, more of them for a row that they do not do for, and at last all.
 """
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,16 +17,14 @@ WIDENING = 8
 """How many times as many it looks at where they do not do."""
 
 
-def draw_tokens(logits: Tensor, draws: Draws, *, argmax: Callable[[Tensor], Tensor]) -> Tensor:
-    """Draws a token from each row; see `kernels.ops.draw_tokens`.
-
-    `argmax` finds the first of the greatest numbers of each row.
-    """
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    """Draws a token from each row; see `kernels.ops.draw_tokens`."""
+    logits = logits.float()
     greedy = draws.temperatures == 0
     truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for wanted, draw in (
-        (greedy, lambda part, _: argmax(part)),
+        (greedy, lambda part, _: part.max(dim=-1).indices),
         (~greedy & ~truncated, _draw),
         (truncated, _draw_truncated),
     ):
