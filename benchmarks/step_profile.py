@@ -1,6 +1,7 @@
 """Says where a decode step's time goes, for a few sizes of batch.
 
     python -m benchmarks.step_profile [--model demo] [--quantization none] [--batch 1 8 48]
+        [--temperature 0] [--top-p 1]
 
 Each batch runs in a process of its own: prompts of random tokens are computed, then
 decode steps are timed part by part. Matrix products and attention are what the kernels
@@ -49,16 +50,18 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 48])
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        print(json.dumps(_profile(arguments.model, arguments.quantization, arguments.inside)))
+        print(json.dumps(_profile(arguments, arguments.inside)))
         return
     columns = []
     for batch in arguments.batch:
-        parts = _profile_in_child(arguments.model, arguments.quantization, batch)
-        served = asyncio.run(_serve(arguments.model, arguments.quantization, batch))
+        parts = _profile_in_child(arguments, batch)
+        served = asyncio.run(_serve(arguments, batch))
         columns.append(parts | {"served": max(0.0, served - sum(parts.values()))})
     _print(arguments.batch, columns, arguments.quantization)
     if arguments.json:
@@ -83,16 +86,17 @@ def _print(batches: list[int], columns: list[dict[str, float]], quantization: st
     Console().print(table)
 
 
-def _profile_in_child(model: str, quantization: str, batch: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.step_profile", "--model", model]
-    command += ["--quantization", quantization, "--inside", str(batch)]
+def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.step_profile", "--inside", str(batch)]
+    for name in ("model", "quantization", "temperature", "top_p"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
     parts: dict[str, float] = json.loads(line)
     return parts
 
 
-def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
+def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     """Mean seconds of each part of a decode step."""
     from engine.config import EngineSettings  # noqa: PLC0415 - the child's alone
     from engine.executor import executor  # noqa: PLC0415
@@ -100,7 +104,11 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     from kernels import cpu  # noqa: PLC0415
     from tests.engine.stepper import Stepper  # noqa: PLC0415
 
-    settings: dict[str, Any] = {"model": model, "quantization": quantization, "compile": "wait"}
+    settings: dict[str, Any] = {
+        "model": arguments.model,
+        "quantization": arguments.quantization,
+        "compile": "wait",
+    }
     needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
     parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
     cpu.pin_threads()
@@ -118,7 +126,7 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     draw = random.Random(0)
     for _ in range(batch):
         prompt = [draw.randrange(256, parts.limits.vocab_size) for _ in range(PROMPT)]
-        stepper.submit(prompt, WARM_STEPS + STEPS + 8)
+        stepper.submit(prompt, WARM_STEPS + STEPS + 8, **_sampling(arguments))
     while any(group.sequences[0].num_output < WARM_STEPS for group in _live(parts.scheduler)):
         stepper.step()
     spent.clear()
@@ -132,6 +140,10 @@ def _profile(model: str, quantization: str, batch: int) -> dict[str, float]:
     spent["rest"] = spent.pop("model") - kernels.attention - kernels.linear
     spent["other"] = total - sum(spent.values())
     return {part: seconds / STEPS for part, seconds in spent.items()}
+
+
+def _sampling(arguments: argparse.Namespace) -> dict[str, float]:
+    return {"temperature": arguments.temperature, "top_p": arguments.top_p}
 
 
 def _live(scheduler: Any) -> list[Any]:  # noqa: ANN401
@@ -151,26 +163,27 @@ def _timed(
     return timed
 
 
-async def _serve(model: str, quantization: str, batch: int) -> float:
+async def _serve(arguments: argparse.Namespace, batch: int) -> float:
     """Seconds per output token of so many streams at once, from a real server."""
     from octavo import AsyncClient  # noqa: PLC0415
     from octavo.cli.local_server import local_server  # noqa: PLC0415
 
-    flags = ("--quantization", quantization, "--compile", "wait")
-    with local_server(model, *flags) as address:
+    flags = ("--quantization", arguments.quantization, "--compile", "wait")
+    sampling = _sampling(arguments)
+    with local_server(arguments.model, *flags) as address:
         async with AsyncClient(address) as client:
-            await _streams(client, batch)
-            return statistics.median([await _streams(client, batch) for _ in range(3)])
+            await _streams(client, batch, sampling)
+            return statistics.median([await _streams(client, batch, sampling) for _ in range(3)])
 
 
-async def _streams(client: Any, batch: int) -> float:  # noqa: ANN401
+async def _streams(client: Any, batch: int, sampling: dict[str, float]) -> float:  # noqa: ANN401
     """Seconds per token once every stream has begun, and before any ends."""
     arrivals: list[list[float]] = []
     draw = random.Random(time.monotonic_ns())
 
     async def one() -> None:
         prompt = [draw.randrange(256, 40000) for _ in range(PROMPT)]
-        stream = client.generate(prompt, max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+        stream = client.generate(prompt, max_tokens=OUTPUT, ignore_eos=True, **sampling)
         arrivals.append([time.perf_counter() async for _ in stream])
 
     await asyncio.gather(*(one() for _ in range(batch)))
