@@ -66,7 +66,8 @@ struct Scratch {
   using Stored = typename T::Stored;
 
   explicit Scratch(int head_dim)
-      : width((head_dim + kLanes - 1) / kLanes * kLanes),
+      : head_dim(head_dim),
+        width((head_dim + kLanes - 1) / kLanes * kLanes),
         query(allocate<uint32_t>(kMaxRows * width)),
         keys(allocate<Stored>(kTile * width)),
         values(allocate<Stored>(kTile * width)),
@@ -79,7 +80,7 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  int width;
+  const int head_dim, width;
   uint32_t* query;  // [rows][words of a head]
   Stored* keys;     // [words of a head][kTile][kPack], if copied
   Stored* values;   // [kTile / kPack][width][kPack], if copied
@@ -94,6 +95,15 @@ struct Scratch {
     return static_cast<Element*>(std::memset(memory, 0, count * sizeof(Element)));
   }
 };
+
+// This thread's, kept for the next layer: to find and clear 50 KiB there takes longer than
+// to attend over a short sequence.
+template <class T>
+Scratch<T>& scratch_for(int head_dim) {
+  thread_local std::unique_ptr<Scratch<T>> kept;
+  if (!kept || kept->head_dim != head_dim) kept = std::make_unique<Scratch<T>>(head_dim);
+  return *kept;
+}
 
 // Where a tile's K and V lie: both of a run of keys.
 template <class T>
@@ -134,7 +144,7 @@ class Worker {
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
         words_(p.cache.head_dim / kPack), block_shift_(__builtin_ctz(p.cache.block_size)),
         copies_keys_(p.cache.block_size % kLanes), copies_values_(p.cache.head_dim % kLanes),
-        scratch_(p.cache.head_dim), parts_(parts) {}
+        scratch_(scratch_for<T>(p.cache.head_dim)), parts_(parts) {}
 
   // Finds the first item's keys; each `run` does so for the next item.
   void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
@@ -376,8 +386,8 @@ class Worker {
   const Cache& cache_;
   const int group_, words_, block_shift_;
   const bool copies_keys_, copies_values_;  // they do not lie as whole vectors
-  Scratch<T> scratch_;
-  float* parts_;
+  Scratch<T>& scratch_;
+  float* const parts_;
   Tile<T> tile_, coming_;  // the one at work and the one after it
 };
 
