@@ -121,6 +121,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
         (executor, "prepare", "prepare"),
         (executor, "sample", "sample"),
         (parts.executor, "_forward", "model"),
+        (parts.executor, "_most_likely", "model"),
     ):
         setattr(owner, name, _timed(getattr(owner, name), spent, part))
     draw = random.Random(0)
@@ -137,7 +138,8 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     total = time.perf_counter() - began
     kernels = cpu.take_spent()
     spent["attention"], spent["products"] = kernels.attention, kernels.linear
-    spent["rest"] = spent.pop("model") - kernels.attention - kernels.linear
+    spent["sample"] += kernels.sampling  # greedy steps do it there
+    spent["rest"] = spent.pop("model") - kernels.attention - kernels.linear - kernels.sampling
     spent["other"] = total - sum(spent.values())
     return {part: seconds / STEPS for part, seconds in spent.items()}
 

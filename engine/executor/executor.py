@@ -1,6 +1,7 @@
 """The executor: does a batch's copies, runs the model on it and draws tokens."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -8,11 +9,19 @@ import torch
 
 from engine.batch import Batch, StepResult
 from engine.executor.cache import CacheTensors
+from engine.executor.compilation import CompiledStep
 from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
 from engine.executor.inputs import StepInputs, idle_inputs, prepare
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
-from engine.executor.sampler import Drawer, continue_beams, sample, score
+from engine.executor.sampler import (
+    Drawer,
+    are_plain,
+    continue_beams,
+    draw_plainly,
+    sample,
+    score,
+)
 from engine.executor.swap import CopyTime
 from engine.kv_cache import Transfers
 from engine.sequence import TokenLogprob
@@ -64,8 +73,6 @@ class Executor:
             launching()
             return StepResult([])
         inputs = self._prepare(batch)
-        launching()
-        logits = self._forward(inputs)
         rows, drawers = [], []
         beam_rows, beams = [], []
         for i, row in inputs.sampled.items():
@@ -76,6 +83,11 @@ class Executor:
                 continue
             rows += [row] * len(part.samplers)
             drawers += [Drawer(part.group, sequence) for sequence in part.samplers]
+        only_plain = not (beams or inputs.scored) and are_plain(drawers)
+        launching()
+        if only_plain and (tokens := self._most_likely(inputs)) is not None:
+            return StepResult(draw_plainly([tokens[row] for row in rows], drawers))
+        logits = self._forward(inputs)
         prompt_logprobs = {
             i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
         }
@@ -147,8 +159,19 @@ class Executor:
         """Logits `[num_rows, vocab_size]` of the wanted tokens."""
         if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
             return logits
-        with attending(PagedStep(inputs.metadata, self.cache.layers, self._loaded.kv_scales)):
+        with self._attending(inputs):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
+
+    def _most_likely(self, inputs: StepInputs) -> list[int] | None:
+        """The most likely one for each of those tokens; None where that must be looked for."""
+        step = self._loaded.step
+        if not isinstance(step, CompiledStep):
+            return None
+        with self._attending(inputs):
+            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows)
+
+    def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        return attending(PagedStep(inputs.metadata, self.cache.layers, self._loaded.kv_scales))
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Prompt log-probabilities of one slice, a few rows at a time to bound memory."""

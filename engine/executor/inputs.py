@@ -63,17 +63,17 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
         if part.samplers:
             sampled[i] = len(rows)
             rows.append(len(tokens) - 1)
-    seq_lens = np.array([part.end for part in batch.slices], np.int32)
-    query_starts = np.array(starts, np.int32)
-    query_lens = query_starts[1:] - query_starts[:-1]
+    ends = [part.end for part in batch.slices]
+    counts = [part.end - part.start for part in batch.slices]
+    seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
     laid = torch.from_numpy(np.array((tokens, positions, slots))).to(device)
     metadata = AttentionMetadata(
-        query_starts=torch.from_numpy(query_starts).to(device),
+        query_starts=torch.from_numpy(np.array(starts, np.int32)).to(device),
         seq_lens=torch.from_numpy(seq_lens).to(device),
         block_tables=torch.from_numpy(tables).to(device),
         slot_mapping=laid[2],
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
+        max_query_len=max(counts),
+        max_seq_len=max(ends),
         plan=plan(query_lens, seq_lens),
     )
     return StepInputs(

@@ -40,9 +40,8 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
             changed.
         drawers: whose row each is.
     """
-    if all(map(_is_plain, drawers)):
-        tokens = argmax(logits).tolist()
-        return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
+    if are_plain(drawers):
+        return draw_plainly(argmax(logits).tolist(), drawers)
     logits = logits.float()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
     own = torch.log_softmax(logits[reporting], dim=-1) if reporting else None
@@ -100,8 +99,22 @@ def continue_beams(logits: torch.Tensor, beams: Rows[Drawer]) -> dict[int, Conti
     }
 
 
+def are_plain(drawers: Rows[Drawer]) -> bool:
+    """Whether all draw the most likely token, and want to know no more."""
+    return all(map(_is_plain, drawers))
+
+
+def draw_plainly(most_likely: Rows[int], drawers: Rows[Drawer]) -> list[Draw]:
+    """Draws for drawers that are plain.
+
+    Args:
+        most_likely: `[len(drawers)]`, tokens.
+        drawers: whose each is.
+    """
+    return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, most_likely, strict=True)]
+
+
 def _is_plain(drawer: Drawer) -> bool:
-    """Whether the logits alone, in whatever precision, say which token it is."""
     params = drawer.params
     return (
         params.greedy

@@ -20,6 +20,7 @@ if _kernels is not None:
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
     run_step = _kernels.run_step  # for compiled steps, which cannot do without
+    run_greedy_step = _kernels.run_greedy_step  # likewise
     take_spent = _kernels.take_spent  # likewise
     argmax = _kernels.argmax
     draw_tokens = _kernels.draw_tokens

@@ -29,8 +29,10 @@ Error aoti_torch_create_tensor_from_blob(void* data, int64_t dimensions, const i
 Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device, int32_t device_index,
                                Tensor* made);
+Error aoti_torch_delete_tensor_object(Tensor tensor);
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_int64();
 
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
@@ -40,6 +42,7 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
                                 const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            float, int, float, const float*, int);
+void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
@@ -64,7 +67,7 @@ thread_local Step step;
 // What this thread's compiled steps have spent where: products with what is done to their
 // rows and results on the way.
 struct Spent {
-  double attention, linear;
+  double attention, linear, sampling;
 };
 thread_local Spent spent;
 
@@ -170,6 +173,27 @@ extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, cons
       wrap(rows, 1, &num_rows, row_stride, &inputs[2]))
     return kFailed;
   return run(model, inputs, 3, logits, 1, nullptr, nullptr);
+}
+
+// As octavo_run_step, for the most likely token of each row in place of the logits.
+extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layers,
+                                        const Batch* batch, const int64_t* slots,
+                                        int64_t num_tokens, const int64_t* token_ids,
+                                        const int64_t* positions, const int64_t* rows,
+                                        int64_t num_rows, int threads, int64_t* tokens) {
+  Tensor logits;
+  if (const Error error = octavo_run_step(run, model, layers, batch, slots, num_tokens, token_ids,
+                                          positions, rows, num_rows, threads, &logits))
+    return error;
+  const Stopwatch stopwatch(spent.sampling);
+  const View view(logits);
+  const int dtype = view.dtype == aoti_torch_dtype_float32() ? 0
+                    : view.dtype == aoti_torch_dtype_float16() ? 1
+                                                                : 2;
+  if (view.strides[1] == 1)
+    octavo_argmax(view.data, num_rows, view.strides[0], view.sizes[1], dtype, tokens, threads);
+  aoti_torch_delete_tensor_object(logits);
+  return view.strides[1] == 1 ? 0 : kFailed;
 }
 
 // Seconds that this thread's compiled steps have spent since it last asked.

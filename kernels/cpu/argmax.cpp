@@ -11,6 +11,12 @@ constexpr int kMaxima = 4;  // at a time, so that none waits for the one before
 
 template <class Type>
 int64_t argmax(const typename Type::Stored* row, int64_t columns) {
+  typename Type::Stored few[kLanes];
+  if (columns < kLanes) {  // the rest is no greater than the first, and comes after it
+    for (int64_t i = 0; i < kLanes; i++) few[i] = row[i < columns ? i : 0];
+    row = few;
+    columns = kLanes;
+  }
   const int64_t last = columns - kLanes;  // the last vector may overlap the one before
   Floats maxima[kMaxima];
   for (Floats& most : maxima) most = Type::load_floats(row);
@@ -41,7 +47,7 @@ void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t col
 
 }  // namespace
 
-// The first of the greatest; `columns` is at least kLanes. `dtype` as in cache.h.
+// The first of the greatest. `dtype` as in cache.h.
 extern "C" void octavo_argmax(const void* rows, int64_t num_rows, int64_t stride,
                               int64_t columns, int dtype, int64_t* places, int threads) {
   const auto run = dtype == 0   ? argmax_rows<Float32>

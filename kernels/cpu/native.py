@@ -17,6 +17,7 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +30,6 @@ from kernels.metadata import AttentionMetadata
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-MAX_LANES = 16
-"""Elements of the widest vectors."""
 _UNIT = 8  # what block and head sizes are multiples of
 
 
@@ -65,7 +64,7 @@ class _Batch(Structure):
 class Spent(Structure):
     """Seconds that compiled steps spent in kernels; mirrors the struct in aoti.cpp."""
 
-    _fields_ = (("attention", c_double), ("linear", c_double))
+    _fields_ = (("attention", c_double), ("linear", c_double), ("sampling", c_double))
 
 
 class _KnownCache:
@@ -165,6 +164,36 @@ class KnownLayers:
         self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
 
 
+class CompiledModel(NamedTuple):
+    """A library of AOTInductor's, loaded.
+
+    Attributes:
+        run: its entry point.
+        container: of its weights.
+    """
+
+    run: c_void_p
+    container: c_void_p
+
+
+class CompiledInputs(NamedTuple):
+    """What a compiled model takes.
+
+    Attributes:
+        layers: the caches.
+        metadata: of the batch.
+        token_ids: `[1, num_tokens]` int64, contiguous, as those that follow.
+        positions: `[1, num_tokens]`.
+        rows: `[num_rows]`, of the tokens whose logits are wanted.
+    """
+
+    layers: KnownLayers
+    metadata: AttentionMetadata
+    token_ids: Tensor
+    positions: Tensor
+    rows: Tensor
+
+
 class NativeKernels:
     """The kernels of `kernels.ops`, in C++. Several threads may call them.
 
@@ -197,11 +226,13 @@ class NativeKernels:
         self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
         self._copy.restype = None
         self._run_step = library.octavo_run_step
-        self._run_step.argtypes = (
-            *(c_void_p, c_void_p, POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64),
-            *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(c_void_p)),
-        )
-        self._run_step.restype = c_int
+        self._run_greedy_step = library.octavo_run_greedy_step
+        for run, result in (self._run_step, c_void_p), (self._run_greedy_step, c_int64):
+            run.argtypes = (
+                *(c_void_p, c_void_p, POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64),
+                *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(result)),
+            )
+            run.restype = c_int
         self._take_spent = library.octavo_take_spent
         self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self._argmax = library.octavo_argmax
@@ -317,23 +348,8 @@ class NativeKernels:
             )
         return out
 
-    def run_step(
-        self,
-        run: c_void_p,
-        model: c_void_p,
-        layers: KnownLayers,
-        metadata: AttentionMetadata,
-        inputs: tuple[Tensor, Tensor, Tensor],
-    ) -> c_void_p:
+    def run_step(self, model: CompiledModel, inputs: CompiledInputs) -> c_void_p:
         """Runs a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
-
-        Args:
-            run: its entry point.
-            model: its container.
-            layers: the caches.
-            metadata: of the batch.
-            inputs: token ids and positions `[1, num_tokens]`, and the rows whose logits are
-                wanted `[num_rows]`; contiguous int64.
 
         Returns:
             c_void_p: the handle of the logits, which is the caller's.
@@ -341,17 +357,27 @@ class NativeKernels:
         Raises:
             RuntimeError: it failed; what it says of that is on the process's stderr.
         """
-        token_ids, positions, rows = inputs
-        batch, slots = self._know_batch(metadata), self._know_slots(metadata.slot_mapping)
-        made = c_void_p()
-        failed = self._run_step(
-            *(run, model, layers.structs, batch.struct, slots.pointer, slots.count),
-            *(token_ids.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows)),
-            *(torch.get_num_threads(), byref(made)),
+        logits = c_void_p()
+        self._run(self._run_step, model, inputs, byref(logits))
+        return logits
+
+    def run_greedy_step(self, model: CompiledModel, inputs: CompiledInputs) -> list[int]:
+        """As `run_step`, but returns the first of each row's most likely tokens."""
+        tokens = (c_int64 * len(inputs.rows))()
+        self._run(self._run_greedy_step, model, inputs, tokens)
+        return tokens[:]
+
+    def _run(self, run: Any, model: CompiledModel, inputs: CompiledInputs, made: object) -> None:  # noqa: ANN401
+        batch = self._know_batch(inputs.metadata)
+        slots = self._know_slots(inputs.metadata.slot_mapping)
+        tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
+        failed = run(
+            *(model.run, model.container, inputs.layers.structs, batch.struct),
+            *(slots.pointer, slots.count, tokens.data_ptr(), positions.data_ptr()),
+            *(rows.data_ptr(), len(rows), torch.get_num_threads(), made),
         )
         if failed:
             raise RuntimeError("the compiled model failed")
-        return made
 
     def take_spent(self) -> Spent:
         """What this thread's compiled steps have spent in kernels since the last call."""
@@ -363,10 +389,8 @@ class NativeKernels:
 
         Of 48 rows of 49,152 on 2 cores in 0.5 ms, and torch in 1.9 ms.
         """
-        count, columns = rows.shape
-        if columns < MAX_LANES:
-            return rows.argmax(dim=-1)
         rows = _rows(rows)
+        count, columns = rows.shape
         places = torch.empty(count, dtype=torch.int64)
         self._argmax(
             *(rows.data_ptr(), count, rows.stride(0), columns, _DTYPES[rows.dtype]),

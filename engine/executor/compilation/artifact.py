@@ -126,6 +126,12 @@ class CompiledStep:
         """Runs the model within `attending`; see `engine.executor.step.Step`."""
         return self._container(token_ids, positions, logit_rows, current_step())
 
+    def most_likely(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+    ) -> list[int]:
+        """As a call, but returns the first of each row's most likely tokens."""
+        return self._container.most_likely(token_ids, positions, logit_rows, current_step())
+
 
 def locate(recipe: Recipe) -> Artifact | None:
     """Where a compiled step of this recipe, on this machine, is or would be.
