@@ -127,6 +127,19 @@ def kept(model, _cache):
     return model
 
 
+def test_a_greedy_step_gives_the_logits_greatest(kept):
+    """Whoever asks for no more is told tokens, which nobody sees logits of."""
+    drawn = []
+    for reported in ({}, {"logprobs": 0}):
+        stepper = engine(kept, "auto", "bfloat16", "int4")
+        for length in LENGTHS:
+            stepper.submit(range(7, 7 + length), 20, **reported)
+        stepper.run()
+        drawn.append([draw.token_id for draw in stepper.draws])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 10
+
+
 def test_a_service_neither_traces_nor_loads_the_model(kept):
     """Nothing that could recompile is even imported."""
     program = f"""
