@@ -5,8 +5,8 @@ before `min_tokens`, temperature, top-k, top-p, min-p, each on what the one
 before it left. Log-probabilities are those of the model's own distribution.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Rows
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
     """
     if are_plain(drawers):
         return draw_plainly(argmax(logits).tolist(), drawers)
-    logits = logits.float()
+    logits = logits.float().contiguous()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
     own = torch.log_softmax(logits[reporting], dim=-1) if reporting else None
     _bias(logits, drawers)
@@ -144,27 +144,44 @@ def _penalise(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
     rows = [i for i, drawer in enumerate(drawers) if drawer.params.penalised]
     if not rows:
         return
-    chosen = [drawers[i] for i in rows]
-    part = logits[rows]
-    in_output = _counts(part, [d.sequence.token_ids[d.sequence.num_prompt :] for d in chosen])
-    anywhere = _counts(part, [d.sequence.token_ids for d in chosen]) > 0
-    repetition = _column(part, [d.params.repetition_penalty for d in chosen])
-    factor = torch.where(part > 0, 1 / repetition, repetition)
-    # The smallest penalties would make logits infinite, and those have no softmax.
-    part = torch.where(anywhere, part * factor, part).clamp_(max=torch.finfo(part.dtype).max)
-    part -= _column(part, [d.params.frequency_penalty for d in chosen]) * in_output
-    part -= _column(part, [d.params.presence_penalty for d in chosen]) * (in_output > 0)
-    logits[rows] = part
+    flat, chosen = logits.view(-1), [drawers[i] for i in rows]
+    starts = [i * logits.shape[1] for i in rows]
+    anywhere = _Occurrences(flat, starts, [d.sequence.token_ids for d in chosen])
+    repetition = anywhere.each([d.params.repetition_penalty for d in chosen])
+    before = flat[anywhere.places]
+    # Where a token occurs twice, the same is written twice. The smallest penalties would
+    # make logits infinite, and those have no softmax.
+    factor = torch.where(before > 0, 1 / repetition, repetition)
+    flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
+    in_output = [d.sequence.token_ids[d.sequence.num_prompt :] for d in chosen]
+    outputs = _Occurrences(flat, starts, in_output)
+    flat[outputs.places] -= outputs.each([d.params.presence_penalty for d in chosen])
+    frequency = outputs.each([d.params.frequency_penalty for d in chosen])
+    flat.scatter_add_(0, outputs.places, -frequency)  # once for each
 
 
-def _counts(like: torch.Tensor, token_lists: Rows[list[int]]) -> torch.Tensor:
-    """How often each token is in each list, as `like` is shaped."""
-    longest = max(map(len, token_lists))
-    padding = like.shape[1]  # one column too many, cut off below
-    padded = [tokens + [padding] * (longest - len(tokens)) for tokens in token_lists]
-    ids = torch.tensor(padded, dtype=torch.int64, device=like.device)
-    counts = like.new_zeros((like.shape[0], padding + 1))
-    return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=like.dtype))[:, :padding]
+class _Occurrences:
+    """All occurrences of tokens in some rows' sequences.
+
+    Args:
+        flat: the logits of all rows, end to end.
+        starts: where each row's begin.
+        token_lists: the tokens in each row's sequence.
+
+    Attributes:
+        places: `[n]` int64, of each occurrence's logit.
+    """
+
+    def __init__(self, flat: torch.Tensor, starts: Rows[int], token_lists: Rows[list[int]]) -> None:
+        self._like = flat
+        self._lengths = [len(tokens) for tokens in token_lists]
+        tokens = np.fromiter(chain.from_iterable(token_lists), np.int64, sum(self._lengths))
+        self.places = torch.from_numpy(tokens + np.repeat(starts, self._lengths)).to(flat.device)
+
+    def each(self, values: Rows[float]) -> torch.Tensor:
+        """A row's value for each of its occurrences."""
+        repeated = np.repeat(np.array(values, np.float32), self._lengths)
+        return torch.from_numpy(repeated).to(self._like)
 
 
 def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
@@ -190,8 +207,3 @@ def _draws(drawers: Rows[Drawer]) -> Draws:
         min_p=np.array([p.min_p for p in params]),
         uniforms=uniforms(*(np.array(key, np.uint64) for key in keys)),
     )
-
-
-def _column(like: torch.Tensor, values: Iterable[float]) -> torch.Tensor:
-    """One value for each row of `like`."""
-    return torch.tensor(list(values), dtype=like.dtype, device=like.device)[:, None]

@@ -168,6 +168,25 @@ def test_presence_and_frequency_penalties_count_the_output_alone():
     torch.testing.assert_close(logits, expected)
 
 
+def test_each_row_has_its_own_penalties():
+    logits = torch.stack([logits_of(seed) for seed in range(4)])
+    drawers = [
+        drawer(output=(4, 5, 5), repetition_penalty=1.7),
+        drawer(output=(4, 5, 5)),
+        drawer(output=(9, 9, 9, 8), frequency_penalty=0.5),
+        drawer(output=(), presence_penalty=-1.0, repetition_penalty=0.5),
+    ]
+    expected = logits.clone()
+    for i in (0, 3):
+        ids = torch.tensor([drawers[i].sequence.token_ids])
+        penalty = RepetitionPenaltyLogitsProcessor(drawers[i].params.repetition_penalty)
+        expected[i] = penalty(ids, expected[i : i + 1])
+    expected[2, 9] -= 1.5
+    expected[2, 8] -= 0.5
+    sample(logits, drawers)
+    torch.testing.assert_close(logits, expected)
+
+
 def test_bias_moves_a_token():
     drawn = sample(torch.zeros(1, VOCAB), [drawer(temperature=0.0, logit_bias={11: 5.0})])
     assert drawn[0].token_id == 11
