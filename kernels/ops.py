@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.draws import Draws
 from kernels.metadata import AttentionMetadata, AttentionPlan
+from kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -77,6 +78,8 @@ class _Backend(Protocol):
     def argmax(self, rows: Tensor) -> Tensor: ...
 
     def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores: ...
 
 
 @cache
@@ -426,3 +429,19 @@ def _check_cache_dtype(dtype: torch.dtype, device: torch.device) -> None:
                 "fp8_e4m3 needs a GPU of compute capability {}.{}, and this one has {}.{}:"
                 " use fp8_e5m2".format(*FP8_E4M3_CAPABILITY, *capability)
             )
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
+    """Finds log-probabilities, by a softmax over each row.
+
+    Args:
+        logits: `[n, vocab_size]`, of one of `DTYPES`.
+        tokens: `[n]` int64 of the vocabulary, whose log-probabilities are wanted.
+        most: how many of each row's most likely tokens are wanted too.
+
+    Raises:
+        ValueError: the vocabulary has fewer.
+    """
+    if not 0 <= most <= logits.shape[1]:
+        raise ValueError(f"{most} tokens are wanted of a vocabulary of {logits.shape[1]}")
+    return _backend(logits.device.type).score_tokens(logits, tokens, most)

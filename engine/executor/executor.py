@@ -182,8 +182,7 @@ class Executor:
         for first in range(0, len(targets), SCORED_ROWS):
             chunk = targets[first : first + SCORED_ROWS]
             rows = logits[row + first : row + first + len(chunk)]
-            logprobs = torch.log_softmax(rows.float(), dim=-1)
-            scores += score(logprobs, chunk, [count] * len(chunk))
+            scores += score(rows, chunk, [count] * len(chunk))
         return scores
 
 

@@ -17,7 +17,7 @@ from engine.executor.random import uniforms
 from engine.request import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, TokenLogprob
 from kernels.draws import Draws
-from kernels.ops import argmax, draw_tokens
+from kernels.ops import argmax, draw_tokens, score_tokens
 
 
 class Drawer(NamedTuple):
@@ -44,13 +44,15 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
         return draw_plainly(argmax(logits).tolist(), drawers)
     logits = logits.float().contiguous()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
-    own = torch.log_softmax(logits[reporting], dim=-1) if reporting else None
+    own = logits
+    if reporting and (len(reporting) < len(drawers) or any(map(_changes_logits, drawers))):
+        own = logits[reporting]  # a copy, before they are changed
     _bias(logits, drawers)
     _penalise(logits, drawers)
     _hold_back(logits, drawers)
     tokens = draw_tokens(logits, _draws(drawers)).tolist()
     draws = [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
-    if own is not None:
+    if reporting:
         counts = [drawers[i].params.logprobs or 0 for i in reporting]
         scores = score(own, [tokens[i] for i in reporting], counts)
         for i, logprob in zip(reporting, scores, strict=True):
@@ -58,18 +60,18 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
     return draws
 
 
-def score(logprobs: torch.Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
+def score(logits: torch.Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
     """Reports each row's token and its most likely alternatives.
 
     Args:
-        logprobs: `[n, vocab_size]`, normalised.
+        logits: `[n, vocab_size]`, as the model gave them.
         tokens: `[n]`, the token to report in each row.
         counts: `[n]`, how many alternatives.
     """
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])
-    top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    rows = zip(tokens, chosen[:, 0].tolist(), counts, alternatives, strict=True)
+    most = min(max(counts), logits.shape[1])
+    scores = score_tokens(logits, torch.tensor(tokens, device=logits.device), most)
+    alternatives = zip(scores.top.tolist(), scores.top_logprobs.tolist(), strict=True)
+    rows = zip(tokens, scores.logprobs.tolist(), counts, alternatives, strict=True)
     return [
         TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
         for token, logprob, count, (ids, values) in rows
@@ -116,13 +118,13 @@ def draw_plainly(most_likely: Rows[int], drawers: Rows[Drawer]) -> list[Draw]:
 
 def _is_plain(drawer: Drawer) -> bool:
     params = drawer.params
-    return (
-        params.greedy
-        and not params.penalised
-        and not params.logit_bias
-        and params.logprobs is None
-        and drawer.sequence.num_output >= drawer.group.request.min_tokens
-    )
+    return params.greedy and params.logprobs is None and not _changes_logits(drawer)
+
+
+def _changes_logits(drawer: Drawer) -> bool:
+    params = drawer.params
+    early = drawer.sequence.num_output < drawer.group.request.min_tokens
+    return params.penalised or bool(params.logit_bias) or early
 
 
 # Changes to the logits, in place.

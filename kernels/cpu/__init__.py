@@ -2,6 +2,7 @@
 
 import logging
 
+from kernels import scores
 from kernels.cpu import fallback, fallback_draws
 from kernels.cpu.native import NativeKernels
 
@@ -24,6 +25,7 @@ if _kernels is not None:
     take_spent = _kernels.take_spent  # likewise
     argmax = _kernels.argmax
     draw_tokens = _kernels.draw_tokens
+    score_tokens = _kernels.score_tokens
     pin_threads = _kernels.pin_threads
     linear = _kernels.linear if _kernels.linear.supported else None
 else:
@@ -34,6 +36,7 @@ else:
     swap_blocks = fallback.swap_blocks
     argmax = fallback.argmax
     draw_tokens = fallback_draws.draw_tokens
+    score_tokens = scores.score_tokens
     pin_threads = fallback.pin_threads
     linear = None
 
@@ -45,6 +48,7 @@ __all__ = [
     "paged_attention",
     "pin_threads",
     "rotate_and_write",
+    "score_tokens",
     "swap_blocks",
     "write_kv",
 ]

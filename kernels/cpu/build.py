@@ -20,9 +20,9 @@ from kernels.machine import cpu_identity
 
 SOURCES = (
     *("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp"),
-    *("pin_threads.cpp", "argmax.cpp", "draw_tokens.cpp"),
+    *("pin_threads.cpp", "argmax.cpp", "draw_tokens.cpp", "score_tokens.cpp"),
 )
-HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "vector.h")
+HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")
 FLAGS = (
     "-O3",
     "-march=native",

@@ -27,6 +27,7 @@ from kernels.cpu.build import load_library
 from kernels.cpu.linear import LinearKernels
 from kernels.draws import Draws
 from kernels.metadata import AttentionMetadata
+from kernels.scores import Scores
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
@@ -241,6 +242,9 @@ class NativeKernels:
         self._draw = library.octavo_draw_tokens
         self._draw.argtypes = (*rows, c_int64, *[c_void_p] * 6, c_int)
         self._draw.restype = None
+        self._score = library.octavo_score_tokens
+        self._score.argtypes = (*rows, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int)
+        self._score.restype = None
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
@@ -414,6 +418,23 @@ class NativeKernels:
             *(tokens.data_ptr(), torch.get_num_threads()),
         )
         return tokens
+
+    def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
+        """Finds log-probabilities; see `kernels.ops.score_tokens`."""
+        logits = _rows(logits.float())
+        count, columns = logits.shape
+        scores = Scores(
+            torch.empty(count),
+            torch.empty((count, most), dtype=torch.int64),
+            torch.empty((count, most)),
+        )
+        self._score(
+            *(logits.data_ptr(), count, logits.stride(0), columns),
+            *(tokens.contiguous().data_ptr(), most),
+            *(tensor.data_ptr() for tensor in scores),
+            torch.get_num_threads(),
+        )
+        return scores
 
     def pin_threads(self) -> bool:
         """Keeps this thread, and those that compute for it, each on a core of its own.

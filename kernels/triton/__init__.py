@@ -1,5 +1,6 @@
 """The kernels on GPU, in Triton."""
 
+from kernels.scores import score_tokens
 from kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from kernels.triton.draw_tokens import argmax, draw_tokens
 from kernels.triton.paged_attention import paged_attention
@@ -14,6 +15,7 @@ __all__ = [
     "paged_attention",
     "plan_attention",
     "rotate_and_write",
+    "score_tokens",
     "swap_blocks",
     "write_kv",
 ]

@@ -121,6 +121,39 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
         assert 0 <= token < vocab_size
 
 
+@needs_compiler
+@given(
+    shape=st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 15, 16, 17, 300, 1023, 2100])),
+    most=st.integers(0, 40) | st.just(10_000),
+    spread=st.sampled_from([0.1, 3.0, 20.0]),
+    ties=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(fixtures_are_shared, max_examples=200)
+def test_scores(native, shape, most, spread, ties, seed):
+    """Of tokens that are as likely, the first come first."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(shape, generator=draw)
+    logits = logits.round() if ties else logits
+    logits[:, 1::7] = -torch.inf
+    tokens = torch.randint(shape[1], shape[:1], generator=draw)
+    most = min(most, shape[1])
+    found = native.score_tokens(logits, tokens, most)
+    expected = logits.log_softmax(-1)
+    places = logits.sort(stable=True, descending=True).indices[:, :most]
+    assert torch.equal(found.top, places)
+    torch.testing.assert_close(found.logprobs, expected.gather(1, tokens[:, None])[:, 0])
+    torch.testing.assert_close(found.top_logprobs, expected.gather(1, places))
+
+
+@needs_compiler
+def test_scores_of_no_numbers_are_no_numbers(native):
+    scores = native.score_tokens(torch.full((1, 100), math.nan), torch.tensor([3]), 4)
+    assert scores.logprobs.isnan().all()
+    assert scores.top_logprobs.isnan().all()
+    assert ((scores.top >= 0) & (scores.top < 100)).all()
+
+
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_rotate_and_write(harness, kernels, data):

@@ -1,0 +1,48 @@
+// Log-probabilities: of one token of each row, and of the most likely ones.
+
+#include <utility>
+
+#include "row.h"
+
+namespace {
+
+// Writes the places and the log-probabilities of a row's `most` most likely tokens, the most
+// likely first, the first of those that are as likely. Of no numbers, there may be fewer.
+void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
+               float* logprobs) {
+  thread_local Candidates candidates;
+  thread_local std::vector<std::pair<int32_t, int32_t>> top;  // minus keys, and places
+  Cut cut = cut_top_k(row, most, candidates);
+  top.clear();
+  for (int64_t i = 0; i < candidates.count; i++) {
+    const int32_t key = candidates.keys[i];
+    if (key > cut.key || (key == cut.key && cut.spare-- > 0))
+      top.emplace_back(~key, candidates.places[i]);
+  }
+  std::sort(top.begin(), top.end());
+  for (int64_t i = 0; i < most; i++) {
+    const bool there = i < static_cast<int64_t>(top.size());
+    places[i] = there ? top[i].second : 0;
+    logprobs[i] = there ? from_key(~top[i].first) - normaliser : NAN;
+  }
+}
+
+}  // namespace
+
+// `tokens` and `logprobs` have one for each row, `top` and `top_logprobs` `most`.
+extern "C" void octavo_score_tokens(const float* logits, int64_t num_rows, int64_t stride,
+                                    int64_t size, const int64_t* tokens, int64_t most,
+                                    float* logprobs, int64_t* top, float* top_logprobs,
+                                    int threads) {
+#pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
+  for (int64_t i = 0; i < num_rows; i++) {
+    const float* own = logits + i * stride;
+    const Row row(own, size, 1);
+    const double total =
+        add_all(row.vectors(), [&](int64_t at) { return row.weigh(row.at(at)); });
+    const float normaliser = row.greatest() + std::log(total);
+    const bool known = tokens[i] >= 0 && tokens[i] < size;
+    logprobs[i] = known ? own[tokens[i]] - normaliser : NAN;
+    if (most) write_top(row, normaliser, most, top + i * most, top_logprobs + i * most);
+  }
+}

@@ -1,0 +1,27 @@
+"""Log-probabilities of tokens."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of each row's own token and of its most likely ones.
+
+    Attributes:
+        logprobs: `[n]` float32, of the row's own.
+        top: `[n, most]` int64, the most likely tokens, most likely first.
+        top_logprobs: `[n, most]` float32, theirs.
+    """
+
+    logprobs: Tensor
+    top: Tensor
+    top_logprobs: Tensor
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
+    """Scores tokens in plain PyTorch; see `kernels.ops.score_tokens`."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    top = logprobs.topk(most, dim=-1)
+    return Scores(logprobs.gather(1, tokens[:, None])[:, 0], top.indices, top.values)
