@@ -5,14 +5,18 @@
 
 Each batch runs in a process of its own: prompts of random tokens are computed, then
 decode steps are timed part by part. Matrix products and attention are what the kernels
-say of themselves; products that are oneDNN's count as the rest of the model. Then a
-server is started and as many streams are read from it: what its time per output token
-is more than the step's is the router, gRPC and the loop between steps.
+say of themselves; products that are oneDNN's count as the rest of the model.
+
+Then a server is started and as many streams are read from it. Of these steps it says how
+long they were, how long the threads that compute waited for a core, which others had (by
+Linux's accounts, their mean), and the CPU time of those others.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -20,17 +24,21 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
+import uvloop
 from rich.console import Console
 from rich.table import Table
+
+from octavo import AsyncClient
+from octavo.cli.local_server import local_server
 
 PROMPT = 160
 STEPS = 40
 WARM_STEPS = 5
-OUTPUT = 64
+OUTPUT = 120
 PARTS = {
     "products": "matrix products",
     "attention": "attention and cache writes",
@@ -40,8 +48,16 @@ PARTS = {
     "schedule": "scheduling",
     "update": "taking tokens",
     "other": "between the parts",
-    "served": "router, gRPC, core loop",
 }
+SERVED = {
+    "time per output token": "token",
+    "computing threads wait for a core": "waits",
+    "CPU time of the router": "router",
+    "CPU time of the client": "client",
+    "CPU time of the engine's other threads": "engine",
+}
+COMPUTING = 0.6
+"""A thread that runs for this share of the time computes."""
 
 
 def main() -> None:
@@ -58,31 +74,44 @@ def main() -> None:
     if arguments.inside:
         print(json.dumps(_profile(arguments, arguments.inside)))
         return
-    columns = []
-    for batch in arguments.batch:
-        parts = _profile_in_child(arguments, batch)
-        served = asyncio.run(_serve(arguments, batch))
-        columns.append(parts | {"served": max(0.0, served - sum(parts.values()))})
-    _print(arguments.batch, columns, arguments.quantization)
+    inside = {batch: _profile_in_child(arguments, batch) for batch in arguments.batch}
+    _print_parts(inside, arguments.quantization)
+    served = uvloop.run(_serve(arguments))
+    _print_served(served)
     if arguments.json:
-        rows = dict(zip(map(str, arguments.batch), columns, strict=True))
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        figures = {batch: {"inside": inside[batch], "served": served[batch]} for batch in inside}
+        arguments.json.write_text(json.dumps(figures, indent=1))
 
 
-def _print(batches: list[int], columns: list[dict[str, float]], quantization: str) -> None:
+def _print_parts(found: dict[int, dict[str, float]], quantization: str) -> None:
     table = Table(title=f"A decode step, milliseconds (quantization {quantization})")
     table.add_column("part")
-    for batch in batches:
+    for batch in found:
         table.add_column(f"batch {batch}", justify="right")
         table.add_column("share", justify="right")
+    totals = [sum(parts.values()) for parts in found.values()]
     for part, name in PARTS.items():
         cells = []
-        for column in columns:
-            share = column[part] / sum(column.values())
-            cells += [f"{column[part] * 1e3:.2f}", f"{share:.1%}"]
+        for parts, total in zip(found.values(), totals, strict=True):
+            cells += [f"{parts[part] * 1e3:.2f}", f"{parts[part] / total:.1%}"]
         table.add_row(name, *cells)
-    totals = [cell for c in columns for cell in (f"{sum(c.values()) * 1e3:.2f}", "")]
-    table.add_row("time per output token", *totals, style="bold")
+    cells = [cell for total in totals for cell in (f"{total * 1e3:.2f}", "")]
+    table.add_row("a step", *cells, style="bold")
+    cells = []
+    for parts, total in zip(found.values(), totals, strict=True):
+        others = total - parts["products"] - parts["attention"]
+        cells += [f"{others * 1e3:.2f}", f"{others / total:.1%}"]
+    table.add_row("neither product nor attention", *cells, style="bold")
+    Console().print(table)
+
+
+def _print_served(found: dict[int, dict[str, float]]) -> None:
+    table = Table(title="Served, milliseconds a step")
+    table.add_column("")
+    for batch in found:
+        table.add_column(f"batch {batch}", justify="right")
+    for name, key in SERVED.items():
+        table.add_row(name, *(f"{figures[key] * 1e3:.2f}" for figures in found.values()))
     Console().print(table)
 
 
@@ -165,33 +194,69 @@ def _timed(
     return timed
 
 
-async def _serve(arguments: argparse.Namespace, batch: int) -> float:
-    """Seconds per output token of so many streams at once, from a real server."""
-    from octavo import AsyncClient  # noqa: PLC0415
-    from octavo.cli.local_server import local_server  # noqa: PLC0415
-
+async def _serve(arguments: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Figures of a real server's steps, by the streams that are read from it at once."""
     flags = ("--quantization", arguments.quantization, "--compile", "wait")
-    sampling = _sampling(arguments)
     with local_server(arguments.model, *flags) as address:
+        router, *others = psutil.Process().children(recursive=True)
+        engine = max(others, key=lambda process: process.memory_info().rss)
+        processes = {"router": router.pid, "client": os.getpid(), "engine": engine.pid}
         async with AsyncClient(address) as client:
-            await _streams(client, batch, sampling)
-            return statistics.median([await _streams(client, batch, sampling) for _ in range(3)])
+            await _Streams(client, arguments.batch[0], arguments).measure(processes)
+            return {
+                batch: await _Streams(client, batch, arguments).measure(processes)
+                for batch in arguments.batch
+            }
 
 
-async def _streams(client: Any, batch: int, sampling: dict[str, float]) -> float:  # noqa: ANN401
-    """Seconds per token once every stream has begun, and before any ends."""
-    arrivals: list[list[float]] = []
-    draw = random.Random(time.monotonic_ns())
+class _Streams:
+    """Streams of tokens, read at once."""
 
-    async def one() -> None:
+    def __init__(self, client: AsyncClient, count: int, arguments: argparse.Namespace) -> None:
+        self._client = client
+        self._sampling = _sampling(arguments)
+        self._tokens = [0] * count
+
+    async def measure(self, processes: dict[str, int]) -> dict[str, float]:
+        """Reads them; figures are of the time when all have begun and none has ended."""
+        tasks = [asyncio.create_task(self._read(i)) for i in range(len(self._tokens))]
+        while min(self._tokens) < WARM_STEPS:  # noqa: ASYNC110 - by the tasks above
+            await asyncio.sleep(0.01)
+        began, tokens, before = time.perf_counter(), sum(self._tokens), _threads(processes)
+        while max(self._tokens) < OUTPUT - 1:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0.01)
+        seconds = time.perf_counter() - began
+        steps = (sum(self._tokens) - tokens) / len(self._tokens)
+        after = _threads(processes)
+        await asyncio.gather(*tasks)
+        figures: defaultdict[str, float] = defaultdict(float, token=seconds)
+        waits = []
+        for thread, (ran, waited) in after.items():
+            ran_before, waited_before = before.get(thread, (0, 0))
+            if ran - ran_before > COMPUTING * seconds:
+                waits.append(waited - waited_before)
+            else:
+                figures[thread[0]] += ran - ran_before
+        figures["waits"] = statistics.mean(waits)
+        return {name: seconds / steps for name, seconds in figures.items()}
+
+    async def _read(self, i: int) -> None:
+        draw = random.Random(time.monotonic_ns())
         prompt = [draw.randrange(256, 40000) for _ in range(PROMPT)]
-        stream = client.generate(prompt, max_tokens=OUTPUT, ignore_eos=True, **sampling)
-        arrivals.append([time.perf_counter() async for _ in stream])
+        stream = self._client.generate(prompt, max_tokens=OUTPUT, ignore_eos=True, **self._sampling)
+        async for _ in stream:
+            self._tokens[i] += 1
 
-    await asyncio.gather(*(one() for _ in range(batch)))
-    all_began = max(times[0] for times in arrivals)
-    gaps = [b - a for times in arrivals for a, b in pairwise(times) if a >= all_began]
-    return statistics.mean(gaps)
+
+def _threads(processes: dict[str, int]) -> dict[tuple[str, int], tuple[float, float]]:
+    """Of each process's threads, the seconds that it ran and that it waited for a core."""
+    found = {}
+    for name, process in processes.items():
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
+                found[name, int(thread.name)] = ran / 1e9, waited / 1e9
+    return found
 
 
 if __name__ == "__main__":
