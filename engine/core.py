@@ -68,7 +68,7 @@ class EngineCore:
         self._draining = False
         self._stopped = False
         self.load = self._measure_load()
-        metrics.observe_scheduler(scheduler, self.load.cache)
+        metrics.show(lambda: self.load)
 
     # Commands, from any thread.
 
@@ -225,7 +225,7 @@ class EngineCore:
 
     def _tell(self) -> None:
         self.load = self._measure_load()
-        self._metrics.observe_scheduler(self._scheduler, self.load.cache)
+        self._metrics.observe_counters(self._scheduler)
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
             self._publish(PrefixChange(None, stored, evicted))

@@ -32,20 +32,6 @@ class Draws(NamedTuple):
         zeros = np.zeros(n)
         return cls(zeros, np.zeros(n, np.int64), np.ones(n), zeros, zeros)
 
-    def columns(self) -> tuple[NDArray[np.float64 | np.int64], ...]:
-        """One over the temperatures, and the rest.
-
-        What is greedy has a temperature and a top-k of 1.
-        """
-        greedy = self.temperatures == 0
-        return (
-            1 / np.where(greedy, 1, self.temperatures.clip(min=LEAST_TEMPERATURE)),
-            np.where(greedy, 1, self.top_k),
-            np.where(greedy, 1, self.top_p),
-            self.min_p,
-            self.uniforms,
-        )
-
     def of(self, rows: NDArray[np.intp]) -> Self:
         """Those of some rows alone."""
         return self.__class__(

@@ -91,6 +91,11 @@ class CacheStats:
         """Device blocks that sequences hold."""
         return self.total_blocks - self.free_blocks - self.cached_blocks
 
+    @property
+    def free_swap_blocks(self) -> int:
+        """Blocks of swap space that hold nothing."""
+        return self.total_swap_blocks - self.used_swap_blocks - self.cached_swap_blocks
+
 
 class KVCacheManager:
     """Allocates, shares, copies on write, swaps and frees blocks."""

@@ -6,6 +6,7 @@
 namespace {
 
 constexpr float kSlack = 0.99f;  // for rounding
+constexpr double kLeastTemperature = 1e-30;  // LEAST_TEMPERATURE in kernels/draws.py
 
 // Cuts candidates, whose least likely may have been cut already, by their weight.
 Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut before) {
@@ -89,16 +90,19 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
 
 }  // namespace
 
-// A token for each row. Arrays have a number for each: see Draws in kernels/draws.py, but
-// for coldness, which is one over the temperature.
+// A token for each row. Arrays have a number for each; see Draws in kernels/draws.py.
 extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_t stride,
-                                   int64_t size, const double* coldness, const int64_t* top_k,
-                                   const double* top_p, const double* min_p,
-                                   const double* uniforms, int64_t* tokens, int threads) {
+                                   int64_t size, const double* temperatures,
+                                   const int64_t* top_k, const double* top_p,
+                                   const double* min_p, const double* uniforms, int64_t* tokens,
+                                   int threads) {
 #pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
-    const Row row(logits + i * stride, size, coldness[i]);
-    const int64_t token = draw(row, top_k[i], top_p[i], min_p[i], uniforms[i]);
+    const bool greedy = temperatures[i] == 0;  // the first of the most likely
+    const double temperature = greedy ? 1 : std::max(temperatures[i], kLeastTemperature);
+    const Row row(logits + i * stride, size, 1 / temperature);
+    const int64_t token =
+        draw(row, greedy ? 1 : top_k[i], greedy ? 1 : top_p[i], min_p[i], uniforms[i]);
     tokens[i] = std::min(token, size - 1);  // where nothing is possible, what follows is alike
   }
 }

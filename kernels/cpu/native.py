@@ -408,10 +408,7 @@ class NativeKernels:
         count, columns = logits.shape
         tokens = torch.empty(count, dtype=torch.int64)
         kinds = np.float64, np.int64, np.float64, np.float64, np.float64
-        numbers = [
-            np.ascontiguousarray(column, kind)
-            for column, kind in zip(draws.columns(), kinds, strict=True)
-        ]
+        numbers = list(map(np.ascontiguousarray, draws, kinds))
         self._draw(
             *(logits.data_ptr(), count, logits.stride(0), columns),
             *(column.ctypes.data for column in numbers),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.draws import Draws
+from kernels.draws import LEAST_TEMPERATURE, Draws
 from kernels.triton.plan import to_device
 
 _TILE = 4096  # tokens that a program looks at together
@@ -240,12 +240,20 @@ def argmax(rows: Tensor) -> Tensor:
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     """Draws a token from each row; see `kernels.ops.draw_tokens`."""
-    if not draws.temperatures.any():
+    greedy = draws.temperatures == 0
+    if greedy.all():
         return argmax(logits)
+    columns = (
+        1 / np.where(greedy, 1, draws.temperatures.clip(min=LEAST_TEMPERATURE)),
+        np.where(greedy, 1, draws.top_k),
+        np.where(greedy, 1, draws.top_p),
+        draws.min_p,
+        draws.uniforms,
+    )
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _draw_tokens_kernel[(len(logits),)](
         logits.contiguous(),
-        to_device(np.stack(draws.columns(), 1).astype(np.float64), logits.device),
+        to_device(np.stack(columns, 1).astype(np.float64), logits.device),
         out=out,
         vocab_size=logits.shape[1],
         TILE=_TILE,
