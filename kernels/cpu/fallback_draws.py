@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cpu.fallback import argmax
 from kernels.draws import LEAST_TEMPERATURE, Draws
 
 CANDIDATES = 256
@@ -24,7 +25,7 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for wanted, draw in (
-        (greedy, lambda part, _: part.max(dim=-1).indices),
+        (greedy, lambda part, _: argmax(part)),
         (~greedy & ~truncated, _draw),
         (truncated, _draw_truncated),
     ):

@@ -12,11 +12,12 @@ void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
                float* logprobs) {
   thread_local Candidates candidates;
   thread_local std::vector<std::pair<int32_t, int32_t>> top;  // minus keys, and places
-  Cut cut = cut_top_k(row, most, candidates);
+  const Cut cut = cut_top_k(row, most, candidates);
+  const int64_t end_of_ties = candidates.end_of(cut.key, cut.spare);
   top.clear();
   for (int64_t i = 0; i < candidates.count; i++) {
     const int32_t key = candidates.keys[i];
-    if (key > cut.key || (key == cut.key && cut.spare-- > 0))
+    if (key > cut.key || (key == cut.key && i < end_of_ties))
       top.emplace_back(~key, candidates.places[i]);
   }
   std::sort(top.begin(), top.end());
