@@ -56,7 +56,7 @@ SERVED = {
     "CPU time of the client": "client",
     "CPU time of the engine's other threads": "engine",
 }
-COMPUTING = 0.6
+COMPUTING = 0.5
 """A thread that runs for this share of the time computes."""
 
 
@@ -243,9 +243,11 @@ class _Streams:
     async def _read(self, i: int) -> None:
         draw = random.Random(time.monotonic_ns())
         prompt = [draw.randrange(256, 40000) for _ in range(PROMPT)]
-        stream = self._client.generate(prompt, max_tokens=OUTPUT, ignore_eos=True, **self._sampling)
-        async for _ in stream:
-            self._tokens[i] += 1
+        stream = self._client.generate(
+            prompt, max_tokens=OUTPUT, ignore_eos=True, token_ids=True, **self._sampling
+        )
+        async for delta in stream:
+            self._tokens[i] += len(delta.token_ids)
 
 
 def _threads(processes: dict[str, int]) -> dict[tuple[str, int], tuple[float, float]]:
