@@ -70,5 +70,5 @@ class Judge:
         for place in range(len(prompt), len(tokens)):
             sequence = Sequence(0, index, tokens[:place], len(prompt))
             drawers += [Drawer(SequenceGroup(request, [sequence]), sequence)] * COPIES
-        chosen = torch.tensor([draw.token_id for draw in sample(logits, drawers)])
+        chosen = torch.tensor([draw.token_id for draw in sample(logits, drawers).draws()])
         return bool((chosen.view(-1, COPIES) == torch.tensor(output)[:, None]).all())

@@ -77,7 +77,7 @@ def main() -> None:
     inside = {batch: _profile_in_child(arguments, batch) for batch in arguments.batch}
     _print_parts(inside, arguments.quantization)
     served = uvloop.run(_serve(arguments))
-    _print_served(served)
+    _print_served(served, inside)
     if arguments.json:
         figures = {batch: {"inside": inside[batch], "served": served[batch]} for batch in inside}
         arguments.json.write_text(json.dumps(figures, indent=1))
@@ -105,14 +105,29 @@ def _print_parts(found: dict[int, dict[str, float]], quantization: str) -> None:
     Console().print(table)
 
 
-def _print_served(found: dict[int, dict[str, float]]) -> None:
+def _print_served(found: dict[int, dict[str, float]], inside: dict[int, dict[str, float]]) -> None:
     table = Table(title="Served, milliseconds a step")
     table.add_column("")
     for batch in found:
         table.add_column(f"batch {batch}", justify="right")
     for name, key in SERVED.items():
         table.add_row(name, *(f"{figures[key] * 1e3:.2f}" for figures in found.values()))
+    shares = [_shares(inside[batch], figures) for batch, figures in found.items()]
+    names = "with the waits for the engine's own threads", "with all waits"
+    for name, row in zip(names, zip(*shares, strict=True), strict=True):
+        table.add_row(f"neither product nor attention, {name}", *(f"{share:.1%}" for share in row))
     Console().print(table)
+
+
+def _shares(parts: dict[str, float], served: dict[str, float]) -> tuple[float, float]:
+    """Of a served step, what is neither product nor attention: the engine's, and all of it.
+
+    The computing threads wait for the others by as much as those compute.
+    """
+    others = sum(parts.values()) - parts["products"] - parts["attention"]
+    own = served["engine"] / (served["engine"] + served["router"] + served["client"])
+    waits, step = served["waits"], served["token"]
+    return (others + waits * own) / step, (others + waits) / step
 
 
 def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
@@ -146,6 +161,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     spent: defaultdict[str, float] = defaultdict(float)
     for owner, name, part in (
         (parts.scheduler, "schedule", "schedule"),
+        (parts.scheduler, "book", "update"),
         (parts.scheduler, "update", "update"),
         (executor, "prepare", "prepare"),
         (executor, "sample", "sample"),

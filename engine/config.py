@@ -48,6 +48,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     cuda_graphs: bool = Field(
         True, description="On a GPU, replay decodes as CUDA graphs, recorded at the start."
     )
+    async_scheduling: bool = Field(
+        True, description="On a GPU, launch each step before the one before it is done."
+    )
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and output. Default: what the model allows."
     )

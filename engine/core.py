@@ -18,6 +18,7 @@ from engine.beam import BeamState
 from engine.events import Event, Failure, FailureCode, Load, Output, PrefixChange, Started
 from engine.executor.executor import Executor
 from engine.metrics import EngineMetrics
+from engine.pipeline import Pipeline, StepError
 from engine.request import FinishReason, Request
 from engine.scheduler import Scheduler
 from engine.sequence import GroupState, Moment, Sequence, SequenceGroup
@@ -50,11 +51,13 @@ class EngineCore:
         deliver: Deliver,
         *,
         max_waiting: int,
+        ahead: bool = False,
         publish: Publish = lambda _: None,
         on_end: OnEnd | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
+        self._pipeline = Pipeline(scheduler, executor, ahead=ahead)
         self._metrics = metrics
         self._deliver = deliver
         self._publish = publish
@@ -108,7 +111,7 @@ class EngineCore:
         while not self._stopped:
             self._take_commands()
             self._expire()
-            if not self._scheduler.idle and not self._stopped:
+            if self._working and not self._stopped:
                 self._step()
             if self._scheduler.idle:
                 self._tell()  # else the next step does, while the model runs
@@ -116,9 +119,13 @@ class EngineCore:
             self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
         self._tell()
 
+    @property
+    def _working(self) -> bool:
+        return self._pipeline.running or not self._scheduler.idle
+
     def _take_commands(self) -> None:
         """Does all commands that wait; waits a while for one if there is nothing else to do."""
-        idle = self._scheduler.idle and not self._use_idle_time()
+        idle = not self._working and not self._use_idle_time()
         try:
             command = self._commands.get(idle, HEARTBEAT_SECONDS)
             while True:
@@ -140,21 +147,20 @@ class EngineCore:
         return True
 
     def _step(self) -> None:
-        began = time.perf_counter()
-        batch = self._scheduler.schedule()
-        self._announce(batch)
         try:
-            result = self._executor.execute(batch, launching=self._tell)
-        except Exception:
+            done = self._pipeline.step(scheduled=self._announce, launching=self._tell)
+        except StepError as error:
+            batch = error.batch
             log.exception("step failed", tokens=batch.num_tokens, sequences=len(batch.slices))
             self._fail_step()
             return
-        self._scheduler.update(batch, result)
-        self._step_seconds = time.perf_counter() - began
-        self._report(result)
-        self._report_searches(batch)
-        self._learn(batch)
-        self._metrics.observe_step(batch, self._step_seconds, compiled=self._executor.compiled)
+        if done is None:
+            return
+        self._step_seconds = done.seconds
+        self._report(done.result)
+        self._report_searches(done.batch)
+        self._learn(done.batch)
+        self._metrics.observe_step(done.batch, done.seconds, compiled=self._executor.compiled)
 
     def _announce(self, batch: Batch) -> None:
         """Says of requests that are computed for the first time that they started."""
@@ -173,7 +179,7 @@ class EngineCore:
     def _report(self, result: StepResult) -> None:
         for draw in result.draws:
             group, sequence = draw.group, draw.sequence
-            first = sequence.num_output == 1 and sequence.index == 0
+            first = sequence.num_drawn == 1 and sequence.index == 0
             self._events.append(
                 Output(
                     group.request.session,
@@ -310,8 +316,9 @@ class EngineCore:
             self._fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
 
     def _fail_step(self) -> None:
-        """Fails all that had K/V: none of it can be trusted after a broken step."""
-        for group in [*self._scheduler.running, *self._scheduler.swapped]:
+        """Fails all that had K/V or a token coming: nothing of a broken step can be trusted."""
+        coming = [g for g in self._scheduler.waiting if any(s.num_pending for s in g.sequences)]
+        for group in [*self._scheduler.running, *self._scheduler.swapped, *coming]:
             self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
         self._scheduler.cache.forget_contents()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from engine.batch import Batch, Continuations, Slice, StepResult
+from engine.batch import Batch, Continuations, Draw, Slice, StepResult
 from engine.beam import Candidate
 from engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from engine.preemption import PreemptionPolicy
@@ -88,32 +88,63 @@ class Scheduler:
         batch.transfers = self.cache.take_transfers()
         return batch
 
-    def update(self, batch: Batch, result: StepResult) -> None:
-        """Books what a step computed.
+    def book(self, batch: Batch) -> None:
+        """Takes a step that was launched as done, but for what it draws.
+
+        So the next one can be scheduled before that is known. Whatever touches blocks does
+        so in the order in which it was launched.
+        """
+        for part in batch.slices:
+            part.sequence.num_computed = part.end
+            self._publish(part.sequence)
+            self._fork_siblings(part)
+            if part.group.beam is None:
+                for sequence in part.samplers:
+                    sequence.expect()
+
+    def update(self, batch: Batch, result: StepResult) -> list[Draw]:
+        """Takes what a step that was booked has drawn.
 
         A sequence that is complete by its new token has its finish reason
         afterwards, and no blocks.
+
+        Returns:
+            The draws, without those for sequences that have ended since the step was launched.
         """
-        for i, part in enumerate(batch.slices):
-            part.sequence.num_computed = part.end
-            part.group.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
-            self.cache.publish(part.sequence.id, part.sequence.token_ids, part.end)
-            self._fork_siblings(part)
+        for i, found in result.prompt_logprobs.items():
+            batch.slices[i].group.prompt_logprobs.extend(found)
         for group in _searching(batch):
             if all(sequence.id in result.continuations for sequence in group.live):
                 self._advance(group, result.continuations)
+        taken = []
         for draw in result.draws:
-            draw.sequence.token_ids.append(draw.token_id)
-            request = draw.group.request
-            reason = request.finish_reason(draw.token_id, draw.sequence.num_output)
+            group, sequence = draw.group, draw.sequence
+            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
+                continue
+            taken.append(draw)
+            sequence.take(draw.token_id)
+            reason = group.request.finish_reason(draw.token_id, sequence.num_drawn)
             if reason is not None:
-                self.finish(draw.group, draw.sequence, reason)
+                self.finish(group, sequence, reason)
+            elif sequence.num_computed >= sequence.num_known:  # the next step is booked already
+                self._publish_late(group, sequence)
+        return taken
+
+    def _publish(self, sequence: Sequence) -> None:
+        known = min(sequence.num_computed, sequence.num_known)
+        self.cache.publish(sequence.id, sequence.token_ids, known)
+
+    def _publish_late(self, group: SequenceGroup, sequence: Sequence) -> None:
+        """Publishes a block whose last token was not known when it was computed."""
+        if group.state is GroupState.RUNNING and self.cache.holds(sequence.id):
+            self._publish(sequence)
 
     # Ends.
 
     def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         """Completes one output, frees what it holds, and the group with its last."""
         sequence.finish_reason = reason
+        sequence.expect_nothing()
         if self.cache.holds(sequence.id):
             self.cache.free(sequence.id)
         if not group.live:
@@ -126,6 +157,7 @@ class Scheduler:
     def remove(self, group: SequenceGroup) -> None:
         """Forgets a group, wherever it is, and frees all that it holds."""
         for sequence in group.sequences:
+            sequence.expect_nothing()
             if self.cache.holds(sequence.id):
                 self.cache.free(sequence.id)
         self._leave_queue(group)
@@ -221,10 +253,15 @@ class Scheduler:
         return [s for s in group.live if self.cache.holds(s.id)]
 
     def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """Where the prefill of each that is ready ends: the prompt's end, while siblings wait."""
+        """Where the prefill of each that is ready ends: the prompt's end, while siblings wait.
+
+        The last token of all that it may have is never computed: nothing follows it.
+        """
         ready = self._ready(group)
-        shares = len(ready) < len(group.live)
-        return [(s, s.num_prompt if shares else s.num_tokens) for s in ready]
+        if len(ready) < len(group.live):
+            return [(s, s.num_prompt) for s in ready]
+        others = group.request.max_tokens - 1
+        return [(s, min(s.num_tokens, s.num_prompt + others)) for s in ready]
 
     def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
         by_id = {sequence.id: sequence for sequence in group.sequences}

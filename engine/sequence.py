@@ -9,6 +9,8 @@ from engine.request import FinishReason, Request
 
 PRIORITY_SECONDS = 10.0
 """What one unit of priority is worth in the queue."""
+UNKNOWN = -1
+"""In a token's place until the step that draws it has told."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +31,9 @@ class Sequence:
         index: its place among the request's outputs, from 0.
         token_ids: prompt and output.
         num_prompt: how many of them are the prompt's.
-        num_computed: how many of them, from the front, have K/V in the cache.
+        num_computed: how many of them, from the front, have K/V in the cache, or will
+            once the steps that were launched are done.
+        num_pending: how many, at the end, are `UNKNOWN`: being drawn.
         finish_reason: set once it is complete.
     """
 
@@ -38,6 +42,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt: int
     num_computed: int = 0
+    num_pending: int = 0
     finish_reason: FinishReason | None = None
 
     @property
@@ -54,6 +59,31 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens without K/V; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output that are not being drawn."""
+        return len(self.token_ids) - self.num_pending
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the output that are known."""
+        return self.num_known - self.num_prompt
+
+    def expect(self) -> None:
+        """Gets one token longer, by one that is being drawn."""
+        self.token_ids.append(UNKNOWN)
+        self.num_pending += 1
+
+    def take(self, token_id: int) -> None:
+        """Learns the first of the tokens that are being drawn."""
+        self.token_ids[-self.num_pending] = token_id
+        self.num_pending -= 1
+
+    def expect_nothing(self) -> None:
+        """Gives up the tokens that are being drawn."""
+        del self.token_ids[self.num_known :]
+        self.num_pending = 0
 
 
 class GroupState(Enum):

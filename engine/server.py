@@ -65,6 +65,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             metrics,
             handover.deliver,
             max_waiting=settings.max_waiting,
+            ahead=settings.async_scheduling and parts.executor.asynchronous,
             publish=handover.publish,
             on_end=tracer.ended if tracing.on else None,
         )

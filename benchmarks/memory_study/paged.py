@@ -117,6 +117,7 @@ class PagedSystem:
                 result.continuations[part.sequence.id] = tokens
             else:
                 result.draws.extend(Draw(part.group, s, s.index) for s in part.samplers)
+        self._scheduler.book(batch)
         self._scheduler.update(batch, result)
         groups = dict.fromkeys(part.group for part in batch.slices)
         return [group for group in groups if group.state is GroupState.FINISHED]

@@ -7,25 +7,28 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.batch import Batch, StepResult
+from engine.batch import Batch, Draw
 from engine.executor.cache import CacheTensors
 from engine.executor.compilation import CompiledStep
 from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
 from engine.executor.inputs import StepInputs, idle_inputs, prepare
+from engine.executor.launched import Launched
 from engine.executor.loading import LoadedStep
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.sampler import (
     Drawer,
+    Report,
     are_plain,
+    choose_rows,
     continue_beams,
     draw_plainly,
     sample,
-    score,
 )
 from engine.executor.swap import CopyTime
 from engine.kv_cache import Transfers
 from engine.sequence import TokenLogprob
 from kernels.draws import Draws
+from kernels.host import to_device
 from kernels.ops import draw_tokens, plan_attention
 
 SCORED_ROWS = 256
@@ -55,24 +58,39 @@ class Executor:
             device=loaded.device,
         )
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether steps go on by themselves once they are launched."""
+        return self._device.type == "cuda"
+
     @torch.inference_mode()
-    def execute(self, batch: Batch, launching: Callable[[], None] = lambda: None) -> StepResult:
-        """Runs one step.
+    def launch(
+        self,
+        batch: Batch,
+        *,
+        after: Launched | None = None,
+        launching: Callable[[], None] = lambda: None,
+    ) -> Launched:
+        """Has one step run: on a GPU by itself from then on, on a CPU before this returns.
 
         Args:
             batch: what it computes.
+            after: the step before it, if not all that it draws was known to who made the
+                batch: such tokens are taken from there.
             launching: called when the model is about to run: for what may go on
                 meanwhile, in threads that then have the interpreter to themselves.
 
         Returns:
-            A token for each of the batch's samplers, and the prompt
-            log-probabilities that were asked for.
+            Launched: its result has a token for each of the batch's samplers, and the
+                prompt log-probabilities that were asked for.
         """
         self.cache.apply(batch.transfers)
         if not batch.slices:
             launching()
-            return StepResult([])
+            return Launched()
         inputs = self._prepare(batch)
+        if after is not None:
+            after.fill_in(batch, inputs.token_ids)
         rows, drawers = [], []
         beam_rows, beams = [], []
         for i, row in inputs.sampled.items():
@@ -86,14 +104,14 @@ class Executor:
         only_plain = not (beams or inputs.scored) and are_plain(drawers)
         launching()
         if only_plain and (tokens := self._most_likely(inputs)) is not None:
-            return StepResult(draw_plainly([tokens[row] for row in rows], drawers))
+            return Launched(draw_plainly([tokens[row] for row in rows], drawers))
         logits = self._forward(inputs)
         prompt_logprobs = {
             i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
         }
-        draws = sample(_rows(logits, rows), drawers) if drawers else []
+        drawn = sample(_rows(logits, rows), drawers) if drawers else list[Draw]()
         continuations = continue_beams(_rows(logits, beam_rows), beams) if beams else {}
-        return StepResult(draws, continuations, prompt_logprobs)
+        return Launched(drawn, continuations, prompt_logprobs)
 
     @property
     def compiled(self) -> bool:
@@ -182,10 +200,11 @@ class Executor:
         for first in range(0, len(targets), SCORED_ROWS):
             chunk = targets[first : first + SCORED_ROWS]
             rows = logits[row + first : row + first + len(chunk)]
-            scores += score(rows, chunk, [count] * len(chunk))
+            tokens = to_device(np.array(chunk), self._device)
+            scores += Report(rows, tokens, [count] * len(chunk)).logprobs()
         return scores
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Those rows; the tensor itself if they are all of it in order."""
-    return logits if rows == list(range(len(logits))) else logits[rows]
+    return logits if rows == list(range(len(logits))) else choose_rows(logits, rows)

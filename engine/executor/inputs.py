@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from engine.batch import Batch
+from kernels.host import to_device
 from kernels.metadata import AttentionMetadata, AttentionPlan
 
 Plan = Callable[[np.ndarray, np.ndarray], AttentionPlan | None]
@@ -66,11 +67,11 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
     ends = [part.end for part in batch.slices]
     counts = [part.end - part.start for part in batch.slices]
     seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
-    laid = torch.from_numpy(np.array((tokens, positions, slots))).to(device)
+    laid = to_device(np.array((tokens, positions, slots)), device)
     metadata = AttentionMetadata(
-        query_starts=torch.from_numpy(np.array(starts, np.int32)).to(device),
-        seq_lens=torch.from_numpy(seq_lens).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
+        query_starts=to_device(np.array(starts, np.int32), device),
+        seq_lens=to_device(seq_lens, device),
+        block_tables=to_device(tables, device),
         slot_mapping=laid[2],
         max_query_len=max(counts),
         max_seq_len=max(ends),
@@ -79,7 +80,7 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
     return StepInputs(
         token_ids=laid[0:1],
         positions=laid[1:2],
-        logit_rows=torch.from_numpy(np.array(rows or [0])).to(device),
+        logit_rows=to_device(np.array(rows or [0]), device),
         metadata=metadata,
         sampled=sampled,
         scored=scored,
@@ -112,8 +113,8 @@ def idle_inputs(
     tokens = torch.zeros((1, int(starts[-1])), dtype=torch.int64, device=device)
     most = int(query_lens.max())
     metadata = AttentionMetadata(
-        query_starts=torch.from_numpy(starts).to(device),
-        seq_lens=torch.from_numpy(query_lens).to(device),
+        query_starts=to_device(starts, device),
+        seq_lens=to_device(query_lens, device),
         block_tables=torch.zeros((count, 1), dtype=torch.int32, device=device),
         slot_mapping=torch.full_like(tokens[0], -1),
         max_query_len=most,

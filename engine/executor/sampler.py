@@ -5,6 +5,7 @@ before `min_tokens`, temperature, top-k, top-p, min-p, each on what the one
 before it left. Log-probabilities are those of the model's own distribution.
 """
 
+import math
 from collections.abc import Sequence as Rows
 from itertools import chain
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from engine.executor.random import uniforms
 from engine.request import SamplingParams
 from engine.sequence import Sequence, SequenceGroup, TokenLogprob
 from kernels.draws import Draws
+from kernels.host import Arriving, to_device
 from kernels.ops import argmax, draw_tokens, score_tokens
 
 
@@ -32,8 +34,66 @@ class Drawer(NamedTuple):
         return self.group.request.sampling
 
 
-def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
+class Sampled:
+    """Tokens drawn for the rows of a step, which may be on their way to the host still.
+
+    Args:
+        tokens: `[len(drawers)]` int64.
+        drawers: whose each is.
+        reports: of those that want log-probabilities, by their places.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        drawers: Rows[Drawer],
+        reports: tuple[list[int], "Report"] | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.drawers = drawers
+        self._arriving = Arriving(tokens)
+        self._reports = reports
+
+    def draws(self) -> list[Draw]:
+        """Waits until they are there."""
+        tokens = self._arriving.tolist()
+        logprobs: dict[int, TokenLogprob] = {}
+        if self._reports is not None:
+            places, report = self._reports
+            logprobs = dict(zip(places, report.logprobs(), strict=True))
+        return [
+            Draw(drawer.group, drawer.sequence, token, logprobs.get(i))
+            for i, (drawer, token) in enumerate(zip(self.drawers, tokens, strict=True))
+        ]
+
+
+class Report:
+    """Rows' tokens and their most likely alternatives, on their way to the host.
+
+    Args:
+        logits: `[n, vocab_size]`, as the model gave them.
+        tokens: `[n]` int64, the token to report in each row.
+        counts: `[n]`, how many alternatives.
+    """
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> None:
+        self._counts = counts
+        scores = score_tokens(logits, tokens, min(max(counts), logits.shape[1]))
+        self._columns = [Arriving(column) for column in (tokens, *scores)]
+
+    def logprobs(self) -> list[TokenLogprob]:
+        """One for each row; waits until they are there."""
+        columns = (column.tolist() for column in self._columns)
+        return [
+            TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
+            for count, token, logprob, ids, values in zip(self._counts, *columns, strict=True)
+        ]
+
+
+def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> Sampled:
     """Draws one token for each row.
+
+    On a GPU it waits for nothing.
 
     Args:
         logits: `[len(drawers), vocab_size]`, as the model gave them; may be
@@ -41,41 +101,27 @@ def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> list[Draw]:
         drawers: whose row each is.
     """
     if are_plain(drawers):
-        return draw_plainly(argmax(logits).tolist(), drawers)
+        return Sampled(argmax(logits), drawers)
     logits = logits.float().contiguous()
     reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
+    some = len(reporting) < len(drawers)
     own = logits
-    if reporting and (len(reporting) < len(drawers) or any(map(_changes_logits, drawers))):
-        own = logits[reporting]  # a copy, before they are changed
+    if reporting and (some or any(map(_changes_logits, drawers))):
+        own = choose_rows(logits, reporting)  # a copy, before they are changed
     _bias(logits, drawers)
     _penalise(logits, drawers)
     _hold_back(logits, drawers)
-    tokens = draw_tokens(logits, _draws(drawers)).tolist()
-    draws = [Draw(d.group, d.sequence, t) for d, t in zip(drawers, tokens, strict=True)]
-    if reporting:
-        counts = [drawers[i].params.logprobs or 0 for i in reporting]
-        scores = score(own, [tokens[i] for i in reporting], counts)
-        for i, logprob in zip(reporting, scores, strict=True):
-            draws[i] = Draw(drawers[i].group, drawers[i].sequence, tokens[i], logprob)
-    return draws
+    tokens = draw_tokens(logits, _draws(drawers))
+    if not reporting:
+        return Sampled(tokens, drawers)
+    reported = choose_rows(tokens, reporting) if some else tokens
+    report = Report(own, reported, [drawers[i].params.logprobs or 0 for i in reporting])
+    return Sampled(tokens, drawers, (reporting, report))
 
 
-def score(logits: torch.Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
-    """Reports each row's token and its most likely alternatives.
-
-    Args:
-        logits: `[n, vocab_size]`, as the model gave them.
-        tokens: `[n]`, the token to report in each row.
-        counts: `[n]`, how many alternatives.
-    """
-    most = min(max(counts), logits.shape[1])
-    scores = score_tokens(logits, torch.tensor(tokens, device=logits.device), most)
-    alternatives = zip(scores.top.tolist(), scores.top_logprobs.tolist(), strict=True)
-    rows = zip(tokens, scores.logprobs.tolist(), counts, alternatives, strict=True)
-    return [
-        TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
-        for token, logprob, count, (ids, values) in rows
-    ]
+def choose_rows(rows: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
+    """A copy of some rows."""
+    return rows.index_select(0, to_device(np.array(chosen, np.int64), rows.device))
 
 
 def continue_beams(logits: torch.Tensor, beams: Rows[Drawer]) -> dict[int, Continuations]:
@@ -131,14 +177,14 @@ def _changes_logits(drawer: Drawer) -> bool:
 
 
 def _bias(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
-    rows, columns, values = [], [], []
+    places, values = list[int](), list[float]()
     for i, drawer in enumerate(drawers):
-        for token, bias in drawer.params.logit_bias.items():
-            rows.append(i)
-            columns.append(token)
-            values.append(bias)
-    if rows:
-        logits[rows, columns] += torch.tensor(values, device=logits.device)
+        biases = drawer.params.logit_bias
+        places += [i * logits.shape[1] + token for token in biases]
+        values += biases.values()
+    if places:
+        added = to_device(np.array(values, np.float32), logits.device)
+        logits.view(-1).index_add_(0, to_device(np.array(places), logits.device), added)
 
 
 def _penalise(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
@@ -178,20 +224,24 @@ class _Occurrences:
         self._like = flat
         self._lengths = [len(tokens) for tokens in token_lists]
         tokens = np.fromiter(chain.from_iterable(token_lists), np.int64, sum(self._lengths))
-        self.places = torch.from_numpy(tokens + np.repeat(starts, self._lengths)).to(flat.device)
+        self.places = to_device(tokens + np.repeat(starts, self._lengths), flat.device)
 
     def each(self, values: Rows[float]) -> torch.Tensor:
         """A row's value for each of its occurrences."""
         repeated = np.repeat(np.array(values, np.float32), self._lengths)
-        return torch.from_numpy(repeated).to(self._like)
+        return to_device(repeated, self._like.device)
 
 
 def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
     """Stopping tokens are impossible before `min_tokens`."""
-    for i, (group, sequence) in enumerate(drawers):
-        request = group.request
-        if sequence.num_output < request.min_tokens:
-            logits[i, list(request.stopping)] = -torch.inf
+    places = [
+        i * logits.shape[1] + token
+        for i, (group, sequence) in enumerate(drawers)
+        if sequence.num_output < group.request.min_tokens
+        for token in group.request.stopping
+    ]
+    if places:
+        logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
 
 
 def _draws(drawers: Rows[Drawer]) -> Draws:

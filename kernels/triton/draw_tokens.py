@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.draws import LEAST_TEMPERATURE, Draws
-from kernels.triton.plan import to_device
+from kernels.host import to_device
 
 _TILE = 4096  # tokens that a program looks at together
 _WARPS = 32  # rows are few: one program is to keep a multiprocessor busy

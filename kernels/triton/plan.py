@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from kernels.host import to_device
 from kernels.metadata import AttentionMetadata, AttentionPlan
 from kernels.triton.tiles import choose_tiles, gpu
 
@@ -54,14 +55,6 @@ def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
     ends = np.cumsum(counts)
     tile = np.repeat(ends, counts) - 1 - np.arange(ends[-1] if len(ends) else 0)
     return np.stack([np.repeat(seqs, counts), tile], 1).astype(np.int32)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copies to a device without the host's waiting for what that is doing."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
 
 
 def plan_of(

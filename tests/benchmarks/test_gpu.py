@@ -28,6 +28,7 @@ def test_all_parts(tmp_path):
     assert any(name.startswith("sdpa") for name in decode["peers"])
     assert rows["copy"]["moved"] == 2 << 20
     assert "one copy" in rows["Llama-3-8B out, 8 blocks anywhere"]["peers"]
+    assert "one by one" in rows["2 layers of LLaMA-7B, 2 x 20, greedy"]["peers"]
     drawn = rows["4 x 500 top-k, top-p, min-p"]
     assert drawn["error"] == 0
     assert drawn["peers"]["sorted"] > 0

@@ -4,6 +4,7 @@ import itertools
 import time
 
 from engine.beam import BeamState
+from engine.pipeline import Pipeline
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from engine.startup import Parts
@@ -12,8 +13,9 @@ from engine.startup import Parts
 class Stepper:
     """Runs requests to the end and keeps what was seen on the way."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, ahead: bool = False) -> None:
         self.parts = parts
+        self.pipeline = Pipeline(parts.scheduler, parts.executor, ahead=ahead)
         self.scheduler = parts.scheduler
         self.cache = parts.scheduler.cache
         self.batches = []
@@ -45,15 +47,14 @@ class Stepper:
         return group
 
     def step(self):
-        batch = self.scheduler.schedule()
-        result = self.parts.executor.execute(batch)
-        self.scheduler.update(batch, result)
-        self.batches.append(batch)
-        self.draws += result.draws
+        """A step; without `ahead`, returns its batch."""
+        done = self.pipeline.step(scheduled=self.batches.append)
+        if done is not None:
+            self.draws += done.result.draws
         self.cache.check()
-        return batch
+        return self.batches[-1]
 
     def run(self):
-        while not self.scheduler.idle:
+        while self.pipeline.running or not self.scheduler.idle:
             self.step()
         self.cache.check_idle()

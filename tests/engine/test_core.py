@@ -53,14 +53,20 @@ class Listener:
 class Running:
     """A core at work on a tiny model."""
 
-    def __init__(self, model, *, begin=True, **settings):
+    def __init__(self, model, *, begin=True, ahead=False, **settings):
         self.parts = build(
             EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
         )
+        self.ahead = ahead
         self.heard = Listener()
         self.metrics = EngineMetrics()
         self.core = EngineCore(
-            self.parts.scheduler, self.parts.executor, self.metrics, self.heard, max_waiting=50
+            self.parts.scheduler,
+            self.parts.executor,
+            self.metrics,
+            self.heard,
+            max_waiting=50,
+            ahead=ahead,
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
         if begin:
@@ -93,12 +99,12 @@ class Running:
         )
 
 
-@pytest.fixture
-def running(tiny_model):
+@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+def running(tiny_model, request):
     started = []
 
     def start(**settings):
-        started.append(Running(tiny_model, **settings))
+        started.append(Running(tiny_model, ahead=request.param, **settings))
         return started[-1]
 
     yield start
@@ -196,7 +202,7 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
         monkeypatch.undo()
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine.parts.executor, "execute", fail)
+    monkeypatch.setattr(engine.parts.executor, "launch", fail)
     engine.submit("bad", max_tokens=3)
     engine.heard.wait(lambda: engine.heard.ended("bad"))
     assert engine.heard.events["bad"][-1].code is FailureCode.INTERNAL
@@ -204,6 +210,30 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     engine.wait_idle()
     assert [o.token_ids for o in engine.heard.outputs("again")] == good
     assert engine.heard.events["again"][0].cached_tokens == 0  # nothing old is trusted
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_step_that_fails_beside_another_leaves_nothing(running, monkeypatch, mode):
+    engine = running(
+        num_blocks=12, preemption=mode, max_model_len=190, max_num_seqs=8, max_num_batched_tokens=16
+    )
+    executor, scheduler = engine.parts.executor, engine.parts.scheduler
+    launch = executor.launch
+
+    def fail(batch, **others):
+        preempted = [*scheduler.swapped, *(group for group in scheduler.waiting if group.history)]
+        awaited = [group for group in preempted if any(s.num_pending for s in group.sequences)]
+        if not (awaited if engine.ahead else preempted):
+            return launch(batch, **others)
+        monkeypatch.undo()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(executor, "launch", fail)
+    for i in range(4):
+        engine.submit(str(i), tokens=20 + i, max_tokens=60)
+    engine.heard.wait(lambda: all(engine.heard.ended(str(i)) for i in range(4)))
+    engine.wait_idle()
+    assert engine.outcome("internal") > 0
 
 
 def test_a_running_id_and_a_full_queue_are_refused(running):

@@ -34,14 +34,15 @@ def engine(tiny_model, request):
     if INTERPRETED:
         request.getfixturevalue("on_triton")
 
-    def make(**settings):
+    def make(*, ahead=False, **settings):
         settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01} | settings
         return Stepper(
             build(
                 EngineSettings(
                     model=str(tiny_model), max_num_seqs=4, max_num_batched_tokens=24, **settings
                 )
-            )
+            ),
+            ahead=ahead,
         )
 
     return make
@@ -84,9 +85,33 @@ def test_greedy_tokens_are_those_of_transformers(engine, expected):
     assert run(engine()) == expected
 
 
-def test_blocks_that_were_swapped_are_as_they_were(engine, expected):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_that_were_swapped_are_as_they_were(engine, expected, ahead):
     # Of 8 tokens each: too few for all at once.
-    assert run(engine(num_blocks=11, block_size=8, preemption="swap")) == expected
+    short = {"num_blocks": 11, "block_size": 8, "preemption": "swap"}
+    assert run(engine(ahead=ahead, **short)) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels wait for everything")
+def test_the_host_never_waits_for_the_gpu_but_for_what_it_drew(engine):
+    ahead = engine(ahead=True)
+    ways = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "logit_bias": {7: 1.0}},
+        {"temperature": 1.0, "logprobs": 2},
+        {"temperature": 0.7, "top_k": 20, "min_tokens": 30, "eos": [2]},
+    )
+    for prompt, way in zip(prompts(), ways, strict=True):
+        ahead.submit(prompt, 40, **way)
+    while any(group.sequences[0].num_drawn < 5 for group in ahead.scheduler.groups()):
+        ahead.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            ahead.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ahead.run()
 
 
 def test_an_fp8_cache_takes_a_quarter_of_the_memory_and_gives_like_logits(engine):

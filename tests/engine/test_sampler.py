@@ -17,8 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from engine.executor import sampler
 from engine.executor.random import uniforms
-from engine.executor.sampler import Drawer, sample
+from engine.executor.sampler import Drawer
 from engine.request import Request, SamplingParams
 from engine.sequence import Sequence, SequenceGroup
 from kernels.cpu.fallback_draws import CANDIDATES
@@ -35,6 +36,10 @@ def drawer(output=(), *, index=0, min_tokens=0, eos=(), **params):
     )
     sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
     return Drawer(SequenceGroup(request, [sequence]), sequence)
+
+
+def sample(logits, drawers):
+    return sampler.sample(logits, drawers).draws()
 
 
 def logits_of(seed, vocab=VOCAB, scale=2.0):

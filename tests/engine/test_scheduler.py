@@ -6,12 +6,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from engine.batch import Draw, StepResult
+from engine.batch import Batch, Draw
+from engine.executor.launched import Launched
 from engine.kv_cache import KVCacheManager
+from engine.pipeline import Pipeline
 from engine.preemption import PreemptionPolicy
 from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import GroupState, Sequence, SequenceGroup
+from engine.sequence import UNKNOWN, GroupState, Sequence, SequenceGroup
 from octavo.common.limits import Limits, fitting_output
 
 BLOCK_SIZE = 4
@@ -53,7 +55,7 @@ class Memory:
         self.device = [[None] * BLOCK_SIZE for _ in range(self.pool.num_blocks)]
         self.swap = [[None] * BLOCK_SIZE for _ in range(engine.cache.swap.num_blocks)]
 
-    def execute(self, batch):
+    def execute(self, batch, token_at):
         moves = batch.transfers
         for pairs, source, target in (
             (moves.swap_out, self.device, self.swap),
@@ -63,29 +65,47 @@ class Memory:
             for a, b in pairs:
                 target[b] = list(source[a])
         for part in batch.slices:
-            self.assert_holds(part, part.start)
+            self.assert_holds(part, part.start, token_at)
         for part in batch.slices:
             for position in range(part.start, part.end):
                 block = part.blocks[position // BLOCK_SIZE]
                 assert self.pool.references(block) == 1, "a shared block is written"
-                self.device[block][position % BLOCK_SIZE] = part.sequence.token_ids[position]
+                self.device[block][position % BLOCK_SIZE] = token_at(part.sequence, position)
         for part in batch.slices:
-            self.assert_holds(part, part.end)
+            self.assert_holds(part, part.end, token_at)
 
-    def assert_holds(self, part, count):
+    def assert_holds(self, part, count, token_at):
         held = [token for block in part.blocks for token in self.device[block]]
-        assert held[:count] == part.sequence.token_ids[:count], "it reads another's tokens"
+        own = [token_at(part.sequence, position) for position in range(count)]
+        assert held[:count] == own, "it reads another's tokens"
+
+
+class Machine:
+    """Stands for an executor: its draws are `choose`'s."""
+
+    def __init__(self, choose=lambda sequence: 7, memory=None):
+        self.choose = choose
+        self.memory = memory
+
+    def launch(self, batch, *, after=None, launching=None):
+        drawn = {draw.sequence.id: draw.token_id for draw in after.drawn} if after else {}
+
+        def token_at(sequence, position):
+            token = sequence.token_ids[position]
+            return drawn[sequence.id] if token == UNKNOWN else token
+
+        if self.memory is not None:
+            self.memory.execute(batch, token_at)
+        draws = [(part.group, s) for part in batch.slices for s in part.samplers]
+        return Launched([Draw(group, s, self.choose(s)) for group, s in draws])
 
 
 def step(engine, choose=lambda sequence: 7, memory=None):
-    """A step whose draws are `choose`'s, as an executor would report it."""
-    batch = engine.schedule()
-    if memory is not None:
-        memory.execute(batch)
-    draws = [Draw(part.group, s, choose(s)) for part in batch.slices for s in part.samplers]
-    engine.update(batch, StepResult(draws))
+    """A step by itself."""
+    batches = []
+    Pipeline(engine, Machine(choose, memory)).step(scheduled=batches.append)
     engine.cache.check()
-    return batch
+    return batches[0] if batches else Batch()
 
 
 requests = st.lists(
@@ -110,15 +130,17 @@ requests = st.lists(
     seqs=st.integers(4, 12),
     batched=st.integers(12, 40),
     prefix_caching=st.booleans(),
+    ahead=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_request_that_fits_is_finished(
-    requests, num_blocks, swap, mode, seqs, batched, prefix_caching
+    requests, num_blocks, swap, mode, seqs, batched, prefix_caching, ahead
 ):
     engine = scheduler(
         num_blocks, swap=swap, mode=mode, seqs=seqs, batched=batched, prefix_caching=prefix_caching
     )
     limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
+    pipeline = Pipeline(engine, Machine(), ahead=ahead)
     groups = []
     for prompt, output, n, priority, token, pause in requests:
         if output > fitting_output(prompt, n, limits):
@@ -126,11 +148,11 @@ def test_every_request_that_fits_is_finished(
         groups.append(group(len(groups), [token] * prompt, output, n=n, priority=priority))
         engine.submit(groups[-1])
         for _ in range(pause):
-            checked_step(engine)
+            checked_step(engine, pipeline)
     for _ in range(3000):
-        if engine.idle:
+        if engine.idle and not pipeline.running:
             break
-        checked_step(engine)
+        checked_step(engine, pipeline)
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
     event(f"preemptions by swap: {engine.counters.preemptions_swap > 0}")
@@ -154,10 +176,11 @@ def test_every_request_that_fits_is_finished(
     mode=st.sampled_from(["swap", "recompute"]),
     batched=st.integers(8, 24),
     prefix_caching=st.booleans(),
+    ahead=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_outputs_that_end_at_any_moment_leave_the_others_whole(
-    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching
+    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching, ahead
 ):
     engine = scheduler(
         num_blocks, swap=swap, mode=mode, batched=batched, prefix_caching=prefix_caching
@@ -175,7 +198,7 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
         number = sequence.id + 7 * sequence.num_output
         return 9 if number % eos_every == 0 else 100 + number % 5
 
-    memory = Memory(engine)
+    pipeline = Pipeline(engine, Machine(choose, Memory(engine)), ahead=ahead)
     for now in range(3000):
         if coming and now % 3 == 0:
             groups.append(coming.pop(0))
@@ -186,15 +209,16 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
                     if index in {None, sequence.index}:
                         engine.finish(groups[number], sequence, FinishReason.ABORTED)
                         engine.cache.check()
-        if not coming and engine.idle:
+        if not coming and engine.idle and not pipeline.running:
             break
-        checked_step(engine, choose, memory)
+        checked_step(engine, pipeline)
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
     for done in groups:
         assert done.state is GroupState.FINISHED
         for sequence in done.sequences:
             output = sequence.token_ids[sequence.num_prompt :]
+            assert UNKNOWN not in output
             full = len(output) == done.request.max_tokens
             assert 9 not in output[:-1], "it went on past its end"
             assert sequence.finish_reason in {
@@ -203,17 +227,21 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             }
 
 
-def checked_step(engine, choose=lambda sequence: 7, memory=None):
+def checked_step(engine, pipeline):
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
-    batch = step(engine, choose, memory)
-    assert batch or engine.idle, "a step did nothing though there was work"
+    batches = []
+    done = pipeline.step(scheduled=batches.append)
+    engine.cache.check()
+    assert batches or done or engine.idle, "a step did nothing though there was work"
+    batch = batches[0] if batches else Batch()
     assert batch.num_tokens <= engine.max_num_batched_tokens
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
     for part in batch.slices:
         assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
         for sequence in part.samplers:
             known = before[id(part.group)][sequence.index]
-            assert sequence.num_tokens == known + 1
+            in_vain = sequence.finish_reason is not None and done.batch is not batch
+            assert sequence.num_tokens == known + (not in_vain)
 
 
 def test_decodes_come_first_and_prefill_takes_what_is_left():

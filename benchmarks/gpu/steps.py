@@ -1,0 +1,136 @@
+"""Times whole decode steps of an engine: model, draws, scheduling and all Python beside."""
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.gpu.result import Row
+from benchmarks.gpu.shapes import BLOCK_SIZE, LLAMA_7B
+from benchmarks.gpu.timing import Timer
+from engine.config import EngineSettings
+from engine.startup import build
+from tests.engine.stepper import Stepper
+
+LAYERS = 8
+"""Of LLaMA-7B's 32: a step has less to hide Python behind than all of them would give it."""
+SEQUENCES, PROMPT = 64, 512
+WARM_STEPS, STEPS = 10, 60
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+}
+
+
+def time_steps(timer: Timer, tiny: bool) -> list[Row]:
+    """Decodes launched before the one before is done, beside decodes one by one."""
+    rows = []
+    sequences, prompt = (2, 20) if tiny else (SEQUENCES, PROMPT)
+    with tempfile.TemporaryDirectory() as folder:
+        layers = _save_model(Path(folder), timer.device, tiny=tiny)
+        for way, sampling in WAYS.items():
+            seconds, busy = {}, None
+            for ahead in (False, True):
+                stepper = _decoding(folder, timer.device, sequences, prompt, sampling, ahead=ahead)
+                seconds[ahead] = _step_seconds(stepper, timer.device)
+                if ahead and timer.device.type == "cuda":
+                    busy = _busy_share(stepper)
+                del stepper
+                gc.collect()
+                torch.cuda.empty_cache()
+            notes = [] if busy is None else [f"steps: GPU busy for {busy:.1%} of {way} decodes"]
+            case = f"{layers} layers of LLaMA-7B, {sequences} x {prompt}, {way}"
+            rows.append(Row(case, seconds[True], peers={"one by one": seconds[False]}, notes=notes))
+    return rows
+
+
+def _save_model(folder: Path, device: torch.device, *, tiny: bool) -> int:
+    """A model with random weights; returns how many layers it has."""
+    heads, layers = (2, 2) if tiny else (LLAMA_7B.num_heads, LAYERS)
+    config = LlamaConfig(
+        vocab_size=500 if tiny else 32_000,
+        hidden_size=heads * LLAMA_7B.head_dim,
+        intermediate_size=256 if tiny else 11_008,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=2048,
+        dtype=torch.bfloat16,
+    )
+    with device:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return layers
+
+
+def _decoding(
+    folder: str,
+    device: torch.device,
+    sequences: int,
+    prompt: int,
+    sampling: dict[str, Any],
+    *,
+    ahead: bool,
+) -> Stepper:
+    """An engine whose sequences all decode, and will for as long as is needed."""
+    output = WARM_STEPS + 3 * STEPS
+    settings = EngineSettings(
+        model=folder,
+        device=device.type,
+        dtype="bfloat16",
+        compile="off",
+        block_size=BLOCK_SIZE,
+        num_blocks=sequences * -(-(prompt + output) // BLOCK_SIZE),
+        swap_space=0,
+        max_num_seqs=max(sequences, 8),
+    )
+    stepper = Stepper(build(settings), ahead=ahead)
+    stepper.cache.check = lambda: None  # tests look at every block after every step
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = stepper.parts.limits.vocab_size
+    for seed in range(sequences):
+        tokens = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
+        stepper.submit(tokens, output, **({"seed": seed} | sampling if sampling else {}))
+    while any(sequence.num_drawn < WARM_STEPS for sequence in _sequences(stepper)):
+        stepper.step()
+    return stepper
+
+
+def _sequences(stepper: Stepper) -> Iterator[Any]:
+    for group in stepper.scheduler.groups():
+        yield from group.sequences
+
+
+def _step_seconds(stepper: Stepper, device: torch.device) -> float:
+    """Mean seconds of a step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        stepper.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - began) / STEPS
+
+
+def _busy_share(stepper: Stepper) -> float:
+    """The share of some steps' time in which the GPU did anything, by the profiler's timeline."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            stepper.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return busy / (reached - spans[0][0])
