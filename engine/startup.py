@@ -176,7 +176,7 @@ def _run_largest_step(executor: Executor, loaded: LoadedStep, tokens: int, block
     sequence = Sequence(0, 0, list(request.prompt), tokens)
     group = SequenceGroup(request, [sequence])
     blocks = list(range(-(-tokens // block_size)))
-    executor.launch(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])])).result()
+    executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
 

@@ -13,9 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.shapes import BLOCK_SIZE, LLAMA_7B
 from benchmarks.gpu.timing import Timer
-from engine.config import EngineSettings
-from engine.startup import build
-from tests.engine.stepper import Stepper
 
 LAYERS = 8
 """Of LLaMA-7B's 32: a step has less to hide Python behind than all of them would give it."""
@@ -75,8 +72,13 @@ def _decoding(
     sampling: dict[str, Any],
     *,
     ahead: bool,
-) -> Stepper:
+) -> Any:  # noqa: ANN401 - a Stepper
     """An engine whose sequences all decode, and will for as long as is needed."""
+    # Not above: these want more libraries than a machine may have that times the kernels.
+    from engine.config import EngineSettings  # noqa: PLC0415
+    from engine.startup import build  # noqa: PLC0415
+    from tests.engine.stepper import Stepper  # noqa: PLC0415
+
     output = WARM_STEPS + 3 * STEPS
     settings = EngineSettings(
         model=folder,
@@ -100,12 +102,12 @@ def _decoding(
     return stepper
 
 
-def _sequences(stepper: Stepper) -> Iterator[Any]:
+def _sequences(stepper: Any) -> Iterator[Any]:  # noqa: ANN401
     for group in stepper.scheduler.groups():
         yield from group.sequences
 
 
-def _step_seconds(stepper: Stepper, device: torch.device) -> float:
+def _step_seconds(stepper: Any, device: torch.device) -> float:  # noqa: ANN401
     """Mean seconds of a step."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -117,7 +119,7 @@ def _step_seconds(stepper: Stepper, device: torch.device) -> float:
     return (time.perf_counter() - began) / STEPS
 
 
-def _busy_share(stepper: Stepper) -> float:
+def _busy_share(stepper: Any) -> float:  # noqa: ANN401
     """The share of some steps' time in which the GPU did anything, by the profiler's timeline."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.batch import Batch, Draw
+from engine.batch import Batch, Draw, StepResult
 from engine.executor.cache import CacheTensors
 from engine.executor.compilation import CompiledStep
 from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
@@ -112,6 +112,10 @@ class Executor:
         drawn = sample(_rows(logits, rows), drawers) if drawers else list[Draw]()
         continuations = continue_beams(_rows(logits, beam_rows), beams) if beams else {}
         return Launched(drawn, continuations, prompt_logprobs)
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Runs one step by itself; see `launch`."""
+        return self.launch(batch).result()
 
     @property
     def compiled(self) -> bool:
