@@ -28,7 +28,8 @@ class Arriving:
         if tensor.device.type == "cuda":
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking: who waits leaves the core to others.
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def tolist(self) -> list[Any]:
