@@ -14,8 +14,8 @@ DEBIAN=(
     golang-github-golang-protobuf-1-5-dev golang-go golang-google-grpc-dev make protoc-gen-go-1-5
     protoc-gen-go-grpc
     # clients/java
-    libgeronimo-annotation-1.3-spec-java libgrpc-java libperfmark-java openjdk-17-jdk-headless
-    protobuf-compiler-grpc-java-plugin
+    libgeronimo-annotation-1.3-spec-java libgrpc-java libguava-java libnetty-java libperfmark-java
+    libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
     # docker/: promtool, and the Compose that Debian has
     docker-compose prometheus
 )

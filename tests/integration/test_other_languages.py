@@ -20,7 +20,10 @@ from tests.integration.harness import Server, wait_until
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 GO_SOURCES = Path("/usr/share/gocode/src/google.golang.org/grpc")
-JARS = [Path("/usr/share/java", f"{name}.jar") for name in ("grpc-netty", "perfmark-api")]
+JARS = [
+    Path("/usr/share/java", f"{name}.jar")
+    for name in ("grpc-netty", "guava", "netty-transport", "perfmark-api", "protobuf")
+]
 KEY = "alice-key"
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris.\n"
