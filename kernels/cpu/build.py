@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,12 +20,13 @@ import platformdirs
 from kernels.machine import cpu_identity
 
 SOURCES = (
-    *("paged_attention.cpp", "write_kv.cpp", "copy_blocks.cpp", "linear.cpp", "aoti.cpp"),
-    *("pin_threads.cpp", "argmax.cpp", "draw_tokens.cpp", "score_tokens.cpp"),
+    *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
+    *("write_kv.cpp", "argmax.cpp", "copy_blocks.cpp", "pin_threads.cpp"),
 )
+"""Those that take longest to compile first."""
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")
 FLAGS = (
-    "-O3",
+    "-O2",  # compiles in half the time of -O3, and is as fast
     "-march=native",
     "-std=c++17",
     "-fPIC",
@@ -119,8 +121,12 @@ def _compile(compiler: str, path: Path) -> None:
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
-        for source, target in zip(SOURCES, objects, strict=True):
-            _run([compiler, *FLAGS, "-c", str(here / source), "-o", target])
+        commands = [
+            [compiler, *FLAGS, "-c", str(here / source), "-o", target]
+            for source, target in zip(SOURCES, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_run, commands))
         # Without -fopenmp here, the linker takes only the runtime it is given.
         library = f"{scratch}/library.so"
         _run([compiler, "-shared", "-o", library, *objects, *map(str, _loaded_libraries())])

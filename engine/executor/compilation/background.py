@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 
+import psutil
 import structlog
 import torch
 
@@ -16,6 +18,8 @@ from engine.executor.compilation.artifact import Artifact, CompiledStep
 
 log = structlog.get_logger(__name__)
 
+NICENESS = 10
+"""Of the compiler: who starts or answers meanwhile goes first."""
 SHOWN = 2000
 """Characters of the compiler's last words that go to the log."""
 
@@ -46,6 +50,8 @@ class Compiler:
             text=True,
             errors="replace",
         )
+        with suppress(psutil.Error):  # it may have failed already
+            psutil.Process(self._process.pid).nice(NICENESS)
         self._thread = threading.Thread(target=self._wait, name="compile", daemon=True)
         self._thread.start()
 
