@@ -10,7 +10,7 @@ from torch import Tensor
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copies to a device, after what that was given before; on the host it copies nothing."""
     tensor = torch.from_numpy(array)
-    if device.type == "cuda":
+    if device.type == "cuda":  # from pageable memory, the host would wait for the stream
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor
 

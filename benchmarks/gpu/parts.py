@@ -251,4 +251,4 @@ PARTS = {
     "steps": Part(time_steps, 70),
 }
 TEST_SECONDS = 130
-"""Of the kernels' tests, which come first. With all parts: under nine minutes."""
+"""Of the tests, which come first. With all parts: under nine minutes."""

@@ -96,7 +96,7 @@ def _decoding(
     vocab_size = stepper.parts.limits.vocab_size
     for seed in range(sequences):
         tokens = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
-        stepper.submit(tokens, output, **({"seed": seed} | sampling if sampling else {}))
+        stepper.submit(tokens, output, seed=seed, **sampling)
     while any(sequence.num_drawn < WARM_STEPS for sequence in _sequences(stepper)):
         stepper.step()
     return stepper

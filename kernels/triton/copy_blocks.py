@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.host import to_device
+
 _WORDS = 1024  # words of a block that one program moves
 
 
@@ -41,9 +43,7 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copies whole blocks between caches on the GPU; see `kernels.ops.swap_blocks`."""
-    numbers = pairs.t().contiguous()
-    if source.is_cuda:  # from pageable memory, the host would wait for the stream
-        numbers = numbers.pin_memory().to(source.device, non_blocking=True)
+    numbers = to_device(pairs.t().contiguous().numpy(), source.device)
     source, destination = (x.view(x.shape[0], -1).view(torch.int32) for x in (source, destination))
     block_words = source.shape[1]
     _swap_blocks_kernel[(len(pairs), triton.cdiv(block_words, _WORDS))](
