@@ -42,8 +42,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     compile: Literal["auto", "wait", "off"] = Field(
         "auto",
-        description="Compile the model on a CPU, once a machine: auto answers meanwhile,"
-        " wait starts when it is done.",
+        description="Compile the model. On a CPU once a machine: auto answers meanwhile, wait"
+        " starts when it is done. On a GPU at every start.",
     )
     cuda_graphs: bool = Field(
         True, description="On a GPU, replay decodes as CUDA graphs, recorded at the start."

@@ -1,6 +1,5 @@
 """Times whole decode steps of an engine: model, draws, scheduling and all Python beside."""
 
-import gc
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ LAYERS = 8
 """Of LLaMA-7B's 32: a step has less to hide Python behind than all of them would give it."""
 SEQUENCES, PROMPT = 64, 512
 WARM_STEPS, STEPS = 10, 60
+OUTPUT = WARM_STEPS + 3 * STEPS
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "top-p": {"temperature": 0.8, "top_p": 0.95},
@@ -30,16 +30,15 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
     sequences, prompt = (2, 20) if tiny else (SEQUENCES, PROMPT)
     with tempfile.TemporaryDirectory() as folder:
         layers = _save_model(Path(folder), timer.device, tiny=tiny)
+        parts = _build(folder, timer.device, sequences, prompt)
         for way, sampling in WAYS.items():
             seconds, busy = {}, None
             for ahead in (False, True):
-                stepper = _decoding(folder, timer.device, sequences, prompt, sampling, ahead=ahead)
+                stepper = _decoding(parts, sequences, prompt, sampling, ahead=ahead)
                 seconds[ahead] = _step_seconds(stepper, timer.device)
                 if ahead and timer.device.type == "cuda":
                     busy = _busy_share(stepper)
-                del stepper
-                gc.collect()
-                torch.cuda.empty_cache()
+                stepper.run()
             notes = [] if busy is None else [f"steps: GPU busy for {busy:.1%} of {way} decodes"]
             case = f"{layers} layers of LLaMA-7B, {sequences} x {prompt}, {way}"
             rows.append(Row(case, seconds[True], peers={"one by one": seconds[False]}, notes=notes))
@@ -64,39 +63,43 @@ def _save_model(folder: Path, device: torch.device, *, tiny: bool) -> int:
     return layers
 
 
+def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> Any:  # noqa: ANN401
+    """An engine's parts."""
+    # Not above: these want more libraries than a machine may have that times the kernels.
+    from engine.config import EngineSettings  # noqa: PLC0415
+    from engine.startup import build  # noqa: PLC0415
+
+    settings = EngineSettings(
+        model=folder,
+        device=device.type,
+        dtype="bfloat16",
+        compile="auto" if device.type == "cuda" else "off",
+        block_size=BLOCK_SIZE,
+        num_blocks=sequences * -(-(prompt + OUTPUT) // BLOCK_SIZE),
+        swap_space=0,
+        max_num_seqs=max(sequences, 8),
+    )
+    return build(settings)
+
+
 def _decoding(
-    folder: str,
-    device: torch.device,
+    parts: Any,  # noqa: ANN401 - an engine's Parts
     sequences: int,
     prompt: int,
     sampling: dict[str, Any],
     *,
     ahead: bool,
 ) -> Any:  # noqa: ANN401 - a Stepper
-    """An engine whose sequences all decode, and will for as long as is needed."""
-    # Not above: these want more libraries than a machine may have that times the kernels.
-    from engine.config import EngineSettings  # noqa: PLC0415
-    from engine.startup import build  # noqa: PLC0415
-    from tests.engine.stepper import Stepper  # noqa: PLC0415
+    """A stepper whose sequences all decode, and will for as long as is needed."""
+    from tests.engine.stepper import Stepper  # noqa: PLC0415 - as in `_build`
 
-    output = WARM_STEPS + 3 * STEPS
-    settings = EngineSettings(
-        model=folder,
-        device=device.type,
-        dtype="bfloat16",
-        compile="off",
-        block_size=BLOCK_SIZE,
-        num_blocks=sequences * -(-(prompt + output) // BLOCK_SIZE),
-        swap_space=0,
-        max_num_seqs=max(sequences, 8),
-    )
-    stepper = Stepper(build(settings), ahead=ahead)
+    stepper = Stepper(parts, ahead=ahead)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     generator = torch.Generator().manual_seed(0)
     vocab_size = stepper.parts.limits.vocab_size
     for seed in range(sequences):
         tokens = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
-        stepper.submit(tokens, output, seed=seed, **sampling)
+        stepper.submit(tokens, OUTPUT, seed=seed, **sampling)
     while any(sequence.num_drawn < WARM_STEPS for sequence in _sequences(stepper)):
         stepper.step()
     return stepper

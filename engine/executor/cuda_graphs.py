@@ -26,9 +26,12 @@ MAX_BATCH = 256
 
 
 def ladder(max_num_seqs: int) -> list[int]:
-    """The batch sizes that are recorded, rising: padding adds 7 rows, or a quarter, at most."""
-    most = min(max_num_seqs, MAX_BATCH)
-    rungs = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
+    """The batch sizes that are recorded, rising: padding adds 7 rows, or a quarter, at most.
+
+    From 2: one token alone would not run compiled, see `compilation.jit`.
+    """
+    most = min(max(max_num_seqs, 2), MAX_BATCH)
+    rungs = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
     return [*(rung for rung in rungs if rung < most), most]
 
 
@@ -63,8 +66,8 @@ class DecodeGraphs:
         """
         most = sizes[-1]
         self._sizes = sizes
-        self._tokens = torch.zeros((1, most), dtype=torch.int64, device=device)
-        self._positions = torch.zeros((1, most), dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
         width = -(-max_model_len // block_size)
@@ -82,7 +85,7 @@ class DecodeGraphs:
                 plan=plan(np.ones(size, np.int32), np.full(size, max_model_len, np.int32)),
             )
             paged = PagedStep(metadata, layers, kv_scales)
-            inputs = self._tokens[:, :size], self._positions[:, :size], rows[:size]
+            inputs = self._tokens[:size][None], self._positions[:size][None], rows[:size]
 
             def work(
                 paged: PagedStep = paged, inputs: tuple[torch.Tensor, ...] = inputs
@@ -103,8 +106,8 @@ class DecodeGraphs:
             return None
         size = next(size for size in self._sizes if size >= count)
         tables = inputs.metadata.block_tables
-        self._tokens[:, :count] = inputs.token_ids
-        self._positions[:, :count] = inputs.positions
+        self._tokens[:count] = inputs.token_ids[0]
+        self._positions[:count] = inputs.positions[0]
         self._seq_lens[:count] = inputs.metadata.seq_lens
         self._seq_lens[count:size] = 0
         self._slots[:count] = inputs.metadata.slot_mapping

@@ -1,12 +1,11 @@
 """Linear layers on CPU, packed for the kernels of `kernels.cpu.linear`.
 
-Layers of one input, such as Q, K and V, become one, which is computed once; of a SwiGLU's
-gate and what it gates, the product itself does.
+Layers of one input become one (see `joining`); of a SwiGLU's gate and what it gates, the
+product itself does.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch.library import Library, register_fake
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.joining import Place, as_linear, join, linears_by_input, weights_and_biases
 from kernels.cpu import linear as kernels
 from kernels.cpu.linear import interleave, pad_outputs
 
@@ -109,50 +108,6 @@ def pack_linears(model: PreTrainedModel) -> None:
             replace(model, group, partial(PackedLinear, wide=group[0].layer is head))
 
 
-class Place(NamedTuple):
-    """A linear layer and where it is.
-
-    Attributes:
-        parent: the module it is in.
-        name: there.
-        path: its name in the model.
-        layer: itself.
-    """
-
-    parent: nn.Module
-    name: str
-    path: str
-    layer: nn.Linear
-
-
-@torch.inference_mode()
-def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
-    """Groups a model's linear layers: those of a group are given one and the same tensor.
-
-    Experts that one token does not reach, and whatever else the model does not call, are
-    left out.
-    """
-    inputs: dict[nn.Module, Tensor] = {}  # held, so that none takes another's place
-    hooks = [
-        layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0]}))
-        for layer in model.modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with attending(ShapeProbe({})):
-        model(input_ids=token, position_ids=token, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    groups: dict[tuple[int, int, bool], list[Place]] = {}
-    for path, parent in model.named_modules():
-        for name, layer in parent.named_children():
-            if isinstance(layer, nn.Linear) and layer in inputs:
-                key = (id(parent), id(inputs[layer]), layer.bias is None)
-                place = Place(parent, name, f"{path}.{name}".lstrip("."), layer)
-                groups.setdefault(key, []).append(place)
-    return list(groups.values())
-
-
 def replace(
     model: PreTrainedModel, group: list[Place], make: Callable[[nn.Linear], nn.Module]
 ) -> None:
@@ -167,21 +122,15 @@ def replace(
     if len(group) == 1:
         setattr(first.parent, first.name, make(first.layer))
         return
-    layers = [place.layer for place in group]
     if has_kernels(first.layer) and _are_swiglu(group):
-        gate, other = layers
-        packed = make(_linear(*(interleave(*pair) for pair in _weights_and_biases(gate, other))))
+        gate, other = (place.layer for place in group)
+        packed = make(as_linear(*(interleave(*pair) for pair in weights_and_biases(gate, other))))
         assert isinstance(packed, PackedLayer)
         packed.gate(gate.out_features)
         owner, _, name = first.path.rpartition(".")[0].rpartition(".")
         setattr(model.get_submodule(owner), name, GatedMLP(packed, first.parent))
         return
-    whole = Shared(make(_linear(*map(torch.cat, _weights_and_biases(*layers)))), len(group))
-    start = 0
-    for place in group:
-        width = place.layer.out_features
-        setattr(place.parent, place.name, Part(whole, start, width))
-        start += width
+    join(group, make)
 
 
 @torch.inference_mode()
@@ -221,70 +170,6 @@ class GatedMLP(nn.Module):
         """Maps `[..., hidden]` to the same."""
         out: Tensor = self.mlp.get_submodule("down_proj")(self.gated(x))
         return out
-
-
-def _weights_and_biases(*layers: nn.Linear) -> Iterator[list[Tensor]]:
-    """Gives the layers' weights, and then their biases if they have any."""
-    yield [layer.weight.detach() for layer in layers]
-    if layers[0].bias is not None:
-        yield [layer.bias.detach() for layer in layers]
-
-
-def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of that weight, `[outputs, inputs]`, and bias."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
-
-
-class Shared(nn.Module):
-    """A layer that several parts ask for the same outputs: it computes them once.
-
-    Args:
-        layer: that layer.
-        parts: how many there are.
-    """
-
-    def __init__(self, layer: nn.Module, parts: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self._parts = parts
-        self._left = 0
-        self._latest: tuple[Tensor, Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's outputs for x; remembered until each part has asked."""
-        if self._latest is None or self._latest[0] is not x:
-            self._latest = (x, self.layer(x))
-            self._left = self._parts
-        outputs = self._latest[1]
-        self._left -= 1
-        if not self._left:
-            self._latest = None
-        return outputs
-
-
-class Part(nn.Module):
-    """One layer's share of the outputs of several that have the same input.
-
-    Args:
-        whole: the layers joined.
-        start: the first output of this one.
-        width: how many it has.
-    """
-
-    def __init__(self, whole: Shared, start: int, width: int) -> None:
-        super().__init__()
-        self.whole = whole
-        self.start = start
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., width]`, of the same dtype."""
-        outputs: Tensor = self.whole(x)
-        return outputs.narrow(-1, self.start, self.width)
 
 
 # The operators, which the compiler calls by C shims of the same names; see aoti.cpp.

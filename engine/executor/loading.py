@@ -12,6 +12,7 @@ from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
 from octavo.common import resources
+from octavo.common.models import first_line
 
 COMPILER_COPIES = 4
 
@@ -49,7 +50,7 @@ class LoadedStep:
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled by now."""
-        return isinstance(self.step, CompiledStep)
+        return not isinstance(self.step, EagerStep)
 
 
 def load_step(settings: EngineSettings, model: str) -> LoadedStep:
@@ -87,7 +88,9 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     compiler = Compiler(artifact) if artifact and _room_to_compile(loaded.model) else None
     if compiler and settings.compile == "wait":
         compiler.join()
-    step = EagerStep(loaded.model)
+    eager = EagerStep(loaded.model)
+    jit = loaded.device.type == "cuda" and settings.compile != "off"
+    step = compiled_for_gpu(eager, loaded.device) if jit else eager
     return LoadedStep(
         loaded.shape,
         loaded.dtype,
@@ -97,6 +100,17 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         compiler,
         step,
     )
+
+
+def compiled_for_gpu(step: EagerStep, device: torch.device) -> Step:
+    """The step compiled; as it is, and a word in the log, if that cannot be done."""
+    from engine.executor.compilation.jit import JitStep  # noqa: PLC0415 - a CPU does without
+
+    try:
+        return JitStep(step, device)
+    except Exception as error:  # noqa: BLE001 - the compiler has many ways to say so
+        log.warning("the model runs uncompiled: it cannot be compiled", error=first_line(error))
+        return step
 
 
 def _room_to_compile(model: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from engine.config import KVCacheDtype, Quantization
 from engine.executor.attention import PAGED_ATTENTION
+from engine.executor.joining import join_linears
 from engine.executor.kv_scales import measure_kv_scales
 from engine.executor.paged_attention import ShapeProbe, attending
 from engine.executor.shape import ModelShape
@@ -122,6 +123,8 @@ def load(
         _prepare_linears(model, shape, path, quantization)
     elif quantization != "none":
         raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
+    else:
+        join_linears(model)
     kv_scales = None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, where)
 

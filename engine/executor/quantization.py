@@ -26,7 +26,8 @@ from transformers import PreTrainedModel
 
 from engine.config import Quantization
 from engine.executor.calibration import Inputs, calibrate
-from engine.executor.linear import PackedLayer, has_kernels, linears_by_input, replace
+from engine.executor.joining import linears_by_input
+from engine.executor.linear import PackedLayer, has_kernels, replace
 from engine.executor.shape import ModelShape
 from kernels.cpu import linear as kernels
 from kernels.cpu.linear import GROUP, pad_outputs

@@ -13,7 +13,7 @@ from tests.engine.stepper import Stepper
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 256, 1000])
 def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
     rungs = ladder(most)
-    assert rungs[-1] == min(most, MAX_BATCH)
+    assert rungs[-1] == min(max(most, 2), MAX_BATCH)
     assert rungs == sorted(set(rungs))
     for below, rung in itertools.pairwise(rungs):
         assert rung - below - 1 <= max(7, below / 4)
@@ -49,4 +49,4 @@ def test_decodes_that_are_replayed_are_as_others(tiny_model):
         return replay
 
     assert run(tiny_model, record) == run(tiny_model)
-    assert set(replayed) == {1, 2, 4, 6}
+    assert set(replayed) == {2, 4, 6}

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from engine.executor.calibration import BLOCK_SIZE
-from engine.executor.compilation.export import export_step
+from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
 from engine.executor.paged_attention import PagedStep, attending
@@ -74,7 +74,8 @@ def run(step, shape, inputs):
 def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
     save(config, tmp_path)
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
-    exported = export_step(EagerStep(loaded.model))
+    exported = capture(EagerStep(loaded.model), loaded.device)
+    exported.graph_module.recompile()
     tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
     expected = run(exported.module(), loaded.shape, inputs)

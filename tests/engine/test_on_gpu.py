@@ -35,11 +35,15 @@ def engine(tiny_model, request):
         request.getfixturevalue("on_triton")
 
     def make(*, ahead=False, **settings):
-        settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01} | settings
+        settings = {"compile": "off", "num_blocks": 64, "swap_space": 0.01} | settings
         return Stepper(
             build(
                 EngineSettings(
-                    model=str(tiny_model), max_num_seqs=4, max_num_batched_tokens=24, **settings
+                    model=str(tiny_model),
+                    dtype="float32",
+                    max_num_seqs=4,
+                    max_num_batched_tokens=24,
+                    **settings,
                 )
             ),
             ahead=ahead,
@@ -83,6 +87,14 @@ def run(engine):
 
 def test_greedy_tokens_are_those_of_transformers(engine, expected):
     assert run(engine()) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a CPU compiles in another way: see test_jit.py")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_so_they_are_when_it_is_compiled(engine, expected, ahead):
+    compiled = engine(ahead=ahead, compile="auto")
+    assert compiled.parts.executor.compiled
+    assert run(compiled) == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -19,8 +19,8 @@ from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
 SOURCES = (
-    *("artifact.py", "export.py", "fusion.py", "../attention.py", "../linear.py", "../model.py"),
-    "../paged_attention.py",
+    *("artifact.py", "capture.py", "export.py", "fusion.py", "patterns.py", "rotation.py"),
+    *("../attention.py", "../joining.py", "../linear.py", "../model.py", "../paged_attention.py"),
 )
 QUANTIZATION = ("../calibration.py", "../calibration.txt", "../quantization.py")
 KERNELS = tuple(f"../../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py"))

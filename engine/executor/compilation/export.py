@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export import Dim, ExportedProgram
 
 from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
 from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe
+from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
 from engine.executor.step import EagerStep
 from octavo.common.model_cache import prepare
 
 NICENESS = 19
-MOST_TOKENS = 1 << 20
-"""An upper bound that the compiler wants for the number of tokens; no step comes near."""
-EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
-"""By these the compiler decides what is worth several threads: a busy step's."""
 
 _LAYER = "AtenTensorHandle x, int64_t outputs, AtenTensorHandle panels, AtenTensorHandle bias"
 _SCALES = "AtenTensorHandle factors, AtenTensorHandle scales, AtenTensorHandle row_sums"
@@ -96,7 +92,8 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
     )
-    exported = export_step(EagerStep(loaded.model))
+    # For two tokens or more, and it serves one too, as tests show: no loop depends on two.
+    exported = capture(EagerStep(loaded.model), loaded.device)
     fuse(exported.graph)
     exported.graph_module.recompile()
     package = scratch / "step.pt2"
@@ -106,23 +103,6 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     library = _unpack(package, result)
     dtype = str(loaded.dtype).removeprefix("torch.")
     Manifest(loaded.shape, dtype, library).write(result / MANIFEST)
-
-
-@torch.no_grad()  # with gradients on, what models do without them would be graphs of their own
-def export_step(step: EagerStep) -> ExportedProgram:
-    """Captures a step for any number of tokens.
-
-    Sizes of 1 are left out, for the compiler would make constants of them; what it makes
-    for more serves one token too, as tests show: no loop of it depends on there being two.
-    """
-    example = torch.zeros((1, EXAMPLE_TOKENS), dtype=torch.int64)
-    tokens, rows = (Dim(name, min=2, max=MOST_TOKENS) for name in ("tokens", "rows"))
-    return torch.export.export(
-        step,
-        (example, example.clone(), torch.arange(EXAMPLE_ROWS)),
-        dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
-        strict=False,
-    )
 
 
 def _unpack(package: Path, directory: Path) -> str:

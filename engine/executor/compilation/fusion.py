@@ -1,23 +1,20 @@
-"""Moves what lies between the kernels into them: norms, residuals, rotary embeddings.
+"""Moves what lies between the kernels for CPU into them: norms, residuals, rotations.
 
-Inductor makes loops of these, each with a fork and a join of the threads, and has every
-head of every layer compute the sines and cosines of its angles anew. As part of a
+Inductor makes loops of these, each with a fork and a join of the threads. As part of a
 kernel they cost little more than the memory that they touch: of a step of 48 sequences of
 SmolLM2-135M, what is neither product nor attention takes 4.1 ms in place of 11.6.
-Residuals, norms and angles are rounded where the model rounds them.
+Residuals and norms are rounded where the model rounds them.
 
 What does not look as most of transformers' decoders do is left to inductor.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import fx
 from torch.fx import Graph
-from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
-Node = Any  # of torch.fx; what its arguments are is not said there
+import engine.executor.linear  # noqa: F401 - defines the operators
+from engine.executor.compilation.patterns import Node, matches
+from engine.executor.compilation.rotation import fuse_rotary_embeddings
 
 aten = torch.ops.aten
 octavo = torch.ops.octavo
@@ -28,27 +25,19 @@ LINEARS = {
     octavo.packed_linear_int4.default: 9,
 }
 """The operators that take a norm, its epsilon and a residual, and their arguments before."""
-END = (1 << 63) - 1
-"""Where a slice without an end ends."""
 
 
 def fuse(graph: Graph) -> None:
     """Fuses what it can.
 
     Args:
-        graph: a step's, as exported; of operators of aten and Octavo; changed in place.
+        graph: a step's, as captured, of operators of aten and Octavo; changed in place.
     """
-    for node in graph.nodes:
-        if node.target is aten._assert_tensor_metadata.default:  # noqa: SLF001
-            graph.erase_node(node)
     _fuse_residuals(graph)
     _fuse_norms(graph)
-    _fuse_rotary_embeddings(graph)
+    fuse_rotary_embeddings(graph)
     graph.eliminate_dead_code()
     graph.lint()
-
-
-# Patterns. Parameters match anything; what is between them and the result has no other use.
 
 
 def _rms_norm(x: Node, weight: Node, epsilon: float) -> Node:
@@ -58,23 +47,9 @@ def _rms_norm(x: Node, weight: Node, epsilon: float) -> Node:
     return aten.mul.Tensor(weight, aten.to.dtype(normed, torch.bfloat16))
 
 
-def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:
-    turned = aten.cat.default(
-        [aten.neg.default(aten.slice.Tensor(x, 3, half, END)), aten.slice.Tensor(x, 3, 0, half)],
-        -1,
-    )
-    return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(turned, sin))
-
-
-def _matches(graph: Graph, pattern: Callable[..., Node]) -> dict[Node, list[Node]]:
-    """What a pattern's parameters match, by the node of its result."""
-    matcher = SubgraphMatcher(fx.symbolic_trace(pattern).graph)
-    return {match.returning_nodes[0]: match.placeholder_nodes for match in matcher.match(graph)}
-
-
 def _fuse_norms(graph: Graph) -> None:
     """Has linear layers norm their inputs, where nothing else takes the norm's result."""
-    for normed, (x, weight, epsilon) in _matches(graph, _rms_norm).items():
+    for normed, (x, weight, epsilon) in matches(graph, _rms_norm).items():
         rows = list(normed.users)
         linears = [user for row in rows for user in row.users]
         if (
@@ -122,74 +97,6 @@ def _set(linear: Node, which: int, value: object) -> None:
     fused = [*linear.args[own:], *(None, 0.0, None)[len(linear.args) - own :]]
     fused[which] = value
     linear.args = (*linear.args[:own], *fused)
-
-
-def _fuse_rotary_embeddings(graph: Graph) -> None:
-    """Has attention rotate queries and keys, with angles that are computed once."""
-    matches = _matches(graph, _rotated)
-    angles: dict[Node, Node] = {}  # as attention takes them
-    for attention in graph.find_nodes(op="call_function", target=octavo.paged_attention.default):
-        queries, keys = (matches.get(_heads(tokens)) for tokens in attention.args[:2])
-        if queries is None or keys is None:
-            continue
-        (query, cos, sin, half), (key, *same) = queries, keys
-        if (
-            same != [cos, sin, half]
-            or 2 * half != query.meta["val"].shape[-1]
-            or not all(map(_is_doubled, (cos, sin)))
-        ):
-            continue
-        own = [_angle(node) for node in (cos, sin)]
-        for angle in own:
-            if angle not in angles:
-                angles[angle] = _in_float32(graph, angle)
-        with graph.inserting_before(attention):
-            raw = [
-                graph.call_function(
-                    aten.transpose.int,
-                    (graph.call_function(aten.select.int, (heads, 0, 0)), 0, 1),
-                )
-                for heads in (query, key)
-            ]
-        attention.args = (*raw, *attention.args[2:7], *(angles[angle] for angle in own))
-
-
-def _heads(tokens: Node) -> Node | None:
-    """`[1, heads, tokens, head_dim]` of the tokens' rows that attention takes."""
-    if tokens.target is not aten.transpose.int or tokens.args[1:] != (0, 1):
-        return None
-    selected = tokens.args[0]
-    if selected.target is not aten.select.int or selected.args[1:] != (0, 0):
-        return None
-    return selected.args[0]
-
-
-def _angle(node: Node) -> Node | None:
-    """A step's angles, `[1, tokens, head_dim]`, of those that are multiplied with heads."""
-    whole = node.target is aten.unsqueeze.default and node.args[1] == 1
-    return node.args[0] if whole else None
-
-
-def _is_doubled(node: Node) -> bool:
-    """Whether the second half of the angles is the first one once more."""
-    angle = _angle(node)
-    while angle is not None and angle.target is not aten.cat.default:
-        if angle.target not in {
-            *(aten.to.dtype, aten.mul.Tensor, aten.cos.default, aten.sin.default)
-        }:
-            return False
-        if any(isinstance(other, fx.Node) for other in angle.args[1:]):
-            return False
-        angle = angle.args[0]
-    return angle is not None and len(angle.args[0]) == 2 and len(set(angle.args[0])) == 1
-
-
-def _in_float32(graph: Graph, angle: Node) -> Node:
-    """Angles as `[tokens, head_dim]` float32: as the model rounds them."""
-    with graph.inserting_after(angle):
-        wide = graph.call_function(aten.to.dtype, (angle, torch.float32))
-    with graph.inserting_after(wide):
-        return graph.call_function(aten.select.int, (wide, 0, 0))
 
 
 def _are_bfloat16(*nodes: Node) -> bool:

@@ -1,0 +1,43 @@
+"""Captures a model's step as a graph of operators, for any number of tokens."""
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from engine.executor.step import EagerStep
+
+MOST_TOKENS = 1 << 20
+"""An upper bound that the compiler wants for the number of tokens; no step comes near."""
+EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
+"""By these the compiler decides what is worth several threads: a busy step's."""
+
+
+def example(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A busy step's inputs."""
+    tokens = torch.zeros((1, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
+    return tokens, tokens.clone(), torch.arange(EXAMPLE_ROWS, device=device)
+
+
+@torch.no_grad()  # with gradients on, what models do without them would be graphs of their own
+def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
+    """Captures a step.
+
+    Sizes of 1 are left out, for the compiler would make constants of them.
+
+    Args:
+        step: of a model.
+        device: where it is.
+
+    Raises:
+        Exception: whatever torch raises of a model that does not only compute with tensors.
+    """
+    tokens, rows = (Dim(name, min=2, max=MOST_TOKENS) for name in ("tokens", "rows"))
+    captured = torch.export.export(
+        step,
+        example(device),
+        dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
+        strict=False,
+    )
+    for node in captured.graph.nodes:
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # noqa: SLF001
+            captured.graph.erase_node(node)
+    return captured

@@ -1,0 +1,130 @@
+"""The step that is compiled in the engine's process, as on a GPU, says what the model says."""
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, Qwen2Config
+
+from engine.config import EngineSettings
+from engine.executor.compilation.jit import JitStep
+from engine.executor.joining import Part, join_linears
+from engine.executor.loading import LoadedStep, compiled_for_gpu
+from engine.executor.model import load
+from engine.executor.paged_attention import PagedStep, attending
+from engine.executor.step import EagerStep
+from engine.startup import build
+from kernels.metadata import AttentionMetadata
+from tests.engine.stepper import Stepper
+from tests.engine.test_architectures import SMALL, save
+
+BLOCK_SIZE = 16
+PROMPTS = ([7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14])
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Has an engine on CPU compile as one on a GPU does; no step may need compiling again."""
+    set_stance = torch.compiler.set_stance
+
+    def fail_on_recompile(stance):
+        assert stance == "eager_on_recompile"
+        return set_stance("fail_on_recompile")
+
+    def load_step(settings, model):
+        loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
+        join_linears(loaded.model)
+        step = JitStep(EagerStep(loaded.model), loaded.device)
+        monkeypatch.setattr(torch.compiler, "set_stance", fail_on_recompile)
+        return LoadedStep(
+            loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, None, step
+        )
+
+    monkeypatch.setattr("engine.startup.load_step", load_step)
+    # It has one token run alone, which is what runs uncompiled.
+    monkeypatch.setattr("engine.executor.executor.Executor.warm_up", lambda *_: None)
+
+
+def run(model, *, recorded=False):
+    settings = {"num_blocks": 64, "swap_space": 0, "compile": "off", "max_num_seqs": 6}
+    stepper = Stepper(build(EngineSettings(model=str(model), dtype="float32", **settings)))
+    if recorded:
+        stepper.parts.executor.record_decodes(
+            max_num_seqs=6, max_model_len=128, record=lambda work: work
+        )
+    groups = [
+        stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    stepper.run()
+    return [group.sequences[0].token_ids for group in groups]
+
+
+def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, request):
+    expected = run(tiny_model)
+    request.getfixturevalue("as_on_a_gpu")
+    assert run(tiny_model, recorded=True) == expected
+
+
+def logits(step, shape, tokens):
+    """Of a prompt's last two tokens and its first."""
+    count = tokens.shape[1]
+    blocks = -(-count // BLOCK_SIZE)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(count),
+        max_query_len=count,
+        max_seq_len=count,
+    )
+    size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    layers = [tuple(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(shape.num_layers)]
+    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
+        return step(tokens, torch.arange(count)[None], torch.tensor([count - 2, count - 1, 0]))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen2Config(**SMALL), id="biases"),
+        pytest.param(
+            GPTNeoXConfig(**{**SMALL, "hidden_size": 128}),
+            id="partial rotary",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.executor.model._prepare_linears", lambda *_: None)
+    save(config, tmp_path)
+    loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
+    tokens = torch.randint(1, 500, (1, 37), generator=torch.Generator().manual_seed(2))
+    step = EagerStep(loaded.model)
+    expected = logits(step, loaded.shape, tokens)
+    join_linears(loaded.model)
+    joined = logits(step, loaded.shape, tokens)
+    compiled = logits(JitStep(step, loaded.device), loaded.shape, tokens)
+    assert joined.dtype == compiled.dtype == torch.float32
+    assert not torch.equal(joined, joined.bfloat16().float())
+    for found in joined, compiled:
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_layers_of_one_input_share_their_weights(tiny_model):
+    model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
+    join_linears(model)
+    attention = model.model.layers[0].self_attn
+    assert isinstance(attention.q_proj, Part)
+    assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
+    assert attention.q_proj.whole.layer.weight.shape == (64 + 32 + 32, 64)
+
+
+class Capricious(torch.nn.Module):
+    """A model that looks at numbers to decide what to do."""
+
+    def forward(self, input_ids, **_):
+        return input_ids if input_ids.sum() > 0 else -input_ids
+
+
+def test_a_model_that_cannot_be_captured_runs_as_it_is():
+    step = EagerStep(Capricious())
+    assert compiled_for_gpu(step, torch.device("cpu")) is step
