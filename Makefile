@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench gpu memory-study peers lint format protos contracts \
+.PHONY: help demo test serve bench gpu gpu-serving memory-study peers lint format protos contracts \
 	contracts-release docs readme clean
 
 help: ## This list
@@ -34,6 +34,9 @@ gpu: $(STAMP) ## Test and time the kernels on the GPU at hand (ARGS="--parts dec
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
+
+gpu-serving: $(STAMP) ## Serve LLaMA-7B on the GPU beside transformers (ARGS="--model LLaMA-13B")
+	$(BIN)/python -m benchmarks.gpu.serving $(ARGS)
 
 memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \

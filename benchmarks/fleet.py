@@ -54,13 +54,18 @@ def make_model(directory: Path) -> str:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    save_tokenizer(directory)
+    return str(directory)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Saves a tokenizer of bytes: VOCABULARY tokens, with one at the end of sequences."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
-    return str(directory)
 
 
 class Node:

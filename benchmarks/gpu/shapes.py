@@ -11,20 +11,44 @@ from kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A model's heads."""
+    """A model's sizes."""
 
     model: str
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    intermediate_size: int
+    vocab_size: int
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a token."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of all layers' products: those of attention, and of a SwiGLU."""
+        kv_size = self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (self.hidden_size + kv_size)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the product that gives logits."""
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def kv_elements(self) -> int:
+        """Elements of a token's keys and values in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
-LLAMA_7B = Layout("LLaMA-7B", 32, 32, 32, 128)
-LLAMA_13B = Layout("LLaMA-13B", 40, 40, 40, 128)
-LLAMA_3_8B = Layout("Llama-3-8B", 32, 32, 8, 128)
-QWEN3_8B = Layout("Qwen3-8B", 36, 32, 8, 128)
-SMOLLM2 = Layout("SmolLM2-135M", 30, 9, 3, 64)
+LLAMA_7B = Layout("LLaMA-7B", 32, 32, 32, 128, 11_008, 32_000)
+LLAMA_13B = Layout("LLaMA-13B", 40, 40, 40, 128, 13_824, 32_000)
+LLAMA_3_8B = Layout("Llama-3-8B", 32, 32, 8, 128, 14_336, 128_256)
+QWEN3_8B = Layout("Qwen3-8B", 36, 32, 8, 128, 12_288, 151_936)
+SMOLLM2 = Layout("SmolLM2-135M", 30, 9, 3, 64, 1536, 49_152)
 
 BLOCK_SIZE = 16
 FP8_SCALE = 0.02

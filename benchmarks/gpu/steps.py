@@ -3,12 +3,13 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu.random_model import save_llama, tiny_layout
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.shapes import BLOCK_SIZE, LLAMA_7B
 from benchmarks.gpu.timing import Timer
@@ -29,7 +30,8 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
     rows = []
     sequences, prompt = (2, 20) if tiny else (SEQUENCES, PROMPT)
     with tempfile.TemporaryDirectory() as folder:
-        layers = _save_model(Path(folder), timer.device, tiny=tiny)
+        layout = tiny_layout(LLAMA_7B) if tiny else replace(LLAMA_7B, num_layers=LAYERS)
+        save_llama(layout, Path(folder), timer.device)
         parts = _build(folder, timer.device, sequences, prompt)
         for way, sampling in WAYS.items():
             seconds, busy = {}, None
@@ -40,27 +42,9 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
                     busy = _busy_share(stepper)
                 stepper.run()
             notes = [] if busy is None else [f"steps: GPU busy for {busy:.1%} of {way} decodes"]
-            case = f"{layers} layers of LLaMA-7B, {sequences} x {prompt}, {way}"
+            case = f"{layout.num_layers} layers of LLaMA-7B, {sequences} x {prompt}, {way}"
             rows.append(Row(case, seconds[True], peers={"one by one": seconds[False]}, notes=notes))
     return rows
-
-
-def _save_model(folder: Path, device: torch.device, *, tiny: bool) -> int:
-    """A model with random weights; returns how many layers it has."""
-    heads, layers = (2, 2) if tiny else (LLAMA_7B.num_heads, LAYERS)
-    config = LlamaConfig(
-        vocab_size=500 if tiny else 32_000,
-        hidden_size=heads * LLAMA_7B.head_dim,
-        intermediate_size=256 if tiny else 11_008,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=2048,
-        dtype=torch.bfloat16,
-    )
-    with device:
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return layers
 
 
 def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> Any:  # noqa: ANN401

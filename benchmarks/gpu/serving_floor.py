@@ -1,0 +1,62 @@
+"""The least time that a GPU can take for requests: a roofline of the whole service.
+
+Every step reads the weights, and for each sequence that decodes its keys and values so
+far; every token takes two operations for each weight. A step has no more sequences than
+there is memory for their keys and values. Nothing else is counted: neither attention's
+arithmetic, nor what lies between products, nor any launch or wait.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.gpu.shapes import Layout
+
+BYTES = 2
+"""Of a weight, and of an element of K or V, in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device can do at best, as measured.
+
+    Attributes:
+        bandwidth: bytes/s of a copy, read and written ones.
+        rate: operations/s of a bfloat16 matrix product.
+        memory: bytes that it has.
+    """
+
+    bandwidth: float
+    rate: float
+    memory: int
+
+
+def floor_seconds(
+    layout: Layout,
+    prompts: npt.NDArray[np.int64],
+    outputs: npt.NDArray[np.int64],
+    *,
+    n: int,
+    ceilings: Ceilings,
+) -> float:
+    """Returns seconds.
+
+    Args:
+        layout: the model's.
+        prompts: `[requests]`; tokens of each prompt, computed once for all its outputs.
+        outputs: `[requests]`; tokens of each output.
+        n: outputs of a request.
+        ceilings: the device's.
+    """
+    decoded = n * int(outputs.sum())
+    weights = layout.layer_weights + layout.head_weights
+    of_prompts, of_outputs = (outputs * prompts).sum(), n * (outputs * (outputs - 1) // 2).sum()
+    kv_bytes = layout.kv_elements * BYTES  # of a token
+    # Over all steps, tokens whose keys and values must be there, and those that are read.
+    held, seen = float(of_prompts + of_outputs), float(n * of_prompts + of_outputs)
+    steps = held * kv_bytes / (ceilings.memory - weights * BYTES)
+    reading = steps * weights * BYTES / ceilings.bandwidth
+    computing = 2.0 * decoded * weights / ceilings.rate
+    prefill = 2.0 * int(prompts.sum()) * layout.layer_weights / ceilings.rate
+    return prefill + max(reading, computing) + seen * kv_bytes / ceilings.bandwidth

@@ -1,0 +1,66 @@
+"""transformers' `generate` on static batches: all that users of it can do."""
+
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+from benchmarks.gpu.requests import Requests
+
+PAD = 0
+
+
+class StaticBatches:
+    """A model that generates for a batch until its longest output has ended.
+
+    Args:
+        folder: the model's.
+        device: where.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._model = LlamaForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, device_map=device
+        )
+        self._model.generation_config.eos_token_id = None
+
+    def rate(self, requests: Requests, size: int) -> float | None:
+        """Times a batch.
+
+        Args:
+            requests: of which the first fill the batch.
+            size: in sequences: a request's outputs are so many of them.
+
+        Returns:
+            Output tokens/s that were asked for; None where memory does not suffice.
+        """
+        count = max(1, size // requests.n)
+        try:
+            self._generate(requests, count, most=2)  # what is done once is so before
+            began = time.perf_counter()
+            self._generate(requests, count, most=int(requests.outputs[:count].max()))
+            seconds = time.perf_counter() - began
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return None
+        return requests.n * int(requests.outputs[:count].sum()) / seconds
+
+    def _generate(self, requests: Requests, count: int, *, most: int) -> None:
+        """Generates `most` tokens for each of the first `count` requests, prompts padded."""
+        prompts = requests.tokens[:count]
+        longest = max(map(len, prompts))
+        ids = torch.full((count, longest), PAD)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        answers = self._model.generate(  # type: ignore[misc]
+            ids.to(self._model.device),
+            attention_mask=mask.to(self._model.device),
+            max_new_tokens=most,
+            do_sample=requests.n > 1,
+            num_return_sequences=requests.n,
+            pad_token_id=PAD,
+        )
+        answers.cpu()
