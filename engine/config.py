@@ -76,7 +76,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     enable_prefix_caching: bool = Field(
         True, description="Share full blocks between requests with a common prefix."
     )
-    max_num_seqs: int = Field(128, ge=1, description="Most sequences in the running batch.")
+    max_num_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="Most sequences in the running batch. Default: 128 on a CPU, 256 on a GPU.",
+    )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
@@ -93,11 +97,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        batched = self.max_num_batched_tokens
-        if batched is not None and batched < self.max_num_seqs:
+        batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
+        if batched is not None and seqs is not None and batched < seqs:
             raise ValueError(
                 f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
-                f" ({self.max_num_seqs}): every running sequence decodes a token a step"
+                f" ({seqs}): every running sequence decodes a token a step"
             )
         return self
 

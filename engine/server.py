@@ -103,7 +103,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             tokenizer=settings.model,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
             max_outputs=limits.max_outputs,
             block_size=limits.block_size,

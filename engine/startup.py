@@ -32,8 +32,8 @@ from octavo.common.models import resolve
 
 log = structlog.get_logger(__name__)
 
-CPU_BATCHED_TOKENS = 512
-GPU_BATCHED_TOKENS = 8192
+CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
+GPU_SEQS, GPU_BATCHED_TOKENS = 256, 8192
 THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """By which PyTorch is told how many threads to compute with."""
 
@@ -52,7 +52,8 @@ class Parts:
         limits: what requests must fit in.
         eos_token_ids: the model's end-of-sequence tokens.
         block_bytes: bytes per block, all layers.
-        max_num_batched_tokens: as settled for the device.
+        max_num_seqs: as settled for the device.
+        max_num_batched_tokens: likewise.
         device: for a person.
         dtype: of weights.
     """
@@ -62,6 +63,7 @@ class Parts:
     limits: Limits
     eos_token_ids: tuple[int, ...]
     block_bytes: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     device: str
     dtype: str
@@ -86,10 +88,7 @@ def build(settings: EngineSettings) -> Parts:
         compiled=loaded.compiled,
         seconds=round(time.perf_counter() - began, 2),
     )
-    batched = settings.max_num_batched_tokens or max(
-        settings.max_num_seqs,
-        GPU_BATCHED_TOKENS if loaded.device.type == "cuda" else CPU_BATCHED_TOKENS,
-    )
+    max_num_seqs, batched = _batch_size(settings, loaded.device)
     block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
@@ -101,7 +100,7 @@ def build(settings: EngineSettings) -> Parts:
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs:
-        _record_decodes(executor, settings.max_num_seqs, max_model_len)
+        _record_decodes(executor, max_num_seqs, max_model_len)
     log.info(
         "cache ready",
         num_blocks=num_blocks,
@@ -121,13 +120,13 @@ def build(settings: EngineSettings) -> Parts:
     scheduler = Scheduler(
         cache,
         PreemptionPolicy(settings.preemption),
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
     )
     limits = Limits(
         vocab_size=loaded.shape.vocab_size,
         max_model_len=max_model_len,
-        max_outputs=min(settings.max_outputs, settings.max_num_seqs),
+        max_outputs=min(settings.max_outputs, max_num_seqs),
         block_size=settings.block_size,
         total_blocks=num_blocks,
         beam_search=True,
@@ -138,6 +137,7 @@ def build(settings: EngineSettings) -> Parts:
         limits=limits,
         eos_token_ids=loaded.shape.eos_token_ids,
         block_bytes=block_bytes,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         device=_device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -153,6 +153,16 @@ def _limit_threads() -> None:
     cores = resources.cores()
     if cores < torch.get_num_threads() and not THREAD_VARIABLES & os.environ.keys():
         torch.set_num_threads(cores)
+
+
+def _batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int]:
+    """Most sequences and most tokens of a step: as set, or what suits the device."""
+    seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    usual_seqs, usual_tokens = (
+        (GPU_SEQS, GPU_BATCHED_TOKENS) if device.type == "cuda" else (CPU_SEQS, CPU_BATCHED_TOKENS)
+    )
+    seqs = seqs or min(usual_seqs, tokens or usual_seqs)
+    return seqs, tokens or max(seqs, usual_tokens)
 
 
 def _allocate(

@@ -125,9 +125,10 @@ def _cut(  # noqa: PLR0917
         total += spare * tl.exp(-cut.to(tl.float32, bitcast=True))
         target = top_p * total
         within, nearer = _narrow(row, vocab_size, greatest, coldness, target, cut, True, TILE)
-        # As many as it takes to reach the target, one at least.
+        # As many as it takes to reach the target, one at least. (1e-38 would be no normal
+        # float32, and Triton 3.6 takes such a constant for a float64.)
         weight = tl.exp(-within.to(tl.float32, bitcast=True))
-        room = tl.maximum(tl.ceil((target - nearer) / tl.maximum(weight, 1e-38)), 1.0)
+        room = tl.maximum(tl.ceil((target - nearer) / tl.maximum(weight, 1e-37)), 1.0)
         spare = tl.where(within < cut, room, tl.minimum(room, spare))
         cut = within
     return cut, spare

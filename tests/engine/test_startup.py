@@ -28,6 +28,21 @@ def test_the_blocks_follow_from_the_memory(tiny_model):
     assert parts.limits.total_blocks == (1 << 28) // block_bytes
 
 
+@pytest.mark.parametrize(
+    ("given", "seqs", "tokens"),
+    [
+        ({}, 128, 512),
+        ({"max_num_seqs": 600}, 600, 600),
+        ({"max_num_batched_tokens": 64}, 64, 64),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 24}, 8, 24),
+    ],
+)
+def test_a_batch_is_as_large_as_what_is_said_allows(tiny_model, given, seqs, tokens):
+    parts = build(settings(tiny_model, **given))
+    assert (parts.max_num_seqs, parts.max_num_batched_tokens) == (seqs, tokens)
+    assert parts.scheduler.max_num_seqs == seqs
+
+
 def test_swap_space_may_be_none(tiny_model):
     assert build(settings(tiny_model)).scheduler.cache.swap.num_blocks == 0
 
