@@ -15,10 +15,9 @@ from engine.executor.calibration import BLOCK_SIZE
 from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
-from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.step import EagerStep
 from kernels.cpu import linear as kernels
-from kernels.metadata import AttentionMetadata
+from tests.engine.one_prompt import logits
 from tests.engine.test_architectures import SMALL, save
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
@@ -34,26 +33,6 @@ OPERATORS = {
 }
 LAST_NORM = {"norms": 1, "residuals": 1}
 """It is not before a linear layer: only some tokens' rows go on. It adds its epsilon."""
-
-
-def run(step, shape, inputs):
-    """Logits of one prompt."""
-    blocks = -(-TOKENS // BLOCK_SIZE)
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, TOKENS], dtype=torch.int32),
-        seq_lens=torch.tensor([TOKENS], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=torch.arange(TOKENS),
-        max_query_len=TOKENS,
-        max_seq_len=TOKENS,
-    )
-    size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    layers = [
-        tuple(torch.zeros(size, dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(shape.num_layers)
-    ]
-    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
-        return step(*inputs).float()
 
 
 @pytest.mark.parametrize(
@@ -78,10 +57,10 @@ def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
     exported.graph_module.recompile()
     tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
-    expected = run(exported.module(), loaded.shape, inputs)
+    expected = logits(exported.module(), loaded.shape, inputs).float()
     fuse(exported.graph)
     exported.graph_module.recompile()
-    found = run(exported.module(), loaded.shape, inputs)
+    found = logits(exported.module(), loaded.shape, inputs).float()
     assert (found - expected).norm() <= 0.03 * expected.norm()
     if left is not None:
         counts = {

@@ -5,18 +5,17 @@ import torch
 from transformers import GPTNeoXConfig, Qwen2Config
 
 from engine.config import EngineSettings
+from engine.executor.calibration import BLOCK_SIZE
 from engine.executor.compilation.jit import JitStep
 from engine.executor.joining import Part, join_linears
 from engine.executor.loading import LoadedStep, compiled_for_gpu
 from engine.executor.model import load
-from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.step import EagerStep
 from engine.startup import build
-from kernels.metadata import AttentionMetadata
+from tests.engine.one_prompt import logits
 from tests.engine.stepper import Stepper
 from tests.engine.test_architectures import SMALL, save
 
-BLOCK_SIZE = 16
 PROMPTS = ([7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14])
 
 
@@ -64,24 +63,6 @@ def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, re
     assert run(tiny_model, recorded=True) == expected
 
 
-def logits(step, shape, tokens):
-    """Of a prompt's last two tokens and its first."""
-    count = tokens.shape[1]
-    blocks = -(-count // BLOCK_SIZE)
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, count], dtype=torch.int32),
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=torch.arange(count),
-        max_query_len=count,
-        max_seq_len=count,
-    )
-    size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    layers = [tuple(torch.zeros(size, dtype=torch.bfloat16)) for _ in range(shape.num_layers)]
-    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
-        return step(tokens, torch.arange(count)[None], torch.tensor([count - 2, count - 1, 0]))
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -98,11 +79,12 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch)
     save(config, tmp_path)
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     tokens = torch.randint(1, 500, (1, 37), generator=torch.Generator().manual_seed(2))
+    inputs = tokens, torch.arange(37)[None], torch.tensor([35, 36, 0])
     step = EagerStep(loaded.model)
-    expected = logits(step, loaded.shape, tokens)
+    expected = logits(step, loaded.shape, inputs)
     join_linears(loaded.model)
-    joined = logits(step, loaded.shape, tokens)
-    compiled = logits(JitStep(step, loaded.device), loaded.shape, tokens)
+    joined = logits(step, loaded.shape, inputs)
+    compiled = logits(JitStep(step, loaded.device), loaded.shape, inputs)
     assert joined.dtype == compiled.dtype == torch.float32
     assert not torch.equal(joined, joined.bfloat16().float())
     for found in joined, compiled:

@@ -126,13 +126,13 @@ def large_model(tmp_path_factory):
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted, so many layers take minutes")
 @pytest.mark.parametrize(
-    ("dtype", "compile", "allowed"),
+    ("dtype", "mode", "allowed"),
     [("float32", "off", 1e-3), ("float16", "off", 0.02), ("bfloat16", "auto", 0.1)],
 )
 def test_a_real_models_shape_gives_what_a_cpu_computes_in_float32(
-    large_model, dtype, compile, allowed
+    large_model, dtype, mode, allowed
 ):
-    settings = {"compile": compile, "num_blocks": 64, "swap_space": 0, "max_num_seqs": 4}
+    settings = {"compile": mode, "num_blocks": 64, "swap_space": 0, "max_num_seqs": 4}
     ours = Stepper(build(EngineSettings(model=str(large_model), dtype=dtype, **settings)))
     model = AutoModelForCausalLM.from_pretrained(large_model, dtype=torch.float32)
     prompt = torch.arange(3, 300, 2)

@@ -1,0 +1,28 @@
+"""A step run by itself, on one prompt."""
+
+import torch
+
+from engine.executor.calibration import BLOCK_SIZE
+from engine.executor.paged_attention import PagedStep, attending
+from kernels.metadata import AttentionMetadata
+
+
+def logits(step, shape, inputs):
+    """Runs a step in bfloat16; `inputs` are all tokens, positions and logit rows of a prompt."""
+    count = inputs[0].shape[1]
+    blocks = -(-count // BLOCK_SIZE)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, count], dtype=torch.int32),
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
+        slot_mapping=torch.arange(count),
+        max_query_len=count,
+        max_seq_len=count,
+    )
+    size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    layers = [
+        tuple(torch.zeros(size, dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(shape.num_layers)
+    ]
+    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
+        return step(*inputs)
