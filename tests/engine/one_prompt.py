@@ -25,4 +25,4 @@ def logits(step, shape, inputs):
         for _ in range(shape.num_layers)
     ]
     with torch.inference_mode(), attending(PagedStep(metadata, layers)):
-        return step(*inputs)
+        return step(*(x.clone() for x in inputs))  # made here, as an engine's are

@@ -20,19 +20,25 @@ PROMPTS = ([7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14])
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    """Has an engine on CPU compile as one on a GPU does; no step may need compiling again."""
+def never_again(monkeypatch):
+    """Has a step fail that does not fit what was compiled, where else it would run uncompiled."""
     set_stance = torch.compiler.set_stance
 
     def fail_on_recompile(stance):
         assert stance == "eager_on_recompile"
         return set_stance("fail_on_recompile")
 
+    monkeypatch.setattr(torch.compiler, "set_stance", fail_on_recompile)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, never_again):
+    """Has an engine on CPU compile as one on a GPU does."""
+
     def load_step(settings, model):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
         join_linears(loaded.model)
         step = JitStep(EagerStep(loaded.model), loaded.device)
-        monkeypatch.setattr(torch.compiler, "set_stance", fail_on_recompile)
         return LoadedStep(
             loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, None, step
         )
@@ -74,6 +80,7 @@ def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, re
         ),
     ],
 )
+@pytest.mark.usefixtures("never_again")
 def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch):
     monkeypatch.setattr("engine.executor.model._prepare_linears", lambda *_: None)
     save(config, tmp_path)
