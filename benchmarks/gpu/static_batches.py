@@ -60,6 +60,7 @@ class StaticBatches:
             attention_mask=mask.to(self._model.device),
             max_new_tokens=most,
             do_sample=requests.n > 1,
+            top_k=0 if requests.n > 1 else None,  # by itself it draws from 50 tokens, ours from all
             num_return_sequences=requests.n,
             pad_token_id=PAD,
         )

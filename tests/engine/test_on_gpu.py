@@ -104,51 +104,6 @@ def test_blocks_that_were_swapped_are_as_they_were(engine, expected, ahead):
     assert run(engine(ahead=ahead, **short)) == expected
 
 
-@pytest.fixture(scope="module")
-def large_model(tmp_path_factory):
-    """Of SmolLM2-135M's shape, with random weights."""
-    path = tmp_path_factory.mktemp("large")
-    config = LlamaConfig(
-        vocab_size=49_152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=2048,
-        rope_theta=100_000.0,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
-
-
-@pytest.mark.skipif(INTERPRETED, reason="interpreted, so many layers take minutes")
-@pytest.mark.parametrize(
-    ("dtype", "mode", "allowed"),
-    [("float32", "off", 1e-3), ("float16", "off", 0.02), ("bfloat16", "auto", 0.1)],
-)
-def test_a_real_models_shape_gives_what_a_cpu_computes_in_float32(
-    large_model, dtype, mode, allowed
-):
-    settings = {"compile": mode, "num_blocks": 64, "swap_space": 0, "max_num_seqs": 4}
-    ours = Stepper(build(EngineSettings(model=str(large_model), dtype=dtype, **settings)))
-    model = AutoModelForCausalLM.from_pretrained(large_model, dtype=torch.float32)
-    prompt = torch.arange(3, 300, 2)
-    group = ours.submit(prompt.tolist(), OUTPUT_TOKENS, prompt_logprobs=1)
-    ours.run()
-    found = torch.tensor([entry.logprob for entry in group.prompt_logprobs])
-    with torch.inference_mode():
-        logprobs = model(prompt[None]).logits[0].log_softmax(-1)
-    expected = logprobs[:-1].gather(1, prompt[1:, None])[:, 0]
-    assert (found - expected).abs().max() < allowed
-    if dtype == "float32":
-        options = {"max_new_tokens": OUTPUT_TOKENS, "do_sample": False}
-        tokens = model.generate(prompt[None], **options)[0].tolist()
-        assert group.sequences[0].token_ids == tokens
-
-
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels wait for everything")
 def test_the_host_never_waits_for_the_gpu_but_for_what_it_drew(engine):
     ahead = engine(ahead=True)
@@ -199,3 +154,48 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine):
         same = alone.submit(prompt, OUTPUT_TOKENS, seed=seed, **params)
         alone.run()
         assert same.sequences[0].token_ids == group.sequences[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory):
+    """Of SmolLM2-135M's shape, with random weights."""
+    path = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, so many layers take minutes")
+@pytest.mark.parametrize(
+    ("dtype", "mode", "allowed"),
+    [("float32", "off", 1e-3), ("float16", "off", 0.02), ("bfloat16", "auto", 0.1)],
+)
+def test_a_real_models_shape_gives_what_a_cpu_computes_in_float32(
+    large_model, dtype, mode, allowed
+):
+    settings = {"compile": mode, "num_blocks": 64, "swap_space": 0, "max_num_seqs": 4}
+    ours = Stepper(build(EngineSettings(model=str(large_model), dtype=dtype, **settings)))
+    model = AutoModelForCausalLM.from_pretrained(large_model, dtype=torch.float32)
+    prompt = torch.arange(3, 300, 2)
+    group = ours.submit(prompt.tolist(), OUTPUT_TOKENS, prompt_logprobs=1)
+    ours.run()
+    found = torch.tensor([entry.logprob for entry in group.prompt_logprobs])
+    with torch.inference_mode():
+        logprobs = model(prompt[None]).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, prompt[1:, None])[:, 0]
+    assert (found - expected).abs().max() < allowed
+    if dtype == "float32":
+        options = {"max_new_tokens": OUTPUT_TOKENS, "do_sample": False}
+        tokens = model.generate(prompt[None], **options)[0].tolist()
+        assert group.sequences[0].token_ids == tokens
