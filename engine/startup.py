@@ -182,6 +182,9 @@ def _run_largest_step(executor: Executor, loaded: LoadedStep, tokens: int, block
     """Runs the largest step, to know the most memory that activations take."""
     if loaded.device.type == "cpu":
         tokens = min(tokens, 2 * block_size)  # there is no peak to learn
+    else:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(loaded.device)  # to load may have taken more
     request = Request(0, "warm-up", (0,) * tokens, SamplingParams(), 1, time.monotonic())
     sequence = Sequence(0, 0, list(request.prompt), tokens)
     group = SequenceGroup(request, [sequence])
