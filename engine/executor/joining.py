@@ -82,7 +82,9 @@ def join_linears(model: PreTrainedModel) -> None:
         model: changed in place.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    for group in linears_by_input(model):
+    groups = linears_by_input(model)
+    while groups:
+        group = groups.pop()  # to be freed once it is replaced: there may be no room for both
         first = group[0]
         layers = [place.layer for place in group]
         if any(type(layer) is not nn.Linear for layer in layers):

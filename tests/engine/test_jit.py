@@ -1,10 +1,13 @@
 """The step that is compiled in the engine's process, as on a GPU, says what the model says."""
 
+import weakref
+
 import pytest
 import torch
 from transformers import GPTNeoXConfig, Qwen2Config
 
 from engine.config import EngineSettings
+from engine.executor import joining
 from engine.executor.calibration import BLOCK_SIZE
 from engine.executor.compilation.jit import JitStep
 from engine.executor.joining import Part, join_linears
@@ -105,6 +108,21 @@ def test_layers_of_one_input_share_their_weights(tiny_model):
     assert isinstance(attention.q_proj, Part)
     assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
     assert attention.q_proj.whole.layer.weight.shape == (64 + 32 + 32, 64)
+
+
+def test_layers_are_let_go_as_they_are_joined(tiny_model, monkeypatch):
+    model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
+    layers = [weakref.ref(each) for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    join, left = joining.join, []
+
+    def counted(*given):
+        left.append(sum(layer() is not None for layer in layers))
+        join(*given)
+
+    monkeypatch.setattr(joining, "join", counted)
+    join_linears(model)
+    assert len(left) == 4
+    assert left == sorted(set(left), reverse=True)
 
 
 class Capricious(torch.nn.Module):
