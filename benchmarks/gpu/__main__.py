@@ -12,7 +12,6 @@ sizes of tiles, for some minutes, and keeps them in kernels/triton/tuned.json.
 import argparse
 import json
 import platform
-import re
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.gpu.kernel_tests import ROOT, run_tests
 from benchmarks.gpu.parts import PARTS, TEST_SECONDS
-from benchmarks.gpu.report import plot, show
+from benchmarks.gpu.report import device_name, file_stem, plot, show
 from benchmarks.gpu.timing import Timer
 
 RUNS = 20
@@ -70,10 +69,6 @@ def _run_part_apart(name: str) -> dict[str, Any]:
     return told
 
 
-def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark; returns 1 if a test or a part failed."""
     parser = argparse.ArgumentParser(
@@ -100,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     wanted = args.parts or ["tests", *PARTS]
     report: dict[str, Any] = {
-        "device": _describe(device),
+        "device": device_name(device),
         "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -119,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
             report["parts"][name] = told
     show(report, console)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / (re.sub(r"\W+", "-", report["device"].lower()).strip("-") + ".json")
+    path = args.out / (file_stem(report["device"]) + ".json")
     path.write_text(json.dumps(report, indent=1) + "\n")
     try:
         plot(report, path.with_suffix(".png"))

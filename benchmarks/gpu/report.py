@@ -1,12 +1,24 @@
 """Shows what was measured: a table for people, a plot of the roofline."""
 
+import re
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 Report = dict[str, Any]
+
+
+def device_name(device: torch.device) -> str:
+    """For people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def file_stem(name: str) -> str:
+    """A device's name, as its results' files have it."""
+    return re.sub(r"\W+", "-", name.lower()).strip("-")
 
 
 def ceilings(report: Report) -> tuple[float | None, float | None]:

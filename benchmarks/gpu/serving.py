@@ -13,7 +13,6 @@ device, whose copies and products are measured, could take. Results go to
 import argparse
 import asyncio
 import json
-import re
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from rich.table import Table
 from benchmarks.fleet import save_tokenizer
 from benchmarks.gpu.parts import measure_device
 from benchmarks.gpu.random_model import save_llama, tiny_layout
+from benchmarks.gpu.report import device_name, file_stem
 from benchmarks.gpu.requests import Requests, make_requests
 from benchmarks.gpu.serving_floor import Ceilings, floor_seconds
 from benchmarks.gpu.shapes import LLAMA_7B, LLAMA_13B, Layout
@@ -82,12 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --device cpu --tiny tries the benchmark itself")
     device = torch.device(args.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    name = device_name(device)
     layout = tiny_layout(MODELS[args.model]) if args.tiny else MODELS[args.model]
     report = _measure(layout, device, TINY if args.tiny else replace(SIZES, outputs=args.outputs))
     _show(name, layout, report)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / (re.sub(r"\W+", "-", name.lower()).strip("-") + "-serving.json")
+    path = args.out / (file_stem(name) + "-serving.json")
     kept = json.loads(path.read_text()) if path.exists() else {}
     kept[layout.model] = {"date": datetime.now(UTC).date().isoformat()} | report
     path.write_text(json.dumps(kept, indent=1) + "\n")
