@@ -40,4 +40,5 @@ def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
     for node in captured.graph.nodes:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:  # noqa: SLF001
             captured.graph.erase_node(node)
+    captured.graph_module.recompile()
     return captured

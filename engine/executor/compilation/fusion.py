@@ -35,9 +35,7 @@ def fuse(graph: Graph) -> None:
     """
     _fuse_residuals(graph)
     _fuse_norms(graph)
-    fuse_rotary_embeddings(graph)
-    graph.eliminate_dead_code()
-    graph.lint()
+    fuse_rotary_embeddings(graph)  # last: it clears away what nothing uses any more
 
 
 def _rms_norm(x: Node, weight: Node, epsilon: float) -> Node:
