@@ -42,14 +42,36 @@ _VARYING = ["items", "partial_out", "partial_lse", "table_stride", "sliding_wind
 
 @triton.jit
 def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block of each key of a tile; one for all where a block holds whole tiles."""
+    """The block of each key of a tile, or one for all where a block holds whole tiles.
+
+    Tiles begin at multiples of their size, so that where a key lies in its block and how
+    many blocks it is from the tile's first are the same in each tile.
+    """
     if BLOCK_SIZE >= KEYS:
         # Past the end: the last one again, so that nothing beyond the table is read.
         block = tl.load(table + tl.maximum(tl.minimum(tile_begin, end - 1), 0) // BLOCK_SIZE)
     else:
-        key = tile_begin + tl.arange(0, KEYS)
-        block = tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
-    return block
+        local = tl.arange(0, KEYS)
+        first = table + tile_begin // BLOCK_SIZE
+        block = tl.load(first + local // BLOCK_SIZE, mask=local < end - tile_begin, other=0)
+    return block.to(tl.uint32)  # a product of one word then addresses it, not of two
+
+
+@triton.jit
+def _queries(from_queries, real, factor, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows of queries as products take them, and the factor of each one's products."""
+    q = tl.load(from_queries, mask=real, other=0.0)
+    factors = tl.full([q.shape[0]], factor, tl.float32)
+    if q.dtype != DTYPE:
+        # Not everything fits into float16: what is largest in a row becomes 1.
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        largest = tl.where(largest > 0, largest, 1.0)
+        q = (q / largest[:, None]).to(DTYPE)
+        factors *= largest
+    if UPCAST:
+        q = q.to(tl.float32)
+    return q, factors
 
 
 @triton.jit
@@ -62,14 +84,14 @@ def _walk(  # noqa: PLR0917
     q,
     position,
     slope,
+    factor,
     key_cache,
     value_cache,
     table,
-    factor,
     soft_cap,
     sliding_window,
     block_stride,
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of products' operands
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -89,28 +111,33 @@ def _walk(  # noqa: PLR0917
     block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
     for tile_begin in range(begin, end, KEYS):
         key = tile_begin + tl.arange(0, KEYS)
-        place = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * HEAD_DIM
+        slot = tl.arange(0, KEYS) % BLOCK_SIZE
+        if BLOCK_SIZE > KEYS:
+            slot += tile_begin % BLOCK_SIZE
+        place = block.to(tl.int64) * block_stride + slot * HEAD_DIM
         block = _blocks_of(table, tile_begin + KEYS, end, KEYS, BLOCK_SIZE)
-        from_key = key_cache + place[None, :] + dim[:, None]
+        # Keys are fetched as values are, and so by the same addresses; the product turns them.
+        from_key = key_cache + place[:, None] + dim[None, :]
         from_value = value_cache + place[:, None] + dim[None, :]
         real_key = key < end
         if MASKED:
             # Slots past the end may hold anything: they are never loaded.
-            k = tl.load(from_key, mask=real_key[None, :] & real_dim[:, None], other=0.0)
-            v = tl.load(from_value, mask=real_key[:, None] & real_dim[None, :], other=0.0)
+            real = real_key[:, None] & real_dim[None, :]
+            k = tl.load(from_key, mask=real, other=0.0)
+            v = tl.load(from_value, mask=real, other=0.0)
         elif PADDED_DIM > HEAD_DIM:
-            k = tl.load(from_key, mask=real_dim[:, None], other=0.0)
+            k = tl.load(from_key, mask=real_dim[None, :], other=0.0)
             v = tl.load(from_value, mask=real_dim[None, :], other=0.0)
         else:
             k = tl.load(from_key)
             v = tl.load(from_value)
 
         # "ieee": float32 models get float32 products, not TF32.
-        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         to_log2 = factor * LOG2_E
         if HAS_CAP or HAS_ALIBI:
-            logits *= factor
-            to_log2 = LOG2_E
+            logits *= factor[:, None]
+            to_log2 = tl.full(factor.shape, LOG2_E, tl.float32)
         if HAS_CAP:
             # tanh(x) is 2 * sigmoid(2x) - 1
             logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
@@ -124,7 +151,7 @@ def _walk(  # noqa: PLR0917
             logits = tl.where(seen, logits, float("-inf"))
 
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * to_log2)
-        weights = tl.exp2(logits * to_log2 - new_maximum[:, None])
+        weights = tl.exp2(logits * to_log2[:, None] - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
         total = total * rescale + tl.sum(weights, 1)
         maximum = new_maximum
@@ -160,6 +187,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
     query_head_stride,
     block_stride,
     table_stride,
+    DTYPE: tl.constexpr,  # of products' operands
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads to a KV head
     HEAD_DIM: tl.constexpr,
@@ -195,9 +223,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
         flat_token = (query_start + token).to(tl.int64)
         from_query = flat_token * query_token_stride + head * query_head_stride
         real = real_row[:, None] & (dim < HEAD_DIM)[None, :]
-        q = tl.load(query + from_query[:, None] + dim[None, :], mask=real, other=0.0)
-        if UPCAST:
-            q = q.to(tl.float32)
+        from_queries = query + from_query[:, None] + dim[None, :]
+        q, factors = _queries(from_queries, real, factor, DTYPE, UPCAST)
         slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + head, mask=real_row, other=0.0)
@@ -223,10 +250,10 @@ def _paged_attention_kernel(  # noqa: PLR0917
         # Without a window, all rows see the first keys.
         for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
             maximum, total, attended = _walk(
-                maximum, total, attended, cuts[part], cuts[part + 1], q, position, slope,
+                maximum, total, attended, cuts[part], cuts[part + 1], q, position, slope, factors,
                 key_cache + from_head, value_cache + from_head, table,
-                factor, soft_cap, sliding_window, block_stride,
-                query.dtype.element_ty, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, part != 1,
+                soft_cap, sliding_window, block_stride,
+                DTYPE, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, part != 1,
                 HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
             )  # fmt: skip
 
@@ -304,6 +331,13 @@ def paged_attention(
     return out
 
 
+def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
+    """What products multiply: fp8 becomes float16 in an instruction, bfloat16 in six."""
+    if cache_dtype.itemsize == 1 and dtype.itemsize == 2:
+        return tl.float16
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
 def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
     """Attends for `items`, of which the longest has `longest` keys."""
     query, metadata = call.query, call.metadata
@@ -358,6 +392,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         query_head_stride=query.stride(1),
         block_stride=call.key_cache.stride(0),
         table_stride=metadata.block_tables.stride(0),
+        DTYPE=_operands(query.dtype, call.key_cache.dtype),
         BLOCK_SIZE=block_size,
         HAS_CAP=call.soft_cap is not None,
         HAS_ALIBI=call.alibi_slopes is not None,

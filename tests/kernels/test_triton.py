@@ -180,6 +180,23 @@ def test_fp8(harness, kernels, cache_dtype):
     harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
 
 
+@pytest.mark.parametrize("size", [2.0**-30, 2.0**30])
+def test_fp8_with_queries_beyond_float16(harness, kernels, size):
+    case = harness.case(
+        lengths=[(1, 90), (40, 60)],
+        group=2,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.float8_e5m2,
+    )
+    batch = harness.build(case, DEVICE)
+    batch.query[::3] = 0
+    inputs = (batch.key_cache, batch.value_cache, batch.metadata)
+    options = batch.options | {"scale": batch.options["scale"] / size}
+    out = kernels.paged_attention(batch.query * size, *inputs, **options)
+    expected = reference.paged_attention(batch.query.float() * size, *inputs, **options)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("splits", [2, 8])
 def test_keys_shared_out_among_programs(harness, kernels, splits):
     lengths = [(1, 200), (1, 0), (1, 1), (9, 140)]
