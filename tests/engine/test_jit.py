@@ -4,6 +4,7 @@ import weakref
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import GPTNeoXConfig, Qwen2Config
 
 from engine.config import EngineSettings
@@ -28,7 +29,7 @@ def never_again(monkeypatch):
     set_stance = torch.compiler.set_stance
 
     def fail_on_recompile(stance):
-        assert stance == "eager_on_recompile"
+        assert stance in {"eager_on_recompile", "fail_on_recompile"}
         return set_stance("fail_on_recompile")
 
     monkeypatch.setattr(torch.compiler, "set_stance", fail_on_recompile)
@@ -99,6 +100,17 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch)
     assert not torch.equal(joined, joined.bfloat16().float())
     for found in joined, compiled:
         assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch):
+    loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
+    step, given = EagerStep(loaded.model), torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda step, **options: given(step, **options | {"dynamic": False})
+    )
+    with capture_logs() as logs:
+        assert compiled_for_gpu(step, loaded.device) is step
+    assert "recompil" in logs[0]["error"]
 
 
 def test_layers_of_one_input_share_their_weights(tiny_model):

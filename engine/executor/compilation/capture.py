@@ -11,10 +11,12 @@ EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
 """By these the compiler decides what is worth several threads: a busy step's."""
 
 
-def example(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A busy step's inputs."""
-    tokens = torch.zeros((1, EXAMPLE_TOKENS), dtype=torch.int64, device=device)
-    return tokens, tokens.clone(), torch.arange(EXAMPLE_ROWS, device=device)
+def example(
+    device: torch.device, tokens: int = EXAMPLE_TOKENS, rows: int = EXAMPLE_ROWS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs of a step; of a busy one, if it is not said how many."""
+    token_ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
+    return token_ids, token_ids.clone(), torch.arange(rows, device=device)
 
 
 @torch.no_grad()  # with gradients on, what models do without them would be graphs of their own

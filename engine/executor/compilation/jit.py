@@ -14,6 +14,9 @@ from engine.executor.paged_attention import ShapeProbe, attending
 from engine.executor.step import EagerStep
 from octavo.common.model_cache import cache_dir
 
+OTHER_SIZES = (2, 2), (3, 2), (1000, 3)
+"""Tokens and rows of a few decodes and of a long prompt's chunk."""
+
 
 class JitStep:
     """A model's step, compiled once for every number of tokens from two.
@@ -26,7 +29,8 @@ class JitStep:
         device: where it is.
 
     Raises:
-        Exception: whatever torch raises of a model that it cannot capture or compile.
+        Exception: whatever torch raises of a model that it cannot capture or compile, or
+            compiles for one size alone.
     """
 
     def __init__(self, step: EagerStep, device: torch.device) -> None:
@@ -39,6 +43,10 @@ class JitStep:
         )
         with torch.inference_mode(), attending(ShapeProbe({})):
             self._step(*example(device))
+            # Were it of use for that one size only, all others would run uncompiled, unnoticed.
+            with torch.compiler.set_stance("fail_on_recompile"):
+                for tokens, rows in OTHER_SIZES:
+                    self._step(*example(device, tokens, rows))
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
