@@ -49,7 +49,8 @@ def _run(file: Path, seconds: float) -> tuple[str, bool]:
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--rootdir", str(ROOT), "--confcutdir", str(file.parent)]
     command += ["--import-mode=importlib", "-m", "not slow", "-W", "ignore", str(file)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(
             command,
