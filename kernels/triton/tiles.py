@@ -55,6 +55,14 @@ class Gpu:
     shared_bytes: int
     multiprocessors: int
 
+    @property
+    def multiplies_in_place(self) -> bool:
+        """Whether matrix units read operands in shared memory, not in registers.
+
+        Hopper's do, and those of data centres' Blackwells (10 and 11; 12 are desktops').
+        """
+        return self.capability[0] in {9, 10, 11}
+
 
 RESIDENT = 2
 """Decoding programs that a multiprocessor is to run side by side: one computes while
@@ -122,7 +130,7 @@ def choose_tiles(
             rows, keys, stages = 32, 32 if padded <= 64 else 16, 2
         elif padded <= 128:
             # Where operands come from registers, these run out.
-            rows, keys, stages = 128, 64 if gpu.capability[0] >= 9 or padded <= 64 else 32, 4
+            rows, keys, stages = 128, 64 if gpu.multiplies_in_place or padded <= 64 else 32, 4
         else:
             rows, keys, stages = 64, 32, 4
         tiles = Tiles(rows, keys, warps=8, stages=stages)
@@ -138,8 +146,8 @@ def _needed(
     """Bytes of shared memory that a program takes: queries, weights and the pipeline's tiles."""
     queries = tiles.rows * padded * dtype.itemsize
     weights = tiles.rows * tiles.keys * dtype.itemsize
-    # Hopper's products read their operands where they lie: a tile more is in use.
-    in_place = gpu.capability[0] >= 9 and tiles.rows >= 64 and dtype != torch.float32
+    # Products that read their operands where they lie use a tile more.
+    in_place = gpu.multiplies_in_place and tiles.rows >= 64 and dtype != torch.float32
     buffers = tiles.stages - 1 + in_place
     return SCRATCH + queries + weights + 2 * buffers * tiles.keys * padded * cache_dtype.itemsize
 

@@ -39,6 +39,10 @@ A100 = Gpu("A100", (8, 0), 163 * KIB, 108)
 RTX_3090 = Gpu("RTX 3090", (8, 6), 99 * KIB, 82)
 RTX_4090 = Gpu("RTX 4090", (8, 9), 99 * KIB, 128)
 H100 = Gpu("H100", (9, 0), 227 * KIB, 132)
+B200 = Gpu("B200", (10, 0), 227 * KIB, 148)
+RTX_5090 = Gpu("RTX 5090", (12, 0), 99 * KIB, 170)
+OTHERS = (RTX_3090, RTX_4090, RTX_5090, B200)
+IN_PLACE = {H100: "wgmma.mma_async", B200: "tcgen05.mma"}
 SPARED = 40  # bytes of stack: Triton 3.6 puts some numbers aside, 3.9 hardly any
 NAMES = {
     torch.bfloat16: "bf16",
@@ -171,10 +175,12 @@ SLOW = [
 SLOW += [
     (gpu, kind, COMMON | variant)
     for gpu, kind, variant in itertools.product(
-        (RTX_3090, RTX_4090), ("decode", "chunk"), ({}, {"head_dim": 256}, {"cache_dtype": E5M2})
+        OTHERS,
+        ("decode", "chunk"),
+        ({}, {"head_dim": 256}, {"cache_dtype": E5M2}),
     )
 ]
-SLOW += [(gpu, "chunk", COMMON | {"cache_dtype": E4M3}) for gpu in (RTX_4090, H100)]
+SLOW += [(gpu, "chunk", COMMON | {"cache_dtype": E4M3}) for gpu in (RTX_4090, RTX_5090, H100, B200)]
 
 
 def check_attention(gpu, kind, case, path):
@@ -189,8 +195,8 @@ def check_attention(gpu, kind, case, path):
     # fp8 values, whose rows become columns, go by 8.
     assert widths <= ({"10", "8"} if case["cache_dtype"] in (E4M3, E5M2) else {"10"})
     if case["dtype"] != FP32:
-        hopper = gpu is H100 and tiles.rows >= 64
-        assert ("wgmma.mma_async" if hopper else "mma.sync") in code
+        product = IN_PLACE.get(gpu, "mma.sync") if tiles.rows >= 64 else "mma.sync"
+        assert product in code
     if kind == "decode":  # two programs side by side, for each of which a KiB is reserved
         assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
 
@@ -246,7 +252,7 @@ def test_attention_in_every_shape(gpu, kind, case, tmp_path):
 
 @pytest.mark.parametrize(
     "gpu",
-    [A100, H100, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (RTX_3090, RTX_4090))],
+    [A100, H100, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in OTHERS)],
     ids=lambda gpu: gpu.name,
 )
 def test_draws(gpu, tmp_path):
