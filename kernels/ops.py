@@ -24,6 +24,8 @@ from kernels.scores import Scores
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of keys and values only."""
+LEAST_CAPABILITY = (8, 0)
+"""The compute capability, Ampere's, from which on Triton serves GPUs."""
 FP8_E4M3_CAPABILITY = (8, 9)
 """GPUs convert e4m3 from this compute capability on, and e5m2 all."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -410,6 +412,8 @@ def check_supported(
         )
     if device.type not in ("cuda", "cpu"):
         raise ValueError(f"device {device.type!r} is not supported: use 'cuda' or 'cpu'")
+    if device.type == "cuda":
+        _check_capability(device, LEAST_CAPABILITY, "the kernels need", "a CPU")
     if cache_dtype is not None and cache_dtype != dtype:
         _check_cache_dtype(cache_dtype, device)
     if device.type == "cpu":
@@ -422,13 +426,20 @@ def _check_cache_dtype(dtype: torch.dtype, device: torch.device) -> None:
         raise ValueError(f"a KV cache of {dtype} is not supported: use the model's dtype or fp8")
     if device.type == "cpu":
         raise ValueError("an fp8 KV cache is for GPUs only: CPUs have no arithmetic for it")
-    if dtype == torch.float8_e4m3fn and torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability(device)
-        if capability < FP8_E4M3_CAPABILITY:
-            raise ValueError(
-                "fp8_e4m3 needs a GPU of compute capability {}.{}, and this one has {}.{}:"
-                " use fp8_e5m2".format(*FP8_E4M3_CAPABILITY, *capability)
+    if dtype == torch.float8_e4m3fn:
+        _check_capability(device, FP8_E4M3_CAPABILITY, "fp8_e4m3 needs", "fp8_e5m2")
+
+
+def _check_capability(
+    device: torch.device, least: tuple[int, int], needs: str, instead: str
+) -> None:
+    """Raises ValueError if the GPU that `device` is, where there is one, can do too little."""
+    if torch.cuda.is_available() and (has := torch.cuda.get_device_capability(device)) < least:
+        raise ValueError(
+            "{} a GPU of compute capability {}.{} or later, and this one has {}.{}: use {}".format(
+                needs, *least, *has, instead
             )
+        )
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
