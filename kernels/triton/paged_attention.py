@@ -32,6 +32,8 @@ from kernels.triton.shares import share_of
 from kernels.triton.splits import LEAST_KEYS, choose_splits
 from kernels.triton.tiles import Kind, choose_tiles, gpu
 
+SMALL = 2048
+"""A tile of at most so many rows times keys takes at most 16 registers of four warps."""
 _LOG2_E = 1.4426950408889634
 _MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
 """Rows and pieces that a program of the merge takes at a time: decodes are cut into many
@@ -55,6 +57,49 @@ def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.conste
         first = table + tile_begin // BLOCK_SIZE
         block = tl.load(first + local // BLOCK_SIZE, mask=local < end - tile_begin, other=0)
     return block.to(tl.uint32)  # a product of one word then addresses it, not of two
+
+
+@triton.jit
+def _fetch(  # noqa: PLR0917
+    cache, place, real_key, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr
+):
+    """The keys, or the values, at their places in a head's cache."""
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < HEAD_DIM
+    from_cache = cache + place[:, None] + dim[None, :]
+    if MASKED:
+        # Slots past the end may hold anything: they are never loaded.
+        tile = tl.load(from_cache, mask=real_key[:, None] & real_dim[None, :], other=0.0)
+    elif PADDED_DIM > HEAD_DIM:
+        tile = tl.load(from_cache, mask=real_dim[None, :], other=0.0)
+    else:
+        tile = tl.load(from_cache)
+    return tile
+
+
+@triton.jit
+def _cuts(  # noqa: PLR0917
+    begin,
+    end,
+    context,
+    first_row,
+    seq_len,
+    sliding_window,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Where keys begin, where those that all rows see begin and end, and where keys end."""
+    # Those are not after the first row, and within the last one's window.
+    clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
+    clear_begin = begin
+    if HAS_WINDOW:
+        last = tl.minimum(context + (first_row + ROWS - 1) // GROUP, seq_len - 1)
+        clear_begin = tl.cdiv(tl.maximum(last - sliding_window + 1, 0), KEYS) * KEYS
+        clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
+    clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
+    return begin, clear_begin, clear_end, end
 
 
 @triton.jit
@@ -104,8 +149,6 @@ def _walk(  # noqa: PLR0917
     UPCAST: tl.constexpr,
 ):
     """Attends to the keys from `begin` up to `end`; returns the softmax's new state."""
-    dim = tl.arange(0, PADDED_DIM)
-    real_dim = dim < HEAD_DIM
     # Blocks are looked up a tile ahead: were that load in the same round as the loads
     # of K and V that hang on it, the pipeline could not fetch these early.
     block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
@@ -116,21 +159,10 @@ def _walk(  # noqa: PLR0917
             slot += tile_begin % BLOCK_SIZE
         place = block.to(tl.int64) * block_stride + slot * HEAD_DIM
         block = _blocks_of(table, tile_begin + KEYS, end, KEYS, BLOCK_SIZE)
-        # Keys are fetched as values are, and so by the same addresses; the product turns them.
-        from_key = key_cache + place[:, None] + dim[None, :]
-        from_value = value_cache + place[:, None] + dim[None, :]
         real_key = key < end
-        if MASKED:
-            # Slots past the end may hold anything: they are never loaded.
-            real = real_key[:, None] & real_dim[None, :]
-            k = tl.load(from_key, mask=real, other=0.0)
-            v = tl.load(from_value, mask=real, other=0.0)
-        elif PADDED_DIM > HEAD_DIM:
-            k = tl.load(from_key, mask=real_dim[None, :], other=0.0)
-            v = tl.load(from_value, mask=real_dim[None, :], other=0.0)
-        else:
-            k = tl.load(from_key)
-            v = tl.load(from_value)
+        # Keys are fetched as values are, by the same addresses; the product turns them.
+        k = _fetch(key_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
+        v = _fetch(value_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
 
         # "ieee": float32 models get float32 products, not TF32.
         logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
@@ -153,7 +185,10 @@ def _walk(  # noqa: PLR0917
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * to_log2)
         weights = tl.exp2(logits * to_log2[:, None] - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
-        total = total * rescale + tl.sum(weights, 1)
+        if len(total.shape) == 2:
+            total = total * rescale[:, None] + weights
+        else:
+            total = total * rescale + tl.sum(weights, 1)
         maximum = new_maximum
         weights = weights.to(DTYPE)
         v = v.to(DTYPE)
@@ -201,6 +236,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     LOG2_E: tl.constexpr,
+    SMALL: tl.constexpr,
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands are
 ):
     item = tl.program_id(0)
@@ -233,20 +269,16 @@ def _paged_attention_kernel(  # noqa: PLR0917
 
         begin += split * piece * KEYS
         end = tl.minimum(begin + piece * KEYS, end)
-        # Keys that all rows see: not after the first row, within the last one's window.
-        clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
-        clear_begin = begin
-        if HAS_WINDOW:
-            last = tl.minimum(context + (first_row + ROWS - 1) // GROUP, seq_len - 1)
-            clear_begin = tl.cdiv(tl.maximum(last - sliding_window + 1, 0), KEYS) * KEYS
-            clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
-        clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
-
+        cuts = _cuts(
+            begin, end, context, first_row, seq_len, sliding_window, GROUP, ROWS, KEYS, HAS_WINDOW
+        )
         # A finite start, so that a row which sees nothing of a tile makes no NaN.
         maximum = tl.full([ROWS], -1e30, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
+        # In small tiles each place has a sum of its own, and these are added up at the end:
+        # to do so for each tile, warps would wait for each other.
+        spread: tl.constexpr = ROWS * KEYS <= SMALL
+        total = tl.zeros([ROWS, KEYS] if spread else [ROWS], tl.float32)
         attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        cuts = (begin, clear_begin, clear_end, end)
         # Without a window, all rows see the first keys.
         for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
             maximum, total, attended = _walk(
@@ -257,6 +289,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
                 HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
             )  # fmt: skip
 
+        if spread:
+            total = tl.sum(total, 1)
         # A row that may attend to nothing gives zeros.
         divisor = tl.where(total > 0, total, 1.0)
         attended *= (value_scale / divisor)[:, None]
@@ -397,6 +431,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         HAS_CAP=call.soft_cap is not None,
         HAS_ALIBI=call.alibi_slopes is not None,
         LOG2_E=_LOG2_E,
+        SMALL=SMALL,
         # The interpreter would multiply the bits of a bfloat16 as an integer.
         UPCAST=triton.knobs.runtime.interpret,
         num_warps=tiles.warps,

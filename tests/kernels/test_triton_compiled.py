@@ -26,7 +26,7 @@ from kernels.triton.draw_tokens import (  # noqa: E402
     _draw_tokens_kernel,
 )
 from kernels.triton.merge_splits import merge_splits  # noqa: E402
-from kernels.triton.paged_attention import _operands, _paged_attention_kernel  # noqa: E402
+from kernels.triton.paged_attention import SMALL, _operands, _paged_attention_kernel  # noqa: E402
 from kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
 from kernels.triton.tiles import Gpu, choose_tiles  # noqa: E402
 from kernels.triton.write_kv import _write_kv_kernel  # noqa: E402
@@ -126,6 +126,7 @@ def compile_attention(gpu, kind, *, group, head_dim, dtype, cache_dtype, block_s
         "HAS_CAP": "cap" in features,
         "HAS_ALIBI": "alibi" in features,
         "LOG2_E": 1.44,
+        "SMALL": SMALL,
         "UPCAST": False,
     }
     made = compile_for(
@@ -144,12 +145,12 @@ BF16, E4M3, E5M2, FP32 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
 COMMON = {"group": 4, "head_dim": 128, "dtype": BF16, "cache_dtype": BF16, "block_size": 16}
 # Instructions that a warp may take for a tile: on an H100, reading 64 keys of a bf16 cache at
 # its bandwidth takes 2,450 cycles, in which its four schedulers issue 9,800; two programs of
-# four warps each share them. (Triton 3.6 takes 321, 566, 384, 316, 345.)
+# four warps each share them. (Triton 3.6 takes 300, 537, 384, 293, 345.)
 FAST = [
-    (H100, "decode", COMMON, 360),
-    (H100, "decode", COMMON | {"cache_dtype": E4M3}, 620),
+    (H100, "decode", COMMON, 340),
+    (H100, "decode", COMMON | {"cache_dtype": E4M3}, 600),
     (H100, "chunk", COMMON, 430),
-    (A100, "decode", COMMON, 360),
+    (A100, "decode", COMMON, 330),
     (A100, "chunk", COMMON, 390),
 ]
 VARIANTS = [
