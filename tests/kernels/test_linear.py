@@ -155,8 +155,9 @@ def test_fused(make, rows, groups, outputs, normed, tail, seed):
         expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     if tail == "residual":
         expected = expected + added
-    # Rows that are normed before they become bytes are rounded once more.
-    tolerance = 0.04 if normed and make is not in_bfloat16 else 0.01
+    # What is normed is rounded elsewhere than here, and once more before it becomes bytes. Of a
+    # single row of 32 the worst of all seeds are 0.031 in 8 bits, 0.014 in bfloat16.
+    tolerance = 0.01 if not normed else 0.02 if make is in_bfloat16 else 0.04
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
