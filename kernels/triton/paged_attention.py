@@ -366,7 +366,7 @@ def paged_attention(
 
 
 def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
-    """What products multiply: fp8 becomes float16 in an instruction, bfloat16 in six."""
+    """What products multiply: an H100 turns two fp8 into float16 at once, into bfloat16 in four."""
     if cache_dtype.itemsize == 1 and dtype.itemsize == 2:
         return tl.float16
     return getattr(tl, str(dtype).removeprefix("torch."))
