@@ -148,16 +148,16 @@ def test_fused(make, rows, groups, outputs, normed, tail, seed):
         *(norm if normed else None, 1e-5, added if tail == "residual" else None),
     )
 
-    rows_in = torch.nn.functional.rms_norm(x, norm.shape, norm, 1e-5) if normed else x
+    # Rounded before it is multiplied by the norm's weights, as transformers' models do.
+    rows_in = torch.nn.functional.rms_norm(x, norm.shape, eps=1e-5) * norm if normed else x
     plain, layer = make(weight, bias)
     expected = plain(rows_in, 2 * outputs, *layer).double()
     if tail == "gate":
         expected = torch.nn.functional.silu(expected[:, :outputs]) * expected[:, outputs:]
     if tail == "residual":
         expected = expected + added
-    # What is normed is rounded elsewhere than here, and once more before it becomes bytes. Of a
-    # single row of 32 the worst of all seeds are 0.031 in 8 bits, 0.014 in bfloat16.
-    tolerance = 0.01 if not normed else 0.02 if make is in_bfloat16 else 0.04
+    # Rows that are normed before they become bytes are rounded once more.
+    tolerance = 0.04 if normed and make is not in_bfloat16 else 0.01
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
