@@ -20,38 +20,29 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - causality is in the metadata
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - `probe` has read it
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,  # noqa: ANN401 - what else models pass does not matter here
+    **_: Any,  # noqa: ANN401 - `probe` refuses what matters
 ) -> tuple[torch.Tensor, None]:
-    """Attention as transformers calls it.
+    """Attend as transformers asks, over the paged cache.
 
     Args:
-        module: the attention layer, for its `layer_idx`.
+        module: the attention layer: `layer_idx` is its own, and `octavo_window`, the tokens
+            that a token attends to, itself included, was set by `probe`.
         query: `[1, num_heads, num_tokens, head_dim]`, the batch laid flat.
         key: `[1, num_kv_heads, num_tokens, head_dim]`.
         value: as key.
-        attention_mask: none.
+        attention_mask: None.
         scaling: of the logits; default 1 / sqrt(head_dim).
-        sliding_window: tokens that a token attends to, itself included.
         softcap: bound of the logits, by tanh.
-        s_aux: attention sinks, which are not supported.
 
     Returns:
         `[1, num_tokens, num_heads, head_dim]`, and no weights.
-
-    Raises:
-        NotImplementedError: the model needs attention of another kind.
     """
-    if s_aux is not None:
-        raise NotImplementedError("it uses attention sinks")
-    if not getattr(module, "is_causal", True):
-        raise NotImplementedError("its attention is not causal")
-    layer = module.layer_idx
+    layer, window = module.layer_idx, module.octavo_window
     assert isinstance(layer, int)
+    assert window is None or isinstance(window, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.octavo.paged_attention(
         query[0].transpose(0, 1),
@@ -59,7 +50,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         value[0].transpose(0, 1),
         layer,
         scale,
-        sliding_window,
+        window,
         softcap,
     )
     return output.unsqueeze(0), None

@@ -83,6 +83,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         block_size=settings.block_size,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
     )
     artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
     compiler = Compiler(artifact) if artifact and _room_to_compile(loaded.model) else None

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -12,10 +13,16 @@ from engine.config import KVCacheDtype, Quantization
 from engine.executor.attention import PAGED_ATTENTION
 from engine.executor.joining import join_linears
 from engine.executor.kv_scales import measure_kv_scales
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.masks import LONGEST
+from engine.executor.probe import LayerAttention, attention_of, probe
+from engine.executor.rope import fix_rope
+from engine.executor.self_check import Reference, SelfCheck, SelfCheckError, reference
 from engine.executor.shape import ModelShape
+from engine.executor.step import EagerStep
 from kernels.ops import check_supported
 from octavo.common.models import ModelError, first_line
+
+log = structlog.get_logger(__name__)
 
 _FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -35,6 +42,7 @@ class LoadedModel:
         cache_dtype: of the KV cache.
         kv_scales: each layer's (key scale, value scale), where that is fp8.
         device: where it is.
+        reference: what transformers computes of some tokens.
     """
 
     model: PreTrainedModel
@@ -43,6 +51,7 @@ class LoadedModel:
     cache_dtype: torch.dtype
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
+    reference: Reference
 
 
 def choose_device(name: str) -> torch.device:
@@ -85,10 +94,12 @@ def load(
     block_size: int,
     quantization: Quantization = "none",
     kv_cache_dtype: KVCacheDtype = "auto",
+    max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Loads a hub name's or a directory's model.
+    """Loads a hub name's or a directory's model, and checks that it computes what it should.
 
     Raises:
+        SelfCheckError: it does not compute what transformers computes of it.
         UnsupportedModelError: the model is no plain decoder, or the kernels
             do not support its shape; the message says which.
         ModelError: transformers cannot load it.
@@ -106,8 +117,8 @@ def load(
             path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
         )
     model.train(mode=False)
-    try:
-        shape = _measure(model, where)
+    with _refused(path):
+        shape = _measure(model, max_model_len)
         check_supported(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -117,16 +128,28 @@ def load(
             device=where,
             cache_dtype=cache_kind,
         )
-    except (NotImplementedError, ValueError) as error:
-        raise UnsupportedModelError(f"{path} cannot be served: {error}") from error
+        with attention_of(model, "eager"):
+            expected = reference(model, shape)
     if where.type == "cpu":
         _prepare_linears(model, shape, path, quantization)
     elif quantization != "none":
         raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
     else:
         join_linears(model)
-    kv_scales = None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
-    return LoadedModel(model, shape, kind, cache_kind, kv_scales, where)
+    with _refused(path):
+        kv_scales = (
+            None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
+        )
+        SelfCheck(
+            shape,
+            dtype=kind,
+            cache_dtype=cache_kind,
+            kv_scales=kv_scales,
+            device=where,
+            block_size=block_size,
+            quantization=quantization,
+        ).run(EagerStep(model), expected)
+    return LoadedModel(model, shape, kind, cache_kind, kv_scales, where, expected)
 
 
 @contextmanager
@@ -137,7 +160,28 @@ def _explained(path: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise ModelError(f"transformers cannot load {path}: {first_line(error)}") from error
+        why = first_line(error)
+        if PAGED_ATTENTION in why:  # from a table of its own
+            why = "its classes take no attention implementation but transformers' own"
+        raise ModelError(f"transformers cannot load {path}: {why}") from error
+
+
+@contextmanager
+def _refused(path: str) -> Iterator[None]:
+    """Makes an UnsupportedModelError of whatever a model's code raises as it is tried."""
+    try:
+        yield
+    except SelfCheckError as error:
+        raise SelfCheckError(f"{path} cannot be served: {error}") from error
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedModelError(f"{path} cannot be served: {first_line(error)}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{path} cannot be served: its forward pass failed with {type(error).__name__}:"
+            f" {first_line(error)}"
+        ) from error
 
 
 def _prepare_linears(
@@ -152,42 +196,48 @@ def _prepare_linears(
     pack_linears(model)
 
 
-@torch.inference_mode()
-def _measure(model: PreTrainedModel, device: torch.device) -> ModelShape:
-    """Runs one token through the model to see what attention it does.
+def _measure(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
+    """Learns a model's figures, by its config and by a run of it.
 
     Raises:
-        NotImplementedError: of a kind that there is no kernel for.
+        NotImplementedError: its attention is of a kind that there is no kernel for.
     """
-    probe = ShapeProbe({})
-    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    with attending(probe):
-        model(input_ids=token, position_ids=token, use_cache=False)
-    shapes = set(probe.layers.values())
-    if not shapes:
-        raise NotImplementedError("it does not call transformers' attention interface")
-    if sorted(probe.layers) != list(range(len(probe.layers))):
-        raise NotImplementedError("some of its layers do without attention")
-    if len(shapes) > 1 or any(key != value for _, _, key, value in shapes):
-        raise NotImplementedError(f"its layers' heads are not all alike: {sorted(shapes)}")
-    num_heads, num_kv_heads, head_dim, _ = shapes.pop()
     config: Any = model.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        probe(model, LONGEST)  # which may have more to say
+        raise NotImplementedError("its config names no max_position_embeddings")
+    context = fix_rope(model, context, max_model_len)
+    layers = probe(model, context)
+    chunks = [layer.mask.chunk for layer in layers if layer.mask.chunk is not None]
+    if chunks and min(chunks) < context:
+        context = min(chunks)
+        log.warning("context cut to the chunks that the model attends in", max_model_len=context)
+    heads = {_heads(layer) for layer in layers}
+    if len(heads) > 1 or any(layer.key_dim != layer.value_dim for layer in layers):
+        unlike = sorted({(*_heads(layer), layer.value_dim) for layer in layers})
+        raise NotImplementedError(f"its layers' heads are not all alike: {unlike}")
+    num_heads, num_kv_heads, head_dim = heads.pop()
     return ModelShape(
-        num_layers=len(probe.layers),
+        num_layers=len(layers),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=config.vocab_size,
-        max_position=config.max_position_embeddings,
+        max_position=context,
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _heads(layer: LayerAttention) -> tuple[int, int, int]:
+    return layer.num_heads, layer.num_kv_heads, layer.key_dim
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """From both configs: a chat model's turn often ends with a token that only one names."""
     config: Any = model.config.get_text_config(decoder=True)
     own = _ids(getattr(model.generation_config, "eos_token_id", None))
-    return tuple(sorted({*_ids(config.eos_token_id), *own}))
+    return tuple(sorted({*_ids(getattr(config, "eos_token_id", None)), *own}))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
