@@ -7,6 +7,7 @@ through a plain C ABI, and call PyTorch through its own.
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
+from kernels.integrity import SEAL, check_trusted, seal, verify_seal
 from kernels.machine import cpu_identity
 
 SOURCES = (
@@ -35,7 +37,11 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
+log = logging.getLogger(__name__)
+
 COMPILE_TIMEOUT = 120  # seconds
+ATTEMPTS = 5
+"""How often a library is compiled that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
 """In the cache, with a digest of what it was made of. Its time is when it was loaded last, and who
 has it loaded now has a lock on it: by these, old ones are told."""
@@ -45,20 +51,25 @@ def load_library() -> ctypes.CDLL:
     """Returns the compiled kernels, compiling them if this is the first time.
 
     Several processes may do this at once: each compiles under a name of its own
-    and the last to finish renames its file into place.
+    and the last to finish renames its file into place. A library that is damaged, or that
+    another user can have written, is compiled again.
 
     Raises:
-        OSError: there is no C++ compiler, it fails, or the result cannot be loaded.
+        OSError: there is no C++ compiler, it fails, the result cannot be loaded, or another
+            user can write to the library's directory.
     """
     compiler = find_compiler()
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: set CXX or install g++")
     path = _library_path(compiler)
-    while not _hold(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_trusted(path.parent)
+    for _ in range(ATTEMPTS):
+        if _is_intact(path) and _hold(path):
+            # Globally: a compiled step finds the kernels by their names alone.
+            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         _compile(compiler, path)
-    # Globally: a compiled step finds the kernels by their names alone.
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    raise OSError(f"{path} is gone or damaged each time that it was compiled")
 
 
 def find_compiler() -> str | None:
@@ -70,12 +81,26 @@ def find_compiler() -> str | None:
 
 def _library_path(compiler: str) -> Path:
     """Returns where the library for these sources, flags and this CPU is kept."""
-    parts = [compiler, *FLAGS, cpu_identity(), *map(str, _loaded_libraries())]
+    parts = [compiler, *FLAGS, SEAL.decode(), cpu_identity(), *map(str, _loaded_libraries())]
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     # As octavo.common.model_cache has it, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
     return Path(cache).expanduser() / LIBRARY.format(digest[:16])
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether a library is there, whole and nobody else's work; remove any other."""
+    try:
+        check_trusted(path)
+        verify_seal(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.warning("the CPU kernels are compiled again: %s", error)
+        path.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _hold(path: Path) -> bool:
@@ -130,6 +155,8 @@ def _compile(compiler: str, path: Path) -> None:
         # Without -fopenmp here, the linker takes only the runtime it is given.
         library = f"{scratch}/library.so"
         _run([compiler, "-shared", "-o", library, *objects, *map(str, _loaded_libraries())])
+        seal(Path(library))
+        Path(library).chmod(0o755)
         Path(library).replace(path)
 
 

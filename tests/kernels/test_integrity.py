@@ -1,0 +1,156 @@
+"""A cached file is loaded only if it is what was written, and nobody else's work."""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import cpu, integrity
+from kernels.cpu import build
+from kernels.integrity import DamagedFileError, UntrustedFileError
+
+needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+ROOT = Path(__file__).parents[2]
+
+
+CHANGES = {
+    "cut in half": lambda contents: contents[: len(contents) // 2],
+    "a flipped byte": lambda contents: contents[:99] + bytes([contents[99] ^ 1]) + contents[100:],
+    "empty": lambda _: b"",
+}
+damaged = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+def replace(path, change):
+    """Puts a changed copy in a file's place; the file itself may be loaded."""
+    contents = path.read_bytes()
+    path.unlink()
+    path.write_bytes(change(contents))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * 20)
+    return path
+
+
+@damaged
+def test_a_changed_file_is_told_by_name(file, change):
+    expected = integrity.fingerprint(file)
+    integrity.verify(file, expected)
+    replace(file, change)
+    with pytest.raises(DamagedFileError, match=str(file)):
+        integrity.verify(file, expected)
+
+
+def test_a_missing_file_is_damaged(file):
+    expected = integrity.fingerprint(file)
+    file.unlink()
+    with pytest.raises(DamagedFileError, match="is missing"):
+        integrity.verify(file, expected)
+
+
+@damaged
+def test_a_seal_holds_for_the_contents_it_was_made_of(file, change):
+    with pytest.raises(DamagedFileError):
+        integrity.verify_seal(file)
+    integrity.seal(file)
+    integrity.verify_seal(file)
+    replace(file, change)
+    with pytest.raises(DamagedFileError, match=str(file)):
+        integrity.verify_seal(file)
+
+
+def test_what_others_can_write_is_not_trusted(file):
+    integrity.check_trusted(file, file.parent)
+    file.chmod(0o664)  # of a group that this process is in
+    integrity.check_trusted(file)
+    file.chmod(0o646)
+    with pytest.raises(UntrustedFileError, match="other users can write"):
+        integrity.check_trusted(file)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_others_own_is_not_trusted(file):
+    os.chown(file, 12345, -1)
+    with pytest.raises(UntrustedFileError, match="another user"):
+        integrity.check_trusted(file)
+    os.chown(file, 0, 12345)
+    integrity.check_trusted(file)
+    file.chmod(0o664)
+    with pytest.raises(UntrustedFileError, match="other users can write"):
+        integrity.check_trusted(file)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A library as `build` leaves it, compiled of a line of C."""
+    path = tmp_path_factory.mktemp("built") / "library.so"
+    source = path.with_suffix(".cpp")
+    source.write_text('extern "C" int octavo_answer() { return 42; }')
+    subprocess.run([build.find_compiler(), "-shared", "-fPIC", "-o", path, source], check=True)
+    integrity.seal(path)
+    return path
+
+
+@needs_compiler
+def test_a_sealed_library_can_be_loaded(built):
+    assert ctypes.CDLL(str(built)).octavo_answer() == 42
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch, built):
+    """The kernels' place in a cache of its own, and a compiler that takes no time."""
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "_compile", lambda _, path: shutil.copy(built, path))
+    build.load_library()
+    return next((tmp_path / "kernels").iterdir())
+
+
+@needs_compiler
+@damaged
+def test_damaged_kernels_are_compiled_again(cached, built, change, caplog):
+    replace(cached, change)
+    with caplog.at_level(logging.WARNING):
+        build.load_library()
+    assert str(cached) in caplog.text
+    assert cached.read_bytes() == built.read_bytes()
+
+
+@needs_compiler
+def test_kernels_that_others_can_write_are_compiled_again(cached, caplog):
+    cached.chmod(0o777)
+    with caplog.at_level(logging.WARNING):
+        build.load_library()
+    assert f"other users can write to {cached}" in caplog.text
+    assert not cached.stat().st_mode & 0o022
+
+
+@needs_compiler
+def test_kernels_in_a_directory_that_others_can_write_are_not_loaded(cached):
+    cached.parent.chmod(0o777)
+    with pytest.raises(UntrustedFileError, match=str(cached.parent)):
+        build.load_library()
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_process_survives_damaged_kernels(tmp_path):
+    """The real ones, in a process of its own: what is cut short ends it with SIGBUS."""
+    assert cpu.linear is None or cpu.linear.supported
+    kept = build._library_path(build.find_compiler())
+    copy = tmp_path / "kernels" / kept.name
+    copy.parent.mkdir(mode=0o755)
+    shutil.copy(kept, copy)
+    replace(copy, CHANGES["cut in half"])
+    environment = os.environ | {"OCTAVO_CACHE_DIR": str(tmp_path)}
+    script = "from kernels import cpu; cpu.run_step"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=False)
+    assert done.returncode == 0
+    integrity.verify_seal(copy)
