@@ -8,10 +8,18 @@ import torch
 
 from engine.config import EngineSettings
 from engine.executor.cache import GIB
-from engine.executor.compilation import Artifact, CompiledStep, Compiler, Recipe, locate
+from engine.executor.compilation import (
+    Artifact,
+    CompiledStep,
+    Compiler,
+    Recipe,
+    locate,
+    upkeep,
+)
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
-from octavo.common import resources
+from kernels.integrity import UntrustedFileError, check_trusted
+from octavo.common import model_cache, resources
 from octavo.common.models import first_line
 
 COMPILER_COPIES = 4
@@ -69,6 +77,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     # What a CPU cannot do must be refused, compiled or not.
     compiles = settings.compile != "off" and on_cpu and settings.kv_cache_dtype == "auto"
+    compiles = compiles and _trusts_cache()
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
@@ -129,12 +138,25 @@ def _room_to_compile(model: torch.nn.Module) -> bool:
     return False
 
 
+def _trusts_cache() -> bool:
+    """Return whether nobody else can put compiled steps into the cache; warn if not."""
+    try:
+        check_trusted(model_cache.cache_dir() / upkeep.FOLDER)
+    except FileNotFoundError:
+        return True
+    except UntrustedFileError as error:
+        log.warning("the model stays uncompiled, and slower", error=str(error))
+        return False
+    return True
+
+
 def _load_compiled(artifact: Artifact) -> LoadedStep | None:
-    """Loads an artifact; None, and a word in the log, if it is damaged."""
+    """Load an artifact; if it cannot be loaded, warn, remove it and return None."""
     try:
         step = CompiledStep(artifact)
-    except (OSError, ValueError, RuntimeError) as error:
-        log.warning("a compiled step cannot be read", path=str(artifact.path), error=str(error))
+    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        log.warning("a compiled step cannot be loaded: it is compiled again", error=str(error))
+        model_cache.remove(artifact.name)
         return None
     manifest = step.manifest
     dtype = getattr(torch, manifest.dtype)

@@ -48,7 +48,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     target = cache_dir() / name
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _locked(target):
         if target.is_dir():
             return target

@@ -4,9 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partialmethod
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from engine.config import EngineSettings
@@ -155,20 +157,115 @@ assert not {{"torch._inductor.compile_fx", "transformers"}} & sys.modules.keys()
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.usefixtures("_cache")
-def test_what_is_damaged_is_not_used(model, monkeypatch):
-    recipe = Recipe(str(model), "float16", "none", 16)
-    artifact = locate(recipe)
-    artifact.path.mkdir(parents=True)
-    (artifact.path / MANIFEST).write_text("{}")
-    monkeypatch.setattr(Compiler, "__init__", _no_compiler)
-    loaded = engine(model, "auto", "float16", "none")
+def of_kind(directory, ending):
+    return next(path for path in directory.iterdir() if path.name.endswith(ending))
+
+
+def replace(path, contents):
+    """Puts another file in a file's place: the one that was there may be loaded."""
+    path.unlink()
+    path.write_bytes(contents)
+    return path
+
+
+def cut_in_half(directory):
+    library = of_kind(directory, ".so")
+    return replace(library, library.read_bytes()[: library.stat().st_size // 2])
+
+
+def flip_a_weight(directory):
+    library = of_kind(directory, ".so")
+    contents = bytearray(library.read_bytes())
+    contents[-1000] ^= 0x80
+    return replace(library, contents)
+
+
+def empty(directory):
+    return replace(of_kind(directory, ".so"), b"")
+
+
+def swap_libraries(directory):
+    kernels = next((cache_dir() / "kernels").glob("*.so"))
+    return replace(of_kind(directory, ".so"), kernels.read_bytes())
+
+
+def lose_a_file(directory):
+    file = of_kind(directory, "_metadata.json")
+    file.unlink()
+    return file
+
+
+def open_to_others(directory):
+    library = of_kind(directory, ".so")
+    library.chmod(0o666)
+    return library
+
+
+def open_the_directory(directory):
+    directory.chmod(0o777)
+    return directory
+
+
+def change_the_manifest(directory):
+    manifest = directory / MANIFEST
+    return replace(manifest, manifest.read_bytes().replace(b"512", b"513"))
+
+
+def lose_the_manifest(directory):
+    return replace(directory / MANIFEST, b"{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(cut_in_half, flip_a_weight, empty, swap_libraries, lose_a_file, open_to_others),
+        *(open_the_directory, change_the_manifest, lose_the_manifest),
+    ],
+)
+def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch, tmp_path):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    shutil.copytree(artifact.path, tmp_path / "kept")
+    file = damage(artifact.path)
+    asked = []
+    monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+        assert not loaded.parts.executor.compiled
+        assert asked == [artifact]
+        assert not artifact.path.exists()
+        warned = [entry["error"] for entry in logs if entry["log_level"] == "warning"]
+        assert any(str(file) in error for error in warned), logs
+    finally:
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", artifact.path)
+    assert engine(kept, "auto", "bfloat16", "int4").parts.executor.compiled
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(kept, monkeypatch):
+    monkeypatch.setattr(Compiler, "__init__", None)
+    folder = locate(Recipe(str(kept), "bfloat16", "int4", 16)).path.parent
+    folder.chmod(0o777)
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+    finally:
+        folder.chmod(0o755)
     assert not loaded.parts.executor.compiled
-    shutil.rmtree(artifact.path)
+    assert any(f"other users can write to {folder}" in entry.get("error", "") for entry in logs)
 
 
-def _no_compiler(compiler, artifact):
+@pytest.mark.slow
+def test_what_was_damaged_is_compiled_again(kept):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    cut_in_half(artifact.path)
+    assert engine(kept, "wait", "bfloat16", "int4").parts.executor.compiled
+    assert artifact.path.exists()
+
+
+def _no_compiler(compiler, artifact, asked):
     compiler.step = None
+    asked.append(artifact)
 
 
 @pytest.mark.slow

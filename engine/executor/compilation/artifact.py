@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,10 +17,19 @@ from engine.executor.compilation import upkeep
 from engine.executor.compilation.container import Container
 from engine.executor.paged_attention import current_step
 from engine.executor.shape import ModelShape
+from kernels.integrity import (
+    DamagedFileError,
+    Fingerprint,
+    check_trusted,
+    fingerprint,
+    verify,
+)
 from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
+DIGEST = "sha256"
+"""In a manifest: of the rest of it."""
 SOURCES = (
     *("artifact.py", "capture.py", "export.py", "fusion.py", "patterns.py", "rotation.py"),
     *("../attention.py", "../joining.py", "../linear.py", "../model.py", "../paged_attention.py"),
@@ -52,31 +64,42 @@ class Manifest:
         shape: the model's.
         dtype: of activations and KV cache, a name of torch's.
         library: the shared library's file name.
+        files: what each file beside the manifest is recognised by, by its name.
     """
 
     shape: ModelShape
     dtype: str
     library: str
+    files: Mapping[str, Fingerprint]
 
     def write(self, path: Path) -> None:
-        """Saves it as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1))
+        """Save it as JSON, with the SHA-256 of what it says."""
+        contents = asdict(self)
+        path.write_text(json.dumps(contents | {DIGEST: _digest(_canonical(contents))}, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Reads what `write` saved.
+        """Read what `write` saved.
 
         Raises:
             OSError: there is no such file.
             ValueError: it holds something else.
         """
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_bytes())
+            if data.pop(DIGEST) != _digest(_canonical(data)):
+                raise ValueError("it does not match its own SHA-256")
             eos = tuple(data["shape"].pop("eos_token_ids"))
             shape = ModelShape(**data["shape"], eos_token_ids=eos)
-            return cls(shape, data["dtype"], data["library"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is no compiled step: {error}") from error
+            files = {name: Fingerprint(*known) for name, known in data["files"].items()}
+            return cls(shape, data["dtype"], data["library"], files)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def fingerprints(directory: Path) -> dict[str, Fingerprint]:
+    """Return what each file in a directory is recognised by, by its name."""
+    return {file.name: fingerprint(file) for file in sorted(directory.iterdir())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +127,11 @@ class CompiledStep:
         artifact: which; must exist.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is damaged.
-        RuntimeError: its library cannot be loaded.
+        OSError: it is not there, one of its files is damaged, or its library cannot be loaded.
+        UntrustedFileError: another user can have written one of its files.
+        ValueError: its manifest is damaged.
+        RuntimeError: its weights cannot be loaded.
+        AttributeError: its library is no compiled step.
 
     Attributes:
         manifest: what it says of the model.
@@ -114,7 +139,9 @@ class CompiledStep:
 
     def __init__(self, artifact: Artifact) -> None:
         self._hold = upkeep.hold(artifact.path, asdict(artifact.recipe))
+        check_trusted(artifact.path, artifact.path / MANIFEST)
         self.manifest = Manifest.read(artifact.path / MANIFEST)
+        _verify(artifact.path, self.manifest)
         # `aoti_load_package` would unpack the weights into a temporary directory at every
         # start, and leave them there.
         self._container = Container(artifact.path / self.manifest.library)
@@ -131,6 +158,24 @@ class CompiledStep:
     ) -> list[int]:
         """As a call, but returns the first of each row's most likely tokens."""
         return self._container.most_likely(token_ids, positions, logit_rows, current_step())
+
+
+def _verify(directory: Path, manifest: Manifest) -> None:
+    """Check an artifact's files, in threads: most of it is one file of hundreds of megabytes.
+
+    Raises:
+        DamagedFileError: one is not what was written, or its library is not among them.
+        UntrustedFileError: another user can have written one.
+    """
+    if manifest.library not in manifest.files:
+        raise DamagedFileError(f"{directory / manifest.library} is missing")
+
+    def check(name: str) -> None:
+        verify(directory / name, manifest.files[name])
+        check_trusted(directory / name)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, manifest.files))
 
 
 def locate(recipe: Recipe) -> Artifact | None:
@@ -170,6 +215,10 @@ def _model_files(model: str) -> list[Path] | None:
             return None
         directory = Path(config).parent
     return sorted(file for file in directory.iterdir() if file.is_file())
+
+
+def _canonical(contents: Mapping[str, Any]) -> bytes:
+    return json.dumps(contents, sort_keys=True).encode()
 
 
 def _digest(data: bytes) -> str:

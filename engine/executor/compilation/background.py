@@ -69,7 +69,7 @@ class Compiler:
             return
         try:
             self.step = CompiledStep(self._artifact)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, AttributeError) as error:
             _warn(str(error))
             return
         log.info("model compiled", seconds=round(time.monotonic() - began, 1))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
-from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe
+from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe, fingerprints
 from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
@@ -102,7 +102,11 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     )
     library = _unpack(package, result)
     dtype = str(loaded.dtype).removeprefix("torch.")
-    Manifest(loaded.shape, dtype, library).write(result / MANIFEST)
+    for file in result.iterdir():
+        file.chmod(0o644)  # whatever the umask: it is not loaded if others can write to it
+    result.chmod(0o755)
+    Manifest(loaded.shape, dtype, library, fingerprints(result)).write(result / MANIFEST)
+    (result / MANIFEST).chmod(0o644)
 
 
 def _unpack(package: Path, directory: Path) -> str:
