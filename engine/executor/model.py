@@ -114,7 +114,12 @@ def load(
         raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
     with _explained(path):
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=kind, attn_implementation=PAGED_ATTENTION, device_map=where
+            path,
+            config=config,
+            dtype=kind,
+            attn_implementation=PAGED_ATTENTION,
+            device_map=where,
+            use_safetensors=True,  # pickled weights can run code
         )
     model.train(mode=False)
     with _refused(path):

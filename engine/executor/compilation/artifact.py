@@ -87,14 +87,16 @@ class Manifest:
         """
         try:
             data = json.loads(path.read_bytes())
-            if data.pop(DIGEST) != _digest(_canonical(data)):
-                raise ValueError("it does not match its own SHA-256")
+            known, found = data.pop(DIGEST), _digest(_canonical(data))
             eos = tuple(data["shape"].pop("eos_token_ids"))
             shape = ModelShape(**data["shape"], eos_token_ids=eos)
-            files = {name: Fingerprint(*known) for name, known in data["files"].items()}
-            return cls(shape, data["dtype"], data["library"], files)
+            files = {name: Fingerprint(*figures) for name, figures in data["files"].items()}
+            manifest = cls(shape, data["dtype"], data["library"], files)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
+        if known != found:
+            raise ValueError(f"{path} is damaged: it does not match its own SHA-256")
+        return manifest
 
 
 def fingerprints(directory: Path) -> dict[str, Fingerprint]:
