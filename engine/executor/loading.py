@@ -16,6 +16,7 @@ from engine.executor.compilation import (
     locate,
     upkeep,
 )
+from engine.executor.self_check import SelfCheckError
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
 from kernels.integrity import UntrustedFileError, check_trusted
@@ -73,7 +74,13 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         ModelError: it cannot be read, or lacks weights.
         OSError: there is no such model.
     """
-    recipe = Recipe(model, settings.dtype, settings.quantization, settings.block_size)
+    recipe = Recipe(
+        model,
+        settings.dtype,
+        settings.quantization,
+        settings.block_size,
+        settings.max_model_len,
+    )
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
     # What a CPU cannot do must be refused, compiled or not.
     compiles = settings.compile != "off" and on_cpu and settings.kv_cache_dtype == "auto"
@@ -154,7 +161,7 @@ def _load_compiled(artifact: Artifact) -> LoadedStep | None:
     """Load an artifact; if it cannot be loaded, warn, remove it and return None."""
     try:
         step = CompiledStep(artifact)
-    except (OSError, ValueError, RuntimeError, AttributeError) as error:
+    except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
         log.warning("a compiled step cannot be loaded: it is compiled again", error=str(error))
         model_cache.remove(artifact.name)
         return None

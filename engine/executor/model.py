@@ -108,7 +108,7 @@ def load(
     where = choose_device(device)
     with _explained(path):
         config = AutoConfig.from_pretrained(path)
-    kind = choose_dtype(dtype, config.get_text_config(), where)
+        kind = choose_dtype(dtype, config.get_text_config(), where)
     cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
@@ -135,34 +135,33 @@ def load(
         )
         with attention_of(model, "eager"):
             expected = reference(model, shape)
-    if where.type == "cpu":
-        _prepare_linears(model, shape, path, quantization)
-    elif quantization != "none":
-        raise UnsupportedModelError(f"--quantization {quantization} is for CPUs only, so far")
-    else:
-        join_linears(model)
-    with _refused(path):
+        if where.type == "cpu":
+            _prepare_linears(model, shape, path, quantization)
+        elif quantization != "none":
+            raise NotImplementedError(f"--quantization {quantization} is for CPUs only, so far")
+        else:
+            join_linears(model)
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )
         SelfCheck(
             shape,
-            dtype=kind,
-            cache_dtype=cache_kind,
-            kv_scales=kv_scales,
-            device=where,
+            kind,
+            where,
             block_size=block_size,
             quantization=quantization,
+            cache_dtype=cache_kind,
+            kv_scales=kv_scales,
         ).run(EagerStep(model), expected)
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, where, expected)
 
 
 @contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Makes a ModelError of whatever transformers raises, if it is not an OSError."""
+    """Makes a ModelError of whatever transformers raises."""
     try:
         yield
-    except OSError:
+    except ModelError:
         raise
     except Exception as error:
         why = first_line(error)
@@ -173,18 +172,18 @@ def _explained(path: str) -> Iterator[None]:
 
 @contextmanager
 def _refused(path: str) -> Iterator[None]:
-    """Makes an UnsupportedModelError of whatever a model's code raises as it is tried."""
+    """Make an UnsupportedModelError of whatever a model's code raises as it is tried."""
     try:
         yield
     except SelfCheckError as error:
         raise SelfCheckError(f"{path} cannot be served: {error}") from error
+    except ModelError:
+        raise
     except (NotImplementedError, ValueError) as error:
         raise UnsupportedModelError(f"{path} cannot be served: {first_line(error)}") from error
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{path} cannot be served: its forward pass failed with {type(error).__name__}:"
+            f"{path} cannot be served: the model's code failed with {type(error).__name__}:"
             f" {first_line(error)}"
         ) from error
 

@@ -136,6 +136,18 @@ def _record(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise NotImplementedError(f"its {type(module).__name__} does not say of which layer it is")
+    _check_call(here, layer, (query, key, value), keywords)
+    mask = _known(here, layer, attention_mask)
+    module.octavo_window = mask.window
+    batch, num_heads, tokens, key_dim = query.shape
+    here.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
+    return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
+
+
+def _check_call(
+    here: _Probe, layer: int, operands: tuple[torch.Tensor, ...], keywords: dict[str, Any]
+) -> None:
+    """Refuse a call that paged attention would not answer as the model means it."""
     if layer in here.layers:
         raise NotImplementedError(f"its layer {layer} calls attention several times")
     for name, given in keywords.items():
@@ -145,13 +157,9 @@ def _record(
             raise NotImplementedError(NAMED_REFUSALS[name])
         if name not in HARMLESS:
             raise NotImplementedError(f"its attention takes {name!r}, which Octavo does not know")
-    batch, num_heads, tokens, key_dim = query.shape
-    if batch != 1 or key.shape[2] != tokens or value.shape[2] != tokens:
+    query, key, value = operands
+    if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
         raise NotImplementedError(f"its layer {layer} attends to other than its own tokens")
-    mask = _known(here, layer, attention_mask)
-    module.octavo_window = mask.window
-    here.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
-    return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
 
 
 def _known(here: _Probe, layer: int, given: torch.Tensor | None) -> Mask:

@@ -20,8 +20,7 @@ from pathlib import Path
 import structlog
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.executor.cache import CacheTensors
@@ -79,24 +78,24 @@ class Reference:
 
         Raises:
             OSError: there is no such file.
-            SafetensorError: it holds something else.
         """
         tensors = load_file(path)
         return cls(tensors["tokens"], tensors["logits"])
 
 
 @torch.inference_mode()
-def reference(model: PreTrainedModel, shape: ModelShape) -> Reference:
+def reference(model: nn.Module, shape: ModelShape) -> Reference:
     """Run transformers' eager forward pass.
 
     Args:
-        model: with its attention implementation set to transformers' "eager".
+        model: transformers', with its attention implementation set to "eager".
         shape: its figures.
     """
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     count = min(TOKENS, shape.max_position)
     tokens = torch.randint(shape.vocab_size, (count,), generator=generator)
-    logits = model(input_ids=tokens[None].to(model.device), use_cache=False).logits[0]
+    logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
     return Reference(tokens, logits[_rows(count)].cpu().contiguous())
 
 
@@ -124,29 +123,30 @@ class _Part:
 
 
 class SelfCheck:
-    """The three relations for one step.
+    """The three relations, for one step.
 
     Args:
         shape: the model's figures.
         dtype: of activations.
-        cache_dtype: of the KV cache.
-        kv_scales: each layer's (key scale, value scale), where that is fp8.
         device: where the step runs.
         block_size: tokens in a block.
         quantization: of the weights.
+        cache_dtype: of the KV cache, if it is not `dtype`.
+        kv_scales: each layer's (key scale, value scale), where that is fp8.
     """
 
     def __init__(
         self,
         shape: ModelShape,
-        *,
         dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        kv_scales: list[tuple[float, float]] | None,
         device: torch.device,
+        *,
         block_size: int,
         quantization: Quantization,
+        cache_dtype: torch.dtype | None = None,
+        kv_scales: list[tuple[float, float]] | None = None,
     ) -> None:
+        cache_dtype = cache_dtype or dtype
         self._dtype = dtype
         self._kv_scales = kv_scales
         self._device = device

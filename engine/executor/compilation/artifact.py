@@ -16,6 +16,7 @@ from engine.executor import huge_pages
 from engine.executor.compilation import upkeep
 from engine.executor.compilation.container import Container
 from engine.executor.paged_attention import current_step
+from engine.executor.self_check import Reference, SelfCheck
 from engine.executor.shape import ModelShape
 from kernels.integrity import (
     DamagedFileError,
@@ -28,11 +29,13 @@ from kernels.machine import cpu_identity
 from octavo.common.model_cache import cache_dir
 
 MANIFEST = "step.json"
+REFERENCE = "reference.safetensors"
 DIGEST = "sha256"
 """In a manifest: of the rest of it."""
 SOURCES = (
     *("artifact.py", "capture.py", "export.py", "fusion.py", "patterns.py", "rotation.py"),
     *("../attention.py", "../joining.py", "../linear.py", "../model.py", "../paged_attention.py"),
+    *("../masks.py", "../probe.py", "../rope.py", "../self_check.py"),
 )
 QUANTIZATION = ("../calibration.py", "../calibration.txt", "../quantization.py")
 KERNELS = tuple(f"../../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py"))
@@ -48,12 +51,14 @@ class Recipe:
         dtype: as set, `auto` or a name.
         quantization: as set.
         block_size: tokens per block, which the kernels must support.
+        max_model_len: as set; of rotary embeddings, some depend on it.
     """
 
     model: str
     dtype: str
     quantization: Quantization
     block_size: int
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,7 @@ class CompiledStep:
         UntrustedFileError: another user can have written one of its files.
         ValueError: its manifest is damaged.
         RuntimeError: its weights cannot be loaded.
+        SelfCheckError: it does not compute what transformers computes of the model.
         AttributeError: its library is no compiled step.
 
     Attributes:
@@ -148,6 +154,22 @@ class CompiledStep:
         # start, and leave them there.
         self._container = Container(artifact.path / self.manifest.library)
         huge_pages.collapse(self._container.constants())
+        self.check(artifact)
+
+    def check(self, artifact: Artifact) -> None:
+        """Hold it to what transformers computes of the model.
+
+        Raises:
+            SelfCheckError: it computes something else.
+        """
+        manifest, recipe = self.manifest, artifact.recipe
+        SelfCheck(
+            manifest.shape,
+            getattr(torch, manifest.dtype),
+            torch.device("cpu"),
+            block_size=recipe.block_size,
+            quantization=recipe.quantization,
+        ).run(self, Reference.load(artifact.path / REFERENCE))
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
@@ -195,7 +217,7 @@ def locate(recipe: Recipe) -> Artifact | None:
         return None
     sources = (*SOURCES, *KERNELS, *(QUANTIZATION if recipe.quantization != "none" else ()))
     facts = {
-        "recipe": asdict(recipe) | {"model": ""},
+        "recipe": asdict(recipe) | {"model": "", **_context(recipe, files)},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -205,6 +227,14 @@ def locate(recipe: Recipe) -> Artifact | None:
     }
     key = _digest(json.dumps(facts, sort_keys=True).encode())
     return Artifact(recipe, f"{upkeep.FOLDER}/{key[:24]}")
+
+
+def _context(recipe: Recipe, files: list[Path]) -> dict[str, int | None]:
+    """Return the context if what a model computes depends on it; see `engine.executor.rope`."""
+    config = next((file for file in files if file.name == "config.json"), None)
+    text = config.read_text() if config else ""
+    depends = any(f'"{kind}"' in text for kind in ("dynamic", "longrope", "su"))
+    return {"max_model_len": recipe.max_model_len if depends else None}
 
 
 def _model_files(model: str) -> list[Path] | None:

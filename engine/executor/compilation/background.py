@@ -15,6 +15,7 @@ import torch
 
 from engine.executor.compilation import upkeep
 from engine.executor.compilation.artifact import Artifact, CompiledStep
+from engine.executor.self_check import SelfCheckError
 
 log = structlog.get_logger(__name__)
 
@@ -69,7 +70,7 @@ class Compiler:
             return
         try:
             self.step = CompiledStep(self._artifact)
-        except (OSError, ValueError, RuntimeError, AttributeError) as error:
+        except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
             _warn(str(error))
             return
         log.info("model compiled", seconds=round(time.monotonic() - began, 1))

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
-from engine.executor.compilation.artifact import MANIFEST, Manifest, Recipe, fingerprints
+from engine.executor.compilation.artifact import (
+    MANIFEST,
+    REFERENCE,
+    Manifest,
+    Recipe,
+    fingerprints,
+)
 from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
@@ -91,6 +97,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         device="cpu",
         block_size=recipe.block_size,
         quantization=recipe.quantization,
+        max_model_len=recipe.max_model_len,
     )
     # For two tokens or more, and it serves one too, as tests show: no loop depends on two.
     exported = capture(EagerStep(loaded.model), loaded.device)
@@ -101,6 +108,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         exported, package_path=str(package), inductor_configs=INDUCTOR
     )
     library = _unpack(package, result)
+    loaded.reference.save(result / REFERENCE)
     dtype = str(loaded.dtype).removeprefix("torch.")
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask: it is not loaded if others can write to it
