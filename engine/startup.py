@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -15,7 +16,9 @@ from engine.executor.cache import (
     blocks_in,
     default_cache_gib,
     default_swap_gib,
+    free_memory,
     memory_bytes,
+    peak_memory,
 )
 from engine.executor.cuda_graphs import cuda_recorder
 from engine.executor.executor import Executor
@@ -91,11 +94,12 @@ def build(settings: EngineSettings) -> Parts:
     max_num_seqs, batched = _batch_size(settings, loaded.device)
     block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
-    probe = _allocate(settings, loaded, -(-tokens // settings.block_size), 0)
-    _run_largest_step(Executor(loaded, probe), loaded, tokens, settings.block_size)
+    probe = Executor(loaded, _allocate(settings, loaded, -(-tokens // settings.block_size), 0))
+    _run_largest_step(probe, loaded, tokens, settings.block_size)
+    taken = _memory_taken(probe, loaded, settings, max_num_seqs)
     del probe
     num_swap_blocks = _num_swap_blocks(settings, block_bytes)
-    num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks)
+    num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks, taken)
     max_model_len = _max_model_len(settings, loaded, num_blocks)
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
     executor.warm_up(max_model_len)
@@ -194,6 +198,34 @@ def _run_largest_step(executor: Executor, loaded: LoadedStep, tokens: int, block
         torch.cuda.synchronize(loaded.device)
 
 
+def _memory_taken(
+    probe: Executor, loaded: LoadedStep, settings: EngineSettings, max_num_seqs: int
+) -> int:
+    """Return the bytes of a GPU that the cache cannot have, after the largest step; else 0.
+
+    They are the peak of that step without the probe's own cache, and the CUDA graphs.
+    """
+    said = settings.num_blocks is not None or settings.cache_memory is not None
+    if loaded.device.type != "cuda" or said:
+        return 0
+    taken = peak_memory(loaded.device) - probe.cache.device.nbytes
+    if not settings.cuda_graphs:
+        return taken
+    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
+    capacity = memory_bytes(loaded.device) // block_bytes * settings.block_size
+    try:
+        graphs = probe.measure_decodes(
+            max_num_seqs=max_num_seqs,
+            max_model_len=min(settings.max_model_len or loaded.shape.max_position, capacity),
+            record=cuda_recorder(),
+            free=partial(free_memory, loaded.device),
+        )
+    except RuntimeError:  # `_record_decodes` will say so
+        return taken
+    log.info("CUDA graphs measured", gib=round(graphs / GIB, 3))
+    return taken + graphs
+
+
 def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -> None:
     """Records CUDA graphs; a model that cannot be recorded is served without."""
     try:
@@ -205,13 +237,17 @@ def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -
 
 
 def _num_blocks(
-    settings: EngineSettings, loaded: LoadedStep, block_bytes: int, num_swap_blocks: int
+    settings: EngineSettings,
+    loaded: LoadedStep,
+    block_bytes: int,
+    num_swap_blocks: int,
+    taken: int,
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
     gib = settings.cache_memory
     if gib is None:
-        gib = default_cache_gib(loaded.device, settings.gpu_memory_utilization)
+        gib = default_cache_gib(loaded.device, settings.gpu_memory_utilization, taken)
         if loaded.device.type == "cuda":
             gib -= staging_memory(num_swap_blocks, block_bytes) / GIB
     available = memory_bytes(loaded.device) / GIB

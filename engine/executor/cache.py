@@ -91,21 +91,31 @@ def blocks_in(gib: float, block_bytes: int) -> int:
     return int(gib * GIB) // block_bytes
 
 
-def default_cache_gib(device: torch.device, utilisation: float) -> float:
+def default_cache_gib(device: torch.device, utilisation: float, taken: int) -> float:
     """GiB for the KV cache where nobody said: what the device has to spare.
 
-    On a GPU, call it after a step of the largest size, so that the peak of
-    activations is known: the cache gets `utilisation` of the memory less that
-    peak. On a CPU, whose memory others share, `HOST_SHARE` of what is free, at
-    most 4 GiB.
+    On a GPU, the cache gets `utilisation` of the memory less `taken` bytes, which are all
+    that is not the cache. On a CPU, whose memory others share, `HOST_SHARE` of what is
+    free, at most 4 GiB.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        peak = total - free - reserved + torch.cuda.max_memory_allocated(device)
-        return max(0.0, (utilisation * total - peak) / GIB)
+        return max(0.0, (utilisation * total - taken) / GIB)
     return min(4.0, HOST_SHARE * resources.memory().available / GIB)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes of a GPU in use since the peak was reset, other processes' too."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    unused, _ = torch.cuda.mem_get_info(device)
+    others = total - unused - torch.cuda.memory_reserved(device)
+    return others + torch.cuda.max_memory_allocated(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free once this process has given back what it can."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def default_swap_gib() -> float:

@@ -10,7 +10,7 @@ import torch
 from engine.batch import Batch, Draw, StepResult
 from engine.executor.cache import CacheTensors
 from engine.executor.compilation import CompiledStep
-from engine.executor.cuda_graphs import DecodeGraphs, Record, ladder
+from engine.executor.cuda_graphs import DecodeGraphs, Record, graph_memory, ladder
 from engine.executor.inputs import StepInputs, idle_inputs, prepare
 from engine.executor.launched import Launched
 from engine.executor.loading import LoadedStep
@@ -162,11 +162,36 @@ class Executor:
         Raises:
             RuntimeError: the device cannot record the model.
         """
-        self._decodes = DecodeGraphs(
+        self._decodes = self._record(ladder(max_num_seqs), max_model_len, record)
+
+    @torch.inference_mode()
+    def measure_decodes(
+        self, *, max_num_seqs: int, max_model_len: int, record: Record, free: Callable[[], int]
+    ) -> int:
+        """Return the bytes that `record_decodes` will take on the device; record nothing.
+
+        Args:
+            max_num_seqs: most sequences in a batch.
+            max_model_len: most tokens of a sequence.
+            record: records a step.
+            free: returns the bytes that are free on the device.
+
+        Raises:
+            RuntimeError: the device cannot record the model.
+        """
+        return graph_memory(
+            ladder(max_num_seqs),
+            lambda sizes, record: self._record(sizes, max_model_len, record),
+            record,
+            free,
+        )
+
+    def _record(self, sizes: list[int], max_model_len: int, record: Record) -> DecodeGraphs:
+        return DecodeGraphs(
             self._loaded.step,
             self.cache.layers,
             self._loaded.kv_scales,
-            sizes=ladder(max_num_seqs),
+            sizes=sizes,
             max_model_len=max_model_len,
             block_size=self._block_size,
             device=self._device,

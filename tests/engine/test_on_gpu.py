@@ -4,14 +4,18 @@ As in tests/kernels/test_triton.py; without a GPU, test_triton_interpreted.py th
 runs these tests in a process of their own.
 """
 
+import gc
 import os
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine import startup
 from engine.config import EngineSettings
+from engine.executor.cuda_graphs import cuda_recorder
 from engine.startup import build
 from tests.engine.stepper import Stepper
 
@@ -95,6 +99,16 @@ def test_so_they_are_when_it_is_compiled(engine, expected, ahead):
     compiled = engine(ahead=ahead, compile="auto")
     assert compiled.parts.executor.compiled
     assert run(compiled) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
+    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    recorded = engine()
+    assert recorded.parts.executor._decodes is not None
+    gc.collect()
+    torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # where freed memory was
+    assert run(recorded) == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True])
