@@ -179,15 +179,18 @@ def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
 
 def time_swap(timer: Timer, tiny: bool) -> list[Row]:
     """Blocks to host memory and back, beside one copy of as many bytes."""
-    from engine.executor.swap import make_swapper  # noqa: PLC0415 - needs more than kernels do
+    from engine.executor.pinned import pin  # noqa: PLC0415 - needs more than kernels do
+    from engine.executor.swap import make_swapper  # noqa: PLC0415 - likewise
 
     layout = LLAMA_3_8B
     blocks = 8 if tiny else 256
     on_gpu = timer.device.type == "cuda"
     shape = (blocks, layout.num_layers, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
     cache = torch.zeros(shape, dtype=torch.bfloat16, device=timer.device)
-    space = torch.zeros(shape, dtype=torch.bfloat16, pin_memory=on_gpu)
+    space = torch.zeros(shape, dtype=torch.bfloat16)
     swapper = make_swapper(cache, space)
+    if on_gpu:
+        pin(space, owner=swapper)
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> float:
         return timer.time_whole(lambda: target.copy_(source, non_blocking=on_gpu))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from engine.executor import huge_pages
+from engine.executor.pinned import pin
 from engine.executor.shape import ModelShape
 from engine.executor.swap import CopyTime, make_swapper
 from engine.kv_cache import Transfers
@@ -40,9 +41,9 @@ class CacheTensors:
         if device.type == "cpu":
             huge_pages.ask_for(self.device)
             self._populating = huge_pages.populate(self.device)
-        self.swap = torch.empty(
-            (num_swap_blocks, *block), dtype=dtype, pin_memory=device.type == "cuda"
-        )
+        self.swap = torch.empty((num_swap_blocks, *block), dtype=dtype)
+        if device.type == "cuda":
+            pin(self.swap, owner=self)
         self._swapper = make_swapper(self.device, self.swap)
         self.layers = [
             (self.device[:, layer, 0], self.device[:, layer, 1])

@@ -1,0 +1,41 @@
+"""Pins host memory of any size, so that a GPU copies to and from it by itself.
+
+PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64.
+Memory that is registered with CUDA keeps its size.
+"""
+
+import weakref
+from contextlib import suppress
+
+import torch
+
+_DEFAULT_FLAGS = 0
+
+
+def pin(tensor: torch.Tensor, *, owner: object) -> None:
+    """Pin a tensor's memory until `owner` is gone.
+
+    Args:
+        tensor: contiguous, in host memory; nobody uses it longer than `owner` does.
+        owner: holds the tensor.
+
+    Raises:
+        OSError: CUDA cannot pin so much.
+    """
+    if tensor.nbytes == 0:  # which CUDA refuses
+        return
+    address = tensor.data_ptr()
+    code = int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, _DEFAULT_FLAGS))
+    if code:
+        gib = tensor.nbytes / (1 << 30)
+        raise OSError(
+            f"cannot pin {gib:.1f} GiB of host memory (CUDA error {code}): lower --swap-space"
+        )
+    weakref.finalize(owner, _unpin, address)
+
+
+def _unpin(address: int) -> None:
+    """Unpin memory once no copy uses it; after an error of the GPU there is none to wait for."""
+    with suppress(RuntimeError):
+        torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
