@@ -160,7 +160,12 @@ class EngineCore:
         self._report(done.result)
         self._report_searches(done.batch)
         self._learn(done.batch)
-        self._metrics.observe_step(done.batch, done.seconds, compiled=self._executor.compiled)
+        self._metrics.observe_step(
+            done.batch,
+            done.seconds,
+            compiled=self._executor.compiled,
+            eager_steps=self._executor.eager_steps,
+        )
 
     def _announce(self, batch: Batch) -> None:
         """Says of requests that are computed for the first time that they started."""

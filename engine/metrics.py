@@ -22,6 +22,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._seen = Counters()
         self._seen_cache = CacheCounters()
+        self._seen_eager_steps = 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"octavo_engine_{name}", text, labels, registry=self.registry)
@@ -62,7 +63,10 @@ class EngineMetrics:
         self.sessions = gauge("sessions", "Routers connected.")
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
-        self.compiled = gauge("compiled", "1 once steps run compiled, 0 while they run eagerly.")
+        self.compiled = gauge("compiled", "1 if the last step ran compiled, 0 if it ran eagerly.")
+        self.eager_steps = counter(
+            "eager_steps", "Steps that ran eagerly because they do not fit the compiled model."
+        )
         self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
         self.shared_blocks = gauge(
             "shared_blocks", "Blocks on the device that several block-table entries hold."
@@ -72,9 +76,21 @@ class EngineMetrics:
         )
         self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
 
-    def observe_step(self, batch: Batch, seconds: float, *, compiled: bool) -> None:
-        """Counts a step."""
-        self.compiled.set(compiled)
+    def observe_step(
+        self, batch: Batch, seconds: float, *, compiled: bool, eager_steps: int = 0
+    ) -> None:
+        """Counts a step.
+
+        Args:
+            batch: what it computed.
+            seconds: how long it took.
+            compiled: whether the model is compiled.
+            eager_steps: how many steps since the start ran eagerly although it is.
+        """
+        eager = eager_steps - self._seen_eager_steps
+        self._seen_eager_steps = eager_steps
+        self.eager_steps.inc(eager)
+        self.compiled.set(compiled and not eager)
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
         self.batch_sequences.set(len(batch.slices))

@@ -48,6 +48,7 @@ class Executor:
         self._device = loaded.device
         self._block_size = cache.device.shape[4]
         self._decodes: DecodeGraphs | None = None
+        self._eager_before = 0
         self._plan = partial(
             plan_attention,
             num_heads=loaded.shape.num_heads,
@@ -122,6 +123,11 @@ class Executor:
         """Whether steps run compiled by now."""
         return self._loaded.compiled
 
+    @property
+    def eager_steps(self) -> int:
+        """How many steps since the start ran uncompiled although the model is compiled."""
+        return self._loaded.eager_steps - self._eager_before
+
     def take_copy_times(self) -> list[CopyTime]:
         """How long swaps took, of those that are known to have ended since the last call."""
         return self.cache.take_copy_times()
@@ -149,6 +155,7 @@ class Executor:
             )
         if len(self.cache.device) > 1:
             self.cache.apply(Transfers(copies=[(0, 1)]))
+        self._eager_before = self._loaded.eager_steps  # the lone decode
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:

@@ -61,6 +61,12 @@ class LoadedStep:
         """Whether steps run compiled by now."""
         return not isinstance(self.step, EagerStep)
 
+    @property
+    def eager_steps(self) -> int:
+        """How many steps ran uncompiled although the model is compiled."""
+        count: int = getattr(self._step, "eager_steps", 0)  # which a `JitStep` has
+        return count
+
 
 def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     """Loads a model, or what was compiled of it.

@@ -1,6 +1,7 @@
 """The step that is compiled in the engine's process, as on a GPU, says what the model says."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from transformers import GPTNeoXConfig, Qwen2Config
 from engine.config import EngineSettings
 from engine.executor import joining
 from engine.executor.calibration import BLOCK_SIZE
+from engine.executor.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, example
 from engine.executor.compilation.jit import JitStep
 from engine.executor.joining import Part, join_linears
 from engine.executor.loading import LoadedStep, compiled_for_gpu
 from engine.executor.model import load
+from engine.executor.paged_attention import ShapeProbe, attending
 from engine.executor.step import EagerStep
+from engine.metrics import EngineMetrics
 from engine.startup import build
 from tests.engine.one_prompt import logits
 from tests.engine.stepper import Stepper
@@ -135,6 +139,43 @@ def test_layers_are_let_go_as_they_are_joined(tiny_model, monkeypatch):
     join_linears(model)
     assert len(left) == 4
     assert left == sorted(set(left), reverse=True)
+
+
+class Small(torch.nn.Module):
+    """A model that is compiled at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(8, 4)
+
+    def forward(self, input_ids, logits_to_keep, **_):
+        return SimpleNamespace(logits=self.embedding(input_ids)[:, logits_to_keep])
+
+
+def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
+    given = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda step, **options: given(step, **options | {"dynamic": False})
+    )
+    monkeypatch.setattr("engine.executor.compilation.jit.OTHER_SIZES", ())
+    device = torch.device("cpu")
+    step = JitStep(EagerStep(Small()), device)
+    loaded = LoadedStep(None, torch.float32, torch.float32, None, device, None, step)
+    metrics = EngineMetrics()
+
+    def run(tokens):
+        with torch.inference_mode(), attending(ShapeProbe({})):
+            step(*example(device, tokens, min(tokens, EXAMPLE_ROWS)))
+        batch = SimpleNamespace(slices=[], num_tokens=tokens)
+        metrics.observe_step(batch, 0.1, compiled=loaded.compiled, eager_steps=loaded.eager_steps)
+        sample = metrics.registry.get_sample_value
+        return sample("octavo_engine_eager_steps_total"), sample("octavo_engine_compiled")
+
+    with capture_logs() as logs:
+        found = [run(tokens) for tokens in (EXAMPLE_TOKENS, 1, EXAMPLE_TOKENS, *[7] * 10)]
+    assert found[:3] == [(0, 1), (1, 0), (1, 1)]
+    assert found[3:] == [(count, 0) for count in range(2, 12)]
+    assert [(entry["tokens"], entry["steps"]) for entry in logs] == [(7, 1), (7, 10)]
 
 
 class Capricious(torch.nn.Module):
