@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels.host import to_device
 
-_WORDS = 1024  # words of a block that one program moves
+_WORDS = 1024  # words of a block that one program moves at a time
+_MOST_PROGRAMS = 65_535  # of a block: CUDA's limit for all dimensions of a grid but the first
 
 
 # The second column of an odd number of pairs is not aligned: that must not compile it anew.
@@ -30,10 +31,11 @@ def _swap_blocks_kernel(  # noqa: PLR0917
     pair = tl.program_id(0).to(tl.int64)
     from_block = tl.load(source_blocks + pair)
     to_block = tl.load(destination_blocks + pair)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    real = word < block_words
-    moved = tl.load(source + from_block * block_words + word, mask=real)
-    tl.store(destination + to_block * block_words + word, moved, mask=real)
+    for first in range(tl.program_id(1) * WORDS, block_words, tl.num_programs(1) * WORDS):
+        word = first + tl.arange(0, WORDS)
+        real = word < block_words
+        moved = tl.load(source + from_block * block_words + word, mask=real)
+        tl.store(destination + to_block * block_words + word, moved, mask=real)
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
@@ -46,6 +48,7 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     numbers = to_device(pairs.t().contiguous().numpy(), source.device)
     source, destination = (x.view(x.shape[0], -1).view(torch.int32) for x in (source, destination))
     block_words = source.shape[1]
-    _swap_blocks_kernel[(len(pairs), triton.cdiv(block_words, _WORDS))](
+    programs = min(triton.cdiv(block_words, _WORDS), _MOST_PROGRAMS)
+    _swap_blocks_kernel[(len(pairs), programs)](
         source, destination, numbers[0], numbers[1], block_words, WORDS=_WORDS
     )

@@ -30,7 +30,7 @@ from kernels.triton.merge_splits import merge_splits
 from kernels.triton.plan import plan_of
 from kernels.triton.shares import share_of
 from kernels.triton.splits import LEAST_KEYS, choose_splits
-from kernels.triton.tiles import Kind, choose_tiles, gpu
+from kernels.triton.tiles import Kind, choose_tiles, count_resident, gpu
 
 SMALL = 2048
 """A tile of at most so many rows times keys takes at most 16 registers of four warps."""
@@ -389,7 +389,16 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
     )
     seen = min(longest, call.sliding_window or longest)
     least_tiles = LEAST_KEYS // tiles.keys if splits is None else 1
-    splits = splits or choose_splits(len(items) * num_kv_heads, seen, where.multiprocessors)
+    if splits is None:
+        resident = count_resident(
+            tiles,
+            where,
+            head_dim=head_dim,
+            dtype=query.dtype,
+            cache_dtype=call.key_cache.dtype,
+        )
+        programs = len(items) * num_kv_heads
+        splits = choose_splits(programs, seen, resident * where.multiprocessors)
     partial_rows = min(tiles.rows, group) if kind == "decode" else tiles.rows
     shape = (len(items), num_kv_heads, splits if splits > 1 else 0, partial_rows)
     partial_lse = query.new_empty(shape, dtype=torch.float32)

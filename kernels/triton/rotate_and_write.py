@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.write_kv import largest, stored
+from kernels.triton.write_kv import largest, stored, warps_for
 
 
 @triton.jit
@@ -125,6 +125,7 @@ def rotate_and_write(  # noqa: PLR0917
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
+    padded_heads, padded_half = map(triton.next_power_of_2, (num_heads, head_dim // 2))
     _rotate_and_write_kernel[(num_tokens,)](
         query,
         key,
@@ -149,10 +150,11 @@ def rotate_and_write(  # noqa: PLR0917
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED_HEADS=triton.next_power_of_2(num_heads),
+        PADDED_HEADS=padded_heads,
         PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        PADDED_HALF=triton.next_power_of_2(head_dim // 2),
+        PADDED_HALF=padded_half,
         LARGEST=largest(key_cache),
+        num_warps=warps_for(padded_heads * padded_half),
         enable_fp_fusion=True,
     )
     return out

@@ -2,8 +2,6 @@
 
 from functools import cache
 
-from kernels.triton.tiles import RESIDENT
-
 MAX_SPLITS = 128
 LEAST_KEYS = 256
 """A piece has so many keys at least: less is not worth its start and its merge."""
@@ -12,7 +10,7 @@ START_KEYS = 128
 
 
 @cache
-def choose_splits(programs: int, longest: int, multiprocessors: int) -> int:
+def choose_splits(programs: int, longest: int, places: int) -> int:
     """Returns how many pieces the longest sequence is cut into.
 
     As many as make the last wave of programs end soonest: with `programs` enough for
@@ -21,11 +19,11 @@ def choose_splits(programs: int, longest: int, multiprocessors: int) -> int:
     Args:
         programs: without splits: sequences (tiles of queries) x KV heads.
         longest: keys of the longest sequence.
-        multiprocessors: of the GPU.
+        places: programs of this kind that the GPU runs side by side.
     """
 
     def time(splits: int) -> int:
-        waves = -(-programs * splits // (RESIDENT * multiprocessors))
+        waves = -(-programs * splits // places)
         return waves * (-(-longest // splits) + START_KEYS)
 
     most = min(MAX_SPLITS, max(1, longest // LEAST_KEYS))

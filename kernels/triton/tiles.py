@@ -65,8 +65,14 @@ class Gpu:
 
 
 RESIDENT = 2
-"""Decoding programs that a multiprocessor is to run side by side: one computes while
-another waits."""
+"""Decoding programs for which shared memory is left: one computes while another waits."""
+
+REGISTERS = 64 << 10
+"""Of a multiprocessor."""
+MOST_REGISTERS = 256
+"""Of a thread. Programs on matrix units take most of these."""
+FEW_REGISTERS = 128
+"""Of a thread, of float32 tiles with few rows, at most."""
 
 RESERVED = 1 << 10
 """Bytes of shared memory that each program takes for the system."""
@@ -138,6 +144,22 @@ def choose_tiles(
     while tiles.stages > 1 and _needed(tiles, gpu, padded, dtype, cache_dtype) > shared_bytes:
         tiles = replace(tiles, stages=tiles.stages - 1)
     return tiles
+
+
+def count_resident(
+    tiles: Tiles, gpu: Gpu, *, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> int:
+    """Return how many programs with such tiles a multiprocessor runs side by side.
+
+    It never says too many. Decodes leave room for a second program; chunks of prompts, whose
+    warps are more, take all registers.
+    """
+    padded = triton.next_power_of_2(head_dim)
+    needed = _needed(tiles, gpu, padded, dtype, cache_dtype)
+    by_memory = (gpu.shared_bytes + RESERVED) // (needed + RESERVED)
+    few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS
+    by_registers = REGISTERS // (32 * tiles.warps * (FEW_REGISTERS if few else MOST_REGISTERS))
+    return max(1, min(by_memory, by_registers))
 
 
 def _needed(

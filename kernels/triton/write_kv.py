@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_THREADS = 32  # of a warp
+_ELEMENTS = 8  # of a thread
+_MOST_WARPS = 16
+
 
 @triton.jit
 def stored(x, to, scale, LARGEST: tl.constexpr):
@@ -21,6 +25,15 @@ def stored(x, to, scale, LARGEST: tl.constexpr):
 def largest(cache: Tensor) -> float:
     """The largest number of a cache's dtype."""
     return torch.finfo(cache.dtype).max
+
+
+def warps_for(elements: int) -> int:
+    """Return the warps of a program that moves so many elements at once, a power of two.
+
+    Each thread has at most eight, where there are threads enough: they fit its registers,
+    and are one load of 16 bytes.
+    """
+    return min(max(elements // (_THREADS * _ELEMENTS), 1), _MOST_WARPS)
 
 
 @triton.jit
@@ -76,6 +89,7 @@ def write_kv(
     if num_tokens == 0:
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    padded = triton.next_power_of_2(num_kv_heads * head_dim)
     _write_kv_kernel[(num_tokens,)](
         key,
         value,
@@ -92,6 +106,7 @@ def write_kv(
         key_cache.shape[2],
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        PADDED=triton.next_power_of_2(num_kv_heads * head_dim),
+        PADDED=padded,
         LARGEST=largest(key_cache),
+        num_warps=warps_for(padded),
     )

@@ -5,6 +5,7 @@ these tests are skipped here, and test_triton_interpreted.py runs them in a proc
 of their own.
 """
 
+import importlib
 import os
 
 import numpy as np
@@ -139,6 +140,18 @@ def test_draws_from_a_row_of_several_tiles(harness, kernels):
         uniforms=np.array([0.99, 0.6]),
     )
     harness.check_draws(kernels, logits, draws, DEVICE)
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_copies_of_blocks_larger_than_a_grid(kernels, monkeypatch, programs):
+    module = importlib.import_module("kernels.triton.copy_blocks")
+    monkeypatch.setattr(module, "_MOST_PROGRAMS", programs)
+    words = 5 * module._WORDS + 3
+    cache = torch.randn((4, words), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    expected = cache.clone()
+    expected[1], expected[3] = cache[0], cache[2]
+    kernels.copy_blocks(cache, torch.tensor([[0, 1], [2, 3]]))
+    assert torch.equal(cache, expected)
 
 
 def test_zero_is_as_likely_as_minus_zero(harness, kernels):

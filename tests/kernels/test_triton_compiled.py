@@ -28,8 +28,8 @@ from kernels.triton.draw_tokens import (  # noqa: E402
 from kernels.triton.merge_splits import merge_splits  # noqa: E402
 from kernels.triton.paged_attention import SMALL, _operands, _paged_attention_kernel  # noqa: E402
 from kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
-from kernels.triton.tiles import Gpu, choose_tiles  # noqa: E402
-from kernels.triton.write_kv import _write_kv_kernel  # noqa: E402
+from kernels.triton.tiles import Gpu, choose_tiles, count_resident  # noqa: E402
+from kernels.triton.write_kv import _write_kv_kernel, warps_for  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
@@ -198,6 +198,11 @@ def check_attention(gpu, kind, case, path):
     if case["dtype"] != FP32:
         product = IN_PLACE.get(gpu, "mma.sync") if tiles.rows >= 64 else "mma.sync"
         assert product in code
+    threads = 32 * tiles.warps
+    shape = {key: case[key] for key in ("head_dim", "dtype", "cache_dtype")}
+    resident = count_resident(tiles, gpu, **shape)
+    assert resident * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
+    assert resident * taken["REG"] * threads <= 64 * KIB
     if kind == "decode":  # two programs side by side, for each of which a KiB is reserved
         assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
 
@@ -221,19 +226,44 @@ def test_the_others(gpu, tmp_path):
         types |= dict.fromkeys(("key_cache", "value_cache"), "*" + kept)
         types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
         constants = {"NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED": 256, "LARGEST": 57344.0}
-        made.append(compile_for(gpu, _write_kv_kernel, types, constants))
+        made.append(compile_for(gpu, _write_kv_kernel, types, constants, warps=warps_for(256)))
 
     types = dict.fromkeys(("query", "key", "value", "out", "cos", "sin"), "*bf16")
     types |= dict.fromkeys(("key_cache", "value_cache"), "*bf16") | {"slot_mapping": "*i64"}
     types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
     constants = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_HEADS": 16}
     constants |= {"PADDED_KV_HEADS": 4, "PADDED_HALF": 64, "LARGEST": 3e38}
-    made.append(compile_for(gpu, _rotate_and_write_kernel, types, constants))
+    warps = warps_for(16 * 64)
+    made.append(compile_for(gpu, _rotate_and_write_kernel, types, constants, warps=warps))
 
     types = dict.fromkeys(("source", "destination"), "*i32")
     types |= dict.fromkeys(("source_blocks", "destination_blocks"), "*i64")
     made.append(compile_for(gpu, _swap_blocks_kernel, types, {"WORDS": 1024}))
     assert [resources(kernel, tmp_path / "cubin")["STACK"] for kernel in made] == [0] * len(made)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_rotation_and_writes_leave_registers_for_other_programs(dtype, tmp_path):
+    name, heads = "*" + NAMES[dtype], 128
+    scales = dict.fromkeys(("key_scale", "value_scale"), "fp32") | {"slot_mapping": "*i64"}
+    pointers = ("query", "key", "value", "cos", "sin", "out", "key_cache", "value_cache")
+    types = dict.fromkeys(pointers, name) | scales
+    constants = {"HEAD_DIM": 128, "NUM_KV_HEADS": heads, "LARGEST": 3e38}
+    padded = {"PADDED_HEADS": heads, "PADDED_KV_HEADS": heads, "PADDED_HALF": 64}
+    rotating = constants | {"NUM_HEADS": heads} | padded
+    writing = constants | {"PADDED": heads * 128}
+    for kernel, given, elements in (
+        (_rotate_and_write_kernel, rotating, heads * 64),
+        (_write_kv_kernel, writing, heads * 128),
+    ):
+        warps = warps_for(elements)
+        kinds = {key: types[key] for key in types if key in kernel.arg_names}
+        strides = [key for key in kernel.arg_names if key.endswith("stride")]
+        aligned = [key for key in kinds if key in pointers] + strides
+        made = compile_for(H100, kernel, kinds, given, aligned=aligned, warps=warps)
+        taken = resources(made, tmp_path / "cubin")
+        assert taken["STACK"] == 0
+        assert taken["REG"] <= 128
 
 
 @pytest.mark.parametrize(("gpu", "kind", "case", "most"), FAST)
