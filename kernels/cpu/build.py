@@ -19,7 +19,7 @@ from pathlib import Path
 import platformdirs
 
 from kernels.integrity import SEAL, check_trusted, seal, verify_seal
-from kernels.machine import cpu_identity
+from kernels.machine import compiler_target, cpu_identity
 
 SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
@@ -29,7 +29,6 @@ SOURCES = (
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")
 FLAGS = (
     "-O2",  # compiles in half the time of -O3, and is as fast
-    "-march=native",
     "-std=c++17",
     "-fPIC",
     "-fopenmp",
@@ -81,7 +80,8 @@ def find_compiler() -> str | None:
 
 def _library_path(compiler: str) -> Path:
     """Returns where the library for these sources, flags and this CPU is kept."""
-    parts = [compiler, *FLAGS, SEAL.decode(), cpu_identity(), *map(str, _loaded_libraries())]
+    parts = [compiler, *FLAGS, SEAL.decode(), compiler_target(), cpu_identity()]
+    parts += map(str, _loaded_libraries())
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     # As octavo.common.model_cache has it, which kernels may not import.
@@ -147,7 +147,7 @@ def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
         commands = [
-            [compiler, *FLAGS, "-c", str(here / source), "-o", target]
+            [compiler, *FLAGS, compiler_target(), "-c", str(here / source), "-o", target]
             for source, target in zip(SOURCES, objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,8 +1,8 @@
 // Linear layers: bfloat16 weights, 8-bit ones with activations rounded as they come, and
 // 4-bit ones for a few rows.
 //
-// For CPUs whose vectors multiply bfloat16 and bytes in pairs and fours, and which have
-// no matrix unit: there oneDNN knows better.
+// For CPUs whose vectors multiply bfloat16 and bytes in pairs and fours. Where there is a
+// matrix unit (AMX) too, oneDNN is faster, and linear.py leaves these alone.
 
 #include <cmath>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 #include "linear.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__) && !defined(__AMX_TILE__)
+#if OCTAVO_HAS_LINEAR
 
 namespace {
 
@@ -258,8 +258,6 @@ void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLay
 
 }  // namespace
 
-extern "C" int octavo_has_linear() { return 1; }
-
 // y = x * weights + bias. Inputs and the rows' stride must be even.
 extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_stride,
                               const LinearLayer* layer, uint16_t* y, int threads) {
@@ -343,8 +341,7 @@ extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_
   }
 }
 
-#else
-
-extern "C" int octavo_has_linear() { return 0; }
-
 #endif
+
+// Whether the functions above are there.
+extern "C" int octavo_has_linear() { return OCTAVO_HAS_LINEAR; }

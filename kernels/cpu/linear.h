@@ -14,6 +14,16 @@
 
 #include "vector.h"
 
+// Whether there are kernels for linear layers: they need vectors that multiply bfloat16 in
+// pairs and bytes in fours. Elsewhere neither they nor the shims in aoti.cpp that call them
+// are built.
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    defined(__AVX512VNNI__)
+#define OCTAVO_HAS_LINEAR 1
+#else
+#define OCTAVO_HAS_LINEAR 0
+#endif
+
 constexpr int kPanelVectors = 2;
 constexpr int kPanel = kPanelVectors * kLanes;
 constexpr int kTileRows = 12;  // two sums each: with an element and weights, 32 registers

@@ -30,6 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.machine import onednn_has_amx
+
 PANEL = 32  # outputs; as in linear.h
 GATE = PANEL // 2  # outputs of a gate in a panel; the others go with them
 GROUP = 32  # inputs that share a scale in 4 bits: as in linear.cpp, and in GGUF
@@ -60,11 +62,12 @@ class LinearKernels:
         library: the compiled kernels.
 
     Attributes:
-        supported: whether they are for this CPU; if not, nothing else works.
+        supported: whether they are for this CPU; if not, nothing else works. They are not
+            where oneDNN has a matrix unit (AMX), with which it is faster.
     """
 
     def __init__(self, library: CDLL) -> None:
-        self.supported = bool(library.octavo_has_linear())
+        self.supported = bool(library.octavo_has_linear()) and not onednn_has_amx()
         if not self.supported:
             return
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)

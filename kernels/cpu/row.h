@@ -127,7 +127,7 @@ struct Candidates {
 
   void append(Ints some, int32_t place, Ints chosen) {
 #if defined(__AVX512F__)
-    const __mmask16 mask = _mm512_movepi32_mask((__m512i)chosen);
+    const __mmask16 mask = _mm512_test_epi32_mask((__m512i)chosen, (__m512i)chosen);
     const Ints own = kLane + broadcast(place);
     store(&keys[count], _mm512_maskz_compress_epi32(mask, (__m512i)some));
     store(&places[count], _mm512_maskz_compress_epi32(mask, (__m512i)own));
