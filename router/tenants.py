@@ -2,14 +2,13 @@
 
 import hashlib
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from octavo.common.settings import SettingsError
+from octavo.common.settings import SettingsError, parse_toml
 
 SALT_BYTES = 32
 
@@ -75,6 +74,7 @@ class Tenant:
 
 
 ANONYMOUS = Tenant(max_priority=None)
+_TENANT = TypeAdapter(Tenant)
 
 
 def hash_key(key: str) -> str:
@@ -92,12 +92,7 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
         SettingsError: The file cannot be read, or is wrong; the message says
             where, and repeats no value, which may be a key.
     """
-    try:
-        tables = tomllib.loads(path.expanduser().read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read {path} (--tenants): {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} (--tenants) is not valid TOML: {error}") from None
+    tables = parse_toml(path, "--tenants")
     tenants = tuple(_tenant(path, name, table) for name, table in tables.items())
     for what in ("keys", "certificates"):
         owners: dict[str, str] = {}
@@ -120,7 +115,7 @@ def _tenant(path: Path, name: str, table: Any) -> Tenant:  # noqa: ANN401 - what
             "and '-', 64 at most"
         )
     try:
-        return Tenant(name=name, **table)
+        return _TENANT.validate_python({"name": name, **table})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

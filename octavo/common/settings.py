@@ -107,12 +107,7 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
         SettingsError: the file is missing or not TOML, or `cls`' table has a
             key that is not one of its fields.
     """
-    try:
-        data = tomllib.loads(path.expanduser().read_text())
-    except OSError as error:
-        raise SettingsError(f"cannot read {path} (--config): {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path} (--config) is not valid TOML: {error}") from None
+    data = parse_toml(path, "--config")
     tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
     own = {_field_name(key): value for key, value in tables.get(cls.table, {}).items()}
     unknown = sorted(own.keys() - cls.model_fields.keys())
@@ -121,6 +116,26 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
     flat = {_field_name(key): value for key, value in data.items()}
     known = {name: value for name, value in flat.items() if name in cls.model_fields}
     return {**known, **own}
+
+
+def parse_toml(path: Path, flag: str) -> dict[str, Any]:
+    """Return what is in a TOML file.
+
+    Args:
+        path: the file.
+        flag: what it was named by, for messages.
+
+    Raises:
+        SettingsError: the file is missing or not TOML, or the parser cannot read it.
+    """
+    try:
+        return tomllib.loads(path.expanduser().read_text())
+    except OSError as error:
+        raise SettingsError(f"cannot read {path} ({flag}): {error.strerror}") from None
+    except RecursionError:
+        raise SettingsError(f"{path} ({flag}) nests arrays or tables too deeply") from None
+    except ValueError as error:  # TOML, UTF-8, or an integer of more digits than Python converts
+        raise SettingsError(f"{path} ({flag}) is not valid TOML: {error}") from None
 
 
 def flag(name: str) -> str:

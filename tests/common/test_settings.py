@@ -85,6 +85,10 @@ def test_bad_files(toml, tmp_path):
         Example.load(config=tmp_path / "none.toml")
     with pytest.raises(SettingsError, match="not valid TOML"):
         Example.load(config=toml("model = "))
+    with pytest.raises(SettingsError, match="too deeply"):
+        Example.load(config=toml("model = " + "[" * 50_000))
+    with pytest.raises(SettingsError, match="5001 digits"):
+        Example.load(config=toml("model = " + "1" * 5_001))
     with pytest.raises(SettingsError, match=r"\[router\] has no key 'prot'"):
         Example.load(config=toml("[router]\nprot = 1\n"))
 

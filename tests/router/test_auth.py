@@ -236,7 +236,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(shop, file
         file.write_text(table("bob"))
         await s.until(lambda: any(t.name == "bob" for t in gate._by_key.values()))
         assert await codes() == [UNAUTHENTICATED, ok]
-        for broken in ("[bob", ""):
+        for broken in ("[bob", "a = " + "[" * 50_000, "a = " + "1" * 5_001, ""):
             before = gate._seen
             file.write_text(broken) if broken else file.unlink()
             await s.until(lambda before=before: gate._seen != before)

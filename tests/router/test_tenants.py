@@ -53,6 +53,9 @@ admin = true
     ("text", "said"),
     [
         ("[a", "not valid TOML"),
+        ("a = " + "[" * 50_000, "nests arrays or tables too deeply"),
+        ("a = " + "1" * 5_001, "not valid TOML.*5001 digits"),
+        ("[a]\n__dataclass_self__ = 1", "__dataclass_self__"),
         ("a = 1", "'a' must be a table"),
         ('["a b"]', "a tenant's name"),
         ('[a]\nname = "b"', "a tenant's name"),
