@@ -4,7 +4,7 @@ import asyncio
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -17,6 +17,7 @@ import structlog
 from engine.config import EngineSettings
 from engine.core import EngineCore
 from engine.events import Event, Load, PrefixChange
+from engine.front import EngineFront
 from engine.handover import Handover
 from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
@@ -24,9 +25,11 @@ from engine.startup import Parts, build
 from engine.tracing import RequestTracer
 from engine.validation import to_request
 from kernels import cpu
+from octavo.common.background import OneThread, first_to_end, joined, shielded
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
-from octavo.common.rpc import create_server, set_serving
+from octavo.common.rpc import create_server, set_serving, until_terminated
+from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.tracing import Tracing
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
@@ -154,50 +157,87 @@ async def serve(
         StartupError: the settings do not fit each other, the model or the
             machine.
         TlsError: certificate and key cannot be used.
+        StoppedWhileStartingError: a signal came while the model was being loaded. The thread that
+            loads it goes on: the caller ends the process.
+        BackgroundError: a part that it cannot do without has ended.
         OSError: it cannot listen there, or cannot trace for want of a package.
     """
-    if settings.tls is not None:
-        settings.tls.read()  # not to load a model first and fail then
     tracing = Tracing(settings.otlp_endpoint, "octavo-engine")
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    # One thread builds and computes: OpenMP keeps a pool for each thread that ever computed,
-    # and where pools have more threads than there are cores, it has them sleep between loops.
-    thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-core")
-    parts = await loop.run_in_executor(thread, build, settings)
     metrics = EngineMetrics()
     observe_process(metrics.registry)
-    servicer = EngineServicer(settings, parts, metrics, tracing)
-    if parts.device == "cpu":
-        await loop.run_in_executor(thread, cpu.pin_threads)
-    core = loop.run_in_executor(thread, servicer.core.run)
+    front = EngineFront()
+    server, health = await create_server(
+        {SERVICE: partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, front)},
+        max_message_bytes=settings.max_message_bytes,
+        limits=settings.connection_limits,
+    )
+    # One thread builds and computes: OpenMP keeps a pool for each thread that ever computed,
+    # and where pools have more threads than there are cores, it has them sleep between loops.
+    thread = OneThread("engine-core")
     try:
-        add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
-        server, health = await create_server(
-            {SERVICE: add},
-            max_message_bytes=settings.max_message_bytes,
-            limits=settings.connection_limits,
-        )
+        # The ports come first: one that is taken is told before minutes go into the model.
         address = _listen(server, settings, socket)
-        await server.start()
-        with serve_metrics(metrics.registry, settings.host, settings.metrics_port):
-            await set_serving(health, ["", SERVICE], serving=True)
-            log.info("engine ready", address=address, model=settings.model_name)
-            if on_ready is not None:
-                on_ready(address)
-            await _until_stopped(stopping, core)
-            await set_serving(health, ["", SERVICE], serving=False)
-            await _drain(servicer.core, settings.drain_timeout)
-            servicer.core.stop()
-            await core
+        with serve_metrics(
+            metrics.registry,
+            settings.host,
+            settings.metrics_port,
+            fallback="metrics_port" not in settings.model_fields_set,
+        ):
+            await server.start()
+            parts = await _unless_stopped(thread.call(_build, settings), stopping)
+            front.engine = servicer = EngineServicer(settings, parts, metrics, tracing)
+            async with _running(servicer.core, thread) as core:
+                await set_serving(health, ["", SERVICE], serving=True)
+                log.info("engine ready", address=address, model=settings.model_name)
+                if on_ready is not None:
+                    on_ready(address)
+                await _until_stopped(stopping, core, server)
+                await set_serving(health, ["", SERVICE], serving=False)
+                await _drain(servicer.core, settings.drain_timeout)
             servicer.close()
             await server.stop(grace=1.0)
     finally:
-        servicer.core.stop()  # or its thread would outlive an error
+        await server.stop(grace=None)  # or its parts would outlive an error
+        thread.close()
         await tracing.close()
     log.info("engine stopped")
+
+
+def _build(settings: EngineSettings) -> Parts:
+    """Load the model, and bind the thread that is going to compute to its cores."""
+    parts = build(settings)
+    if parts.device == "cpu":
+        cpu.pin_threads()
+    return parts
+
+
+async def _unless_stopped(loading: asyncio.Future[Parts], stopping: asyncio.Event) -> Parts:
+    """Wait for the model.
+
+    Raises:
+        StoppedWhileStartingError: A signal came first.
+    """
+    async with joined(stopping.wait()) as (stopped,):
+        await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        log.info("stopped while loading the model")
+        raise StoppedWhileStartingError
+    return loading.result()
+
+
+@asynccontextmanager
+async def _running(core: EngineCore, thread: OneThread) -> AsyncIterator[asyncio.Future[None]]:
+    """Run the core within a block; at its end, stop the core and wait for it."""
+    run = thread.call(core.run)
+    try:
+        yield run
+    finally:
+        core.stop()  # or its thread would outlive an error
+        await asyncio.gather(run, return_exceptions=True)  # `_until_stopped` tells its error
 
 
 def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | None) -> str:
@@ -212,19 +252,19 @@ def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | No
     return address
 
 
-async def _until_stopped(stopping: asyncio.Event, core: asyncio.Future[None]) -> None:
+async def _until_stopped(
+    stopping: asyncio.Event, core: asyncio.Future[None], server: grpc.aio.Server
+) -> None:
     """Waits for a signal.
 
     Raises:
-        RuntimeError: the core died, of its cause.
+        BackgroundError: the core or the server died, of its cause.
     """
-    while not stopping.is_set():
-        try:
-            async with asyncio.timeout(1.0):
-                await stopping.wait()
-        except TimeoutError:
-            if core.done():
-                raise RuntimeError("the engine's core stopped unexpectedly") from core.exception()
+    parts = first_to_end(**{"the engine's core": shielded(core), "gRPC": until_terminated(server)})
+    async with joined(stopping.wait(), parts, names=("signal", "parts")) as tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
 
 
 async def _drain(core: EngineCore, timeout: float) -> None:

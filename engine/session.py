@@ -7,6 +7,7 @@ from engine.core import EngineCore
 from engine.events import Event, Failure, Load, Output, PrefixChange, Started
 from engine.request import Request
 from engine.sequence import TokenLogprob
+from octavo.common.background import start
 from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
 from octavo.v1 import engine_pb2, sampling_pb2
@@ -34,7 +35,7 @@ class Session:
         self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         """Serves until the router ends the stream, or `close`; then its requests are stopped."""
-        reader = asyncio.create_task(self._read(session, orders), name=f"session-{session}")
+        reader = start(self._read(session, orders), f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
         self._core.open_session(session)
         try:

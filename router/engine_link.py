@@ -19,7 +19,7 @@ from router.balancing.prompt import Prompt
 from router.breaker import CircuitBreaker
 from router.config import RouterSettings
 from router.session import Session
-from router.tokenization import Tokenizer, Tokenizers
+from router.tokenization import Tokenizer, TokenizerError, Tokenizers
 
 log = structlog.get_logger(__name__)
 
@@ -186,11 +186,8 @@ class EngineLink:
         source = self._settings.tokenizer or info.tokenizer
         try:
             tokenizer = await self._tokenizers.load(source)
-        except Exception as error:
-            raise _DisconnectedError(
-                f"its tokenizer {source!r} cannot be loaded ({error}); "
-                "name one that can be with --tokenizer"
-            ) from error
+        except TokenizerError as error:
+            raise _DisconnectedError(str(error)) from error
         call: Any = stub.Session()
         session = Session(
             call,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 import grpc
 
 from octavo.common import rpc
+from octavo.common.background import end, keep_running
 from octavo.common.limits import Limits
 from octavo.v1 import generation_pb2
 from router.config import RouterSettings
@@ -59,7 +60,7 @@ class EnginePool:
                 address, self._settings, self._tokenizers, self._on_change, self._on_load
             )
             self._links[address] = link
-            self._tasks[address] = asyncio.create_task(link.run(), name=f"engine:{address}")
+            self._tasks[address] = keep_running(link.run, name=f"engine:{address}")
         elif link.draining:
             link.draining = False
             self._changed(link)
@@ -91,16 +92,12 @@ class EnginePool:
         link = self._link(address)
         task = self._tasks.pop(address)
         del self._links[address]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await end(task)
         self._changed(link)
 
     async def close(self) -> None:
         """Closes every connection."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._tasks.values())
 
     def up(self, model: str | None = None) -> list[Engine]:
         """Returns the engines that are connected, of one model or of all."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import grpc.aio
 import structlog
@@ -11,6 +12,7 @@ from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
+from octavo.common.background import end, first_to_end, joined, keep_running
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
@@ -26,7 +28,7 @@ from router.engine_link import Engine
 from router.engine_pool import EnginePool
 from router.generation import GenerationService
 from router.http.door import HttpDoor
-from router.tokenization import Tokenizers
+from router.tokenization import Tokenizers, is_local
 
 log = structlog.get_logger(__name__)
 
@@ -90,9 +92,7 @@ class Router:
         self._health: health.aio.HealthServicer | None = None
         self._stopping = False
         self._changed = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
-        self._discovery: asyncio.Task[None] | None = None
-        self._reloading: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._admin: grpc.aio.Server | None = None
         self._http: HttpDoor | None = None
         self._open = ExitStack()  # what is left to close: the metrics' server
@@ -103,6 +103,16 @@ class Router:
         Raises:
             OSError: The address or the metrics port is taken or not this machine's.
             TlsError: Certificates or keys cannot be used.
+        """
+        await self.listen()
+        self.connect()
+
+    async def listen(self) -> None:
+        """Listens.
+
+        Raises:
+            OSError: As `start`.
+            TlsError: Likewise.
         """
         settings = self._settings
         services = {
@@ -123,21 +133,56 @@ class Router:
         if settings.admin_port:
             self._admin = await self._make_admin()
         observe_process(self.registry)
-        self._open.enter_context(serve_metrics(self.registry, settings.host, settings.metrics_port))
+        self._open.enter_context(
+            serve_metrics(
+                self.registry,
+                settings.host,
+                settings.metrics_port,
+                fallback="metrics_port" not in settings.model_fields_set,
+            )
+        )
         if settings.http_port:
             self._http = self._make_http(services)
             await self._http.start()
         await self._server.start()
         if self._admin is not None:
             await self._admin.start()
-        self._watcher = asyncio.create_task(self._watch(), name="health")
-        self._reloading = asyncio.create_task(self.gate.watch(), name="tenants")
+        self._tasks += [
+            keep_running(self._watch, "health"),
+            keep_running(self.gate.watch, "tenants"),
+        ]
+        log.info("router_listening", address=self.address, engines=settings.engine)
+        self._warn()
+
+    def connect(self) -> None:
+        """Begins to connect to the engines."""
+        settings = self._settings
         for address in settings.engine:
             if not address.startswith(DNS_SCHEME):
                 self.pool.add(address)
-        self._discovery = asyncio.create_task(self._discover(), name="discovery")
-        log.info("router_listening", address=self.address, engines=settings.engine)
-        self._warn()
+        names = [target for target in settings.engine if target.startswith(DNS_SCHEME)]
+        discovery = Discovery(names, self.pool, settings.dns_interval)
+        self._tasks.append(keep_running(discovery.run, "discovery"))
+
+    async def load_tokenizer(self, source: str) -> None:
+        """Loads a tokenizer before an engine names it.
+
+        Raises:
+            TokenizerError: It cannot be loaded.
+        """
+        await self._tokenizers.load(source)
+
+    async def ended(self) -> NoReturn:
+        """Wait until a part that the router cannot do without has stopped.
+
+        Raises:
+            BackgroundError: It names the part.
+        """
+        servers = {"the server": self._server, "AdminService": self._admin}
+        works = {name: rpc.until_terminated(s) for name, s in servers.items() if s is not None}
+        if self._http is not None:
+            works["HTTP"] = self._http.ended()
+        await first_to_end(**works)
 
     async def drain(self) -> None:
         """Refuses new calls and lets those in progress finish, for a while."""
@@ -154,10 +199,7 @@ class Router:
         for server in (self._server, self._admin):
             if server is not None:
                 await server.stop(CLOSE_SECONDS)
-        for task in (self._watcher, self._discovery, self._reloading):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await end(*self._tasks)
         await self.pool.close()
         self._tokenizers.close()
         await asyncio.to_thread(self._open.close)
@@ -228,12 +270,6 @@ class Router:
         await rpc.set_serving(health, ["", ADMIN], serving=True)
         return server
 
-    async def _discover(self) -> None:
-        """Follows the names among the engines."""
-        settings = self._settings
-        names = [target for target in settings.engine if target.startswith(DNS_SCHEME)]
-        await Discovery(names, self.pool, settings.dns_interval).run()
-
     async def _watch(self) -> None:
         """Keeps the health service saying whether there is an engine to serve with."""
         assert self._health is not None
@@ -248,6 +284,8 @@ async def serve(
     *,
     on_ready: Callable[[str], None] | None = None,
     on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
+    engines_ready: Awaitable[object] | None = None,
+    tokenizer: str | None = None,
 ) -> None:
     """Runs a router until SIGTERM or SIGINT, then drains it; a second signal ends it at once.
 
@@ -255,11 +293,16 @@ async def serve(
         settings: What it is to do.
         on_ready: Called with HOST:PORT when it listens.
         on_serving: Called, once, with the model that the first engine has.
+        engines_ready: Waited for before it connects to the engines, while it listens already; its
+            error ends the router.
+        tokenizer: Loaded at the start. Default: that of the settings, where it is on this machine.
 
     Raises:
+        BackgroundError: A part that it cannot do without has stopped.
         OSError: It cannot listen there.
         SettingsError: The tenants' file cannot be used.
         TlsError: Certificates or keys cannot be used.
+        TokenizerError: The tokenizer cannot be loaded.
     """
     loop = asyncio.get_running_loop()
     signals = [asyncio.Event(), asyncio.Event()]
@@ -271,18 +314,45 @@ async def serve(
         loop.add_signal_handler(number, on_signal)
     router = Router(settings, on_serving)
     try:
-        await router.start()
-        if on_ready is not None:
-            on_ready(router.address)
-        await signals[0].wait()
+        await router.listen()
+        parts = (
+            signals[0].wait(),
+            router.ended(),
+            _start(router, settings, on_ready, engines_ready, tokenizer),
+        )
+        async with joined(*parts, names=("signal", "parts", "start")) as tasks:
+            await _first(tasks)
         log.info("router_draining", requests=router.service.in_flight)
-        drain = asyncio.create_task(router.drain(), name="drain")
-        hurry = asyncio.create_task(signals[1].wait(), name="second-signal")
-        await asyncio.wait({drain, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (drain, hurry):
-            task.cancel()
-        await asyncio.gather(drain, hurry, return_exceptions=True)
+        async with joined(signals[1].wait(), router.drain(), names=("hurry", "drain")) as tasks:
+            await _first(tasks)
     finally:
         await router.stop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _start(
+    router: Router,
+    settings: RouterSettings,
+    on_ready: Callable[[str], None] | None,
+    engines_ready: Awaitable[object] | None,
+    tokenizer: str | None,
+) -> None:
+    """Do the rest of a start, then wait to be cancelled."""
+    if tokenizer is None and settings.tokenizer is not None and is_local(settings.tokenizer):
+        tokenizer = settings.tokenizer
+    if tokenizer is not None:
+        await router.load_tokenizer(tokenizer)
+    if on_ready is not None:
+        on_ready(router.address)
+    if engines_ready is not None:
+        await engines_ready
+    router.connect()
+    await asyncio.Event().wait()
+
+
+async def _first(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Wait for the first end; raise the error of a task that has failed."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import grpc
@@ -11,6 +11,7 @@ import grpc.aio
 import structlog
 
 from octavo.common import rpc
+from octavo.common.background import joined
 from octavo.common.limits import MAX_REQUEST_ID
 from octavo.v1 import engine_pb2
 
@@ -21,6 +22,7 @@ MAX_ABORTED = 4096
 SILENT_LOOKS = 4
 """How often silence is looked at before it counts: what stops the router itself for a while,
 engine messages included, is one look and no engine's silence."""
+PARTS = ("writer", "reader", "watcher")
 LONG_STEPS = 4
 """An engine may be silent for this many of its last step, where that is longer."""
 
@@ -120,19 +122,15 @@ class Session:
         Returns:
             What broke it, for a person.
         """
-        writer = asyncio.create_task(self._write(), name=f"session-writer:{self._name}")
-        reader = asyncio.create_task(self._read(), name=f"session-reader:{self._name}")
-        watcher = asyncio.create_task(self._watch(), name=f"session-watcher:{self._name}")
         try:
-            ends = {reader, watcher}
-            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            self._broken = done.pop().result()
+            async with joined(
+                *(self._write(), self._read(), self._watch()),
+                names=tuple(f"session-{part}:{self._name}" for part in PARTS),
+            ) as tasks:
+                self._broken = await _first_reason(tasks)
         finally:
             self._broken = self._broken or "the router closed the connection"
             self._call.cancel()
-            for task in (writer, reader, watcher):
-                task.cancel()
-            await asyncio.gather(writer, reader, watcher, return_exceptions=True)
             receivers, self._receivers = self._receivers, {}
             for receiver in receivers.values():
                 receiver.failed(self._lost())
@@ -157,12 +155,12 @@ class Session:
             silent = 0 if self._heard else silent + 1
         return f"no sign of life for {limit:g} s"
 
-    async def _write(self) -> None:
+    async def _write(self) -> str | None:
         try:
             while True:
                 await self._call.write(await self._outbox.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # the reader hears of it, and why
+            return None  # the reader hears of it, and why
 
     def _dispatch(self, response: engine_pb2.SessionResponse) -> None:
         for started in response.started:
@@ -202,6 +200,14 @@ class Session:
     def _lost(self) -> EngineLostError:
         """For clients: which engine, and why it was lost, is for the log."""
         return EngineLostError("the connection to the request's engine was lost; retry the request")
+
+
+async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:
+    """Return the first reason that a task ends with; raise the error of one that fails."""
+    for task in asyncio.as_completed(tasks):
+        if (reason := await task) is not None:
+            return reason
+    raise AssertionError("the reader ends with a reason")
 
 
 def _error(failure: engine_pb2.Failure) -> rpc.RpcError:

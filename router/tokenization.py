@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
@@ -11,6 +11,7 @@ import structlog
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from octavo.common import models, rpc
+from octavo.common.background import Workers
 from octavo.v1 import generation_pb2
 from router.detokenizer import Pieces
 
@@ -19,6 +20,8 @@ log = structlog.get_logger(__name__)
 _Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
+FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "spiece*")
+"""Names of a tokenizer's files."""
 THREADS = 2
 """Tokenization beside the event loop; more would only take time from it."""
 
@@ -110,11 +113,15 @@ def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no 
     )
 
 
+class TokenizerError(models.ModelError):
+    """A tokenizer cannot be loaded. The message says what was found and what to do."""
+
+
 class Tokenizers:
     """Loads tokenizers, each once, and runs them in threads beside the event loop."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizer")
+        self._threads = Workers(THREADS, "tokenizer")
         self._loaded: dict[str, Tokenizer] = {}
         self._lock = asyncio.Lock()
 
@@ -122,11 +129,14 @@ class Tokenizers:
         """Returns the tokenizer at `source`: a hub name, a directory or "demo".
 
         Raises:
-            Exception: What transformers raises where there is no tokenizer.
+            TokenizerError: There is none that works; the message says what was found.
         """
         async with self._lock:
             if source not in self._loaded:
-                self._loaded[source] = await self._run(_load, source)
+                try:
+                    self._loaded[source] = await self._run(_load, source)
+                except Exception as error:
+                    raise TokenizerError(_explain(source, error)) from error
                 log.info("tokenizer_loaded", source=source)
             return self._loaded[source]
 
@@ -154,11 +164,31 @@ class Tokenizers:
 
     def close(self) -> None:
         """Ends the threads; what they still do is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def _run(self, function: Callable[[_Argument], _Result], argument: _Argument) -> _Result:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, argument)
+        return await self._threads.run(function, argument)
 
 
 def _load(source: str) -> Tokenizer:
     return Tokenizer(AutoTokenizer.from_pretrained(models.resolve(source)))
+
+
+def is_local(source: str) -> bool:
+    """Tell whether a tokenizer's files are on this machine, by its source."""
+    return source == models.DEMO or Path(source).expanduser().exists()
+
+
+def _explain(source: str, error: Exception) -> str:
+    """Say why a tokenizer cannot be loaded, and which files there are."""
+    why = f"{type(error).__name__}: {models.first_line(error)}"
+    found = ""
+    directory = Path(source).expanduser()
+    if directory.is_dir():
+        names = {file.name: file for pattern in FILES for file in directory.glob(pattern)}
+        sizes = [f"{name} ({file.stat().st_size} bytes)" for name, file in sorted(names.items())]
+        found = f"; {directory} has {', '.join(sizes) or 'no file of a tokenizer'}"
+    return (
+        f"the tokenizer {source!r} cannot be loaded ({why}){found}; repair its files, or name "
+        "another tokenizer with --tokenizer"
+    )

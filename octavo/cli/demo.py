@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from octavo.cli.local_server import local_server
 from octavo.cli.output import bar, fail, failures, out
 from octavo.client import AsyncClient, Delta, Message, Model
 from octavo.common import models
+from octavo.common.background import end, keep_running
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -83,15 +85,13 @@ async def _run(address: str, max_tokens: int) -> tuple[list[Answer], Meter]:
     answers = [Answer(question) for question in QUESTIONS]
     async with AsyncClient(address) as client:
         meter = Meter()
-        watching = asyncio.create_task(_watch(client, meter))
-        showing = asyncio.create_task(_show(answers, meter))
+        watching = keep_running(partial(_watch, client, meter), "watch")
+        showing = keep_running(partial(_show, answers, meter), "show")
         try:
             await asyncio.gather(*(_ask(client, answer, max_tokens) for answer in answers))
         finally:
             meter.ended = time.monotonic()
-            for task in (watching, showing):
-                task.cancel()
-            await asyncio.gather(watching, showing, return_exceptions=True)
+            await end(watching, showing)
     return answers, meter
 
 

@@ -1,6 +1,5 @@
 """The engine of `octavo serve`: a child process that cannot outlive its parent."""
 
-import asyncio
 import contextlib
 import ctypes
 import multiprocessing
@@ -18,6 +17,8 @@ from engine.config import EngineSettings
 from octavo.cli.engine import run_engine
 from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
+from octavo.common.background import call_in_thread
+from octavo.common.stopping import StoppedWhileStartingError, exit_at_once
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +52,7 @@ class EngineProcess:
             StartError: it failed to start; the message says why.
         """
         try:
-            kind, text = await asyncio.to_thread(self._reports.recv)
+            kind, text = await call_in_thread(self._reports.recv)
         except EOFError:
             await self.ended()
             raise StartError(f"the engine died while starting ({self._end()})") from None
@@ -61,7 +62,7 @@ class EngineProcess:
 
     async def ended(self) -> None:
         """Waits until the process is gone."""
-        await asyncio.to_thread(self._process.join)
+        await call_in_thread(self._process.join)
 
     def check(self) -> None:
         """Does nothing while the process lives.
@@ -124,6 +125,8 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
         log.debug("the traceback of what follows", exc_info=True)
         report("failed", str(error))
         sys.exit(1)
+    except StoppedWhileStartingError:
+        exit_at_once(0)
     except Exception as error:
         log.exception("the engine failed")
         report("failed", f"{error}" or type(error).__name__)

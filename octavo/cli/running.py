@@ -1,6 +1,8 @@
 """What `serve`, `router` and `engine` share: progress, errors, an event loop."""
 
+import asyncio
 import gc
+import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -15,8 +17,10 @@ from rich.status import Status
 from rich.table import Table
 
 from octavo.cli.output import INTERRUPTED, fail
+from octavo.common.background import BackgroundError, joined
 from octavo.common.models import ModelError
 from octavo.common.settings import SettingsError
+from octavo.common.stopping import StoppedWhileStartingError, exit_at_once
 from octavo.common.tls import TlsError
 
 log = structlog.get_logger(__name__)
@@ -90,6 +94,27 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         gc.unfreeze()
 
 
+async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
+    """Run `main`; SIGTERM cancels it until it handles that signal itself.
+
+    Raises:
+        StoppedWhileStartingError: The signal came.
+    """
+    async with joined(main, names=("main",), expected=(Exception,)) as (task,):
+        stopped = False
+
+        def stop() -> None:
+            nonlocal stopped
+            stopped = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        await asyncio.wait({task})
+        if stopped:
+            raise StoppedWhileStartingError
+        task.result()
+
+
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
     """Runs a server until it ends; what stops it from starting becomes exit code 1."""
     progress = Progress(log_format)
@@ -101,5 +126,12 @@ def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) 
         progress.close()
         log.debug("the traceback of what follows", exc_info=True)
         raise fail(f"{error}" or type(error).__name__) from None
+    except BackgroundError as error:
+        progress.close()
+        log.exception("ended unexpectedly")
+        raise fail(str(error)) from None
+    except StoppedWhileStartingError:
+        progress.close()
+        exit_at_once(0)
     finally:
         progress.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -13,6 +14,7 @@ from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging, models
+from octavo.common.background import call_in_thread, end, joined, report_failure, start
 from octavo.v1 import generation_pb2
 from router.config import RouterSettings
 
@@ -36,13 +38,17 @@ def serve(flags: Flags) -> None:
     router's.
     """
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
-    metrics = router.metrics_port + 1 if router.metrics_port else 0
-    own = {"host": "127.0.0.1", "metrics_port": metrics}
+    own: Flags = {"host": "127.0.0.1"}
+    if "metrics_port" in router.model_fields_set:  # else each falls back from its default
+        own["metrics_port"] = router.metrics_port + 1 if router.metrics_port else 0
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
     engine = engine.model_copy(update=dict.fromkeys(PORT_OF_ENGINE))
-    running.run(lambda progress: _serve(router, engine, progress), router.log_format)
+    running.run(
+        lambda progress: running.unless_stopped(_serve(router, engine, progress)),
+        router.log_format,
+    )
 
 
 def _without(flags: Flags, name: str) -> Flags:
@@ -55,35 +61,49 @@ async def _serve(
 ) -> None:
     """Starts both, watches both, and stops the router before the engine."""
     progress.stage(f"Looking for {engine.model}")
-    await asyncio.to_thread(models.resolve, engine.model)
+    await call_in_thread(models.resolve, engine.model)
     progress.stage(f"Loading {engine.model}")
     with (
         TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
-        EngineProcess(engine, Path(directory, "engine.sock")) as process,
+        EngineProcess(engine, socket := Path(directory, "engine.sock")) as process,
     ):
-        # The router's imports take seconds too; let them pass while the model loads.
-        server, address = await asyncio.gather(asyncio.to_thread(_import_router), process.ready())
-        progress.stage("Connecting the router")
+        # The router starts while the model loads: its imports take seconds too, and a port that
+        # is taken is told at once.
+        server = await call_in_thread(_import_router)
         loop = asyncio.get_running_loop()
-        listening: asyncio.Future[str] = loop.create_future()
         served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
-        settings = router.model_copy(update={"engine": [address]})
-        serving = asyncio.create_task(
-            server.serve(settings, on_ready=listening.set_result, on_serving=served.set_result)
+        listening: asyncio.Future[str] = loop.create_future()
+        ready = start(process.ready(), "engine-ready")
+        announcing = report_failure(
+            partial(_announce, ready, listening, served, router, progress), "announce"
         )
-        announcing = asyncio.create_task(_announce(listening, served, router, progress))
-        ended = asyncio.create_task(process.ended())
         try:
-            await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                process.check()
-            await serving
+            async with joined(
+                server.serve(
+                    router.model_copy(update={"engine": [f"unix:{socket}"]}),
+                    on_ready=listening.set_result,
+                    on_serving=served.set_result,
+                    engines_ready=ready,
+                    tokenizer=router.tokenizer or engine.model,
+                ),
+                _end_of(process, ready),
+                names=("router", "engine"),
+            ) as (serving, ended):
+                await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not serving.done():
+                    process.check()
+                await serving
         finally:
-            announcing.cancel()
-            serving.cancel()
-            await asyncio.gather(serving, announcing, return_exceptions=True)
-            process.stop()
-            await ended
+            await end(announcing, ready)
+
+
+async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
+    """Waits until an engine has ended that was ready once; a failed start is the router's."""
+    await asyncio.wait({ready})
+    if not ready.cancelled() and ready.exception() is None:
+        await process.ended()
+    else:
+        await asyncio.Event().wait()
 
 
 def _import_router() -> ModuleType:
@@ -93,6 +113,7 @@ def _import_router() -> ModuleType:
 
 
 async def _announce(
+    ready: asyncio.Task[str],
     listening: asyncio.Future[str],
     served: asyncio.Future[generation_pb2.ModelCard],
     router: RouterSettings,
@@ -100,9 +121,13 @@ async def _announce(
 ) -> None:
     """Tells when the model can be used, and where."""
     address = await listening
+    await asyncio.wait({ready})
+    if ready.cancelled() or ready.exception() is not None:
+        return
+    progress.stage("Connecting the router")
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
-            model = await served
+            model = await asyncio.shield(served)
     except TimeoutError:
         log.warning("the router has found no engine yet", address=address)
         return

@@ -1,13 +1,23 @@
 """Prometheus metrics over HTTP, and those that every process has."""
 
 import asyncio
+import errno
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import structlog
-from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from octavo.common.background import keep_thread_running
 
 log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 0.1
+"""How soon the server sees that it is to stop."""
 
 
 def observe_process(registry: CollectorRegistry) -> None:
@@ -19,8 +29,16 @@ def observe_process(registry: CollectorRegistry) -> None:
 
 
 @contextmanager
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> Iterator[None]:
+def serve_metrics(
+    registry: CollectorRegistry, host: str, port: int, *, fallback: bool = False
+) -> Iterator[None]:
     """Serves `registry` at http://host:port/metrics; port 0 serves nothing.
+
+    Args:
+        registry: what is served.
+        host: where it is served.
+        port: likewise.
+        fallback: whether a free port is taken instead of one that another process has.
 
     Raises:
         OSError: the port is taken; the message names it and its flag.
@@ -28,17 +46,56 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> Iterator
     if port == 0:
         yield
         return
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise OSError(
-            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another "
-            "--metrics-port, or 0 for none"
-        ) from None
-    log.info("metrics served", address=f"http://{host}:{port}/metrics")
+    server = _listen(registry, host, port, fallback=fallback)
+    address = f"http://{host}:{server.server_port}/metrics"
+    if server.server_port == port:
+        log.info("metrics served", address=address)
+    else:
+        log.warning(
+            "metrics served at another port: the default one is taken",
+            taken=port,
+            address=address,
+            hint="choose one with --metrics-port",
+        )
+    thread = keep_thread_running(partial(server.serve_forever, POLL_SECONDS), "metrics")
     try:
         yield
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _listen(
+    registry: CollectorRegistry, host: str, port: int, *, fallback: bool
+) -> ThreadingWSGIServer:
+    """Returns a server that listens.
+
+    Raises:
+        OSError: as `serve_metrics`.
+    """
+    try:
+        return _bind(registry, host, port)
+    except OSError as error:
+        if fallback and error.errno == errno.EADDRINUSE:
+            return _bind(registry, host, 0)
+        raise OSError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another "
+            "--metrics-port, or 0 for none"
+        ) from None
+
+
+def _bind(registry: CollectorRegistry, host: str, port: int) -> ThreadingWSGIServer:
+    family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+    class Server(ThreadingWSGIServer):
+        address_family = family
+
+    return make_server(host, port, make_wsgi_app(registry), Server, _Handler)
+
+
+class _Handler(WSGIRequestHandler):
+    """A handler that logs no requests."""
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+        """Logs nothing."""

@@ -33,6 +33,9 @@ LIVENESS = "liveness"
 """The name in the health service that is SERVING for as long as the process answers: what a
 liveness probe asks for, as a server without engines, or one that drains, must not be restarted."""
 
+TERMINATION_SECONDS = 3600.0
+"""How long one wait for a server's end takes before the next one."""
+
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -451,6 +454,17 @@ async def create_server(
     names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(names, server)
     return server, health_servicer
+
+
+async def until_terminated(server: grpc.aio.Server) -> None:
+    """Wait until a server has stopped.
+
+    Raises:
+        Exception: What it crashed with.
+    """
+    # Without a timeout, gRPC lets the future that the server itself needs be cancelled with us.
+    while not await server.wait_for_termination(TERMINATION_SECONDS):
+        pass
 
 
 async def set_serving(

@@ -12,6 +12,7 @@ from typing import Any, Self
 from pydantic_core import to_json
 
 from octavo.client import Accepted, AsyncStream, Delta, Error, Event, Finished, TokenLogprob, Usage
+from octavo.common.background import joined
 from router.http.errors import ApiError, from_client
 from router.http.layout import Choice, Layout, usage
 from router.http.link import Link, Metadata
@@ -86,14 +87,12 @@ class Answer:
         Raises:
             ApiError: A call failed.
         """
-        tasks = [asyncio.create_task(stream.complete()) for stream in self._streams]
+        works = [stream.complete() for stream in self._streams]
         try:
-            completions = await asyncio.gather(*tasks)
+            async with joined(*works, expected=(Error,)) as tasks:
+                completions = await asyncio.gather(*tasks)
         except Error as error:
             raise self._failure(error) from None
-        finally:
-            for task in tasks:
-                task.cancel()
         choices = []
         vocabulary = self._vocabularies(completions[0].model)
         for i, completion in enumerate(completions):
@@ -221,28 +220,23 @@ async def _merge(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Ev
                 yield 0, event
         return
     # No stream is read further ahead than by one event while the reader is slow.
-    queue: asyncio.Queue[tuple[int, Event | Error | None]] = asyncio.Queue(1)
+    queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(1)
 
     async def read(i: int, stream: AsyncStream) -> None:
         try:
             async for event in stream.events():
                 await queue.put((i, event))
             await queue.put((i, None))
-        except Error as error:
+        except Exception as error:  # noqa: BLE001 - raised below
             await queue.put((i, error))
 
-    tasks = [asyncio.create_task(read(i, stream)) for i, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
+    async with joined(*(read(i, stream) for i, stream in enumerate(streams))):
+        running = len(streams)
         while running:
             i, news = await queue.get()
-            if isinstance(news, Error):
+            if isinstance(news, Exception):
                 raise news
             if news is None:
                 running -= 1
             else:
                 yield i, news
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

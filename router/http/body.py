@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from octavo.common.background import joined
 from router.http.errors import ApiError, from_validation
 
 SECONDS = 30.0
@@ -54,17 +55,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientLeftError: It has left.
     """
-    task = asyncio.create_task(work)
-    leaving = asyncio.create_task(_leaving(request))
-    try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    async with joined(work, names=("http-work",)) as (task,):
+        async with joined(_leaving(request), names=("http-leaving",)) as (leaving,):
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientLeftError
         return task.result()
-    finally:
-        for each in (task, leaving):
-            each.cancel()
-        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

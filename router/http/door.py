@@ -5,6 +5,7 @@ from functools import partial
 
 import grpc.aio
 
+from octavo.common.background import first_to_end
 from router.auth import Gate
 from router.config import RouterSettings
 from router.engine_pool import EnginePool
@@ -67,6 +68,10 @@ class HttpDoor:
         """
         await self._link.start()
         self._server.start(self._settings.http_host, self._settings.http_port)
+
+    async def ended(self) -> None:
+        """Wait until a part of it has stopped; raise what that failed with."""
+        await first_to_end(server=self._server.ended(), link=self._link.ended())
 
     async def stop(self) -> None:
         """Ends what is in progress, within a second or two."""

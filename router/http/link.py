@@ -68,6 +68,11 @@ class Link:
         stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._stub = cast("generation_pb2_grpc.GenerationServiceAsyncStub", stub)
 
+    async def ended(self) -> None:
+        """Wait until the server has stopped; raise what it crashed with."""
+        if self._server is not None:
+            await rpc.until_terminated(self._server)
+
     async def stop(self) -> None:
         """Ends what is left of calls, and removes the socket."""
         if self._channel is not None:

@@ -9,6 +9,7 @@ import structlog
 import uvicorn
 from starlette.applications import Starlette
 
+from octavo.common import background
 from octavo.common.tls import Tls
 from router.http.tls import server_context
 
@@ -64,14 +65,19 @@ class HttpServer:
         listening.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._unread_seconds * 1000)
         )
-        self._task = asyncio.create_task(self._server.serve([listening]), name="http")
+        self._task = background.start(self._server.serve([listening]), "http")
         log.info("http_listening", host=host, port=port)
+
+    async def ended(self) -> None:
+        """Wait until the server has stopped; raise what it failed with."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     async def stop(self) -> None:
         """Closes the socket, then the connections, when what they carry has ended."""
         if self._task is not None:
             self._server.should_exit = True
-            await self._task
+            await asyncio.gather(self._task, return_exceptions=True)  # `ended` tells its error
 
 
 class _Server(uvicorn.Server):

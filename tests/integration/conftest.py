@@ -43,9 +43,11 @@ def _launcher(directory: Path) -> Iterator[Launch]:
     servers: list[Server] = []
     numbers = itertools.count()
 
-    def start(command: str, *arguments: str, port: int | None = None) -> Server:
+    def start(
+        command: str, *arguments: str, port: int | None = None, metrics: bool = True
+    ) -> Server:
         log = directory / f"{command}-{next(numbers)}.log"
-        servers.append(Server(command, *arguments, log=log, port=port))
+        servers.append(Server(command, *arguments, log=log, port=port, metrics=metrics))
         return servers[-1]
 
     yield start

@@ -25,17 +25,25 @@ class Server:
         *arguments: its flags, but for --port and --metrics-port.
         log: where its output goes.
         port: to listen on; default: a free one.
+        metrics: whether --metrics-port is given.
     """
 
-    def __init__(self, command: str, *arguments: str, log: Path, port: int | None = None) -> None:
-        port, metrics = port or adjacent_ports(2)[0], adjacent_ports(2)[0]
+    def __init__(
+        self,
+        command: str,
+        *arguments: str,
+        log: Path,
+        port: int | None = None,
+        metrics: bool = True,
+    ) -> None:
+        port, metrics_port = port or adjacent_ports(2)[0], adjacent_ports(2)[0]
         self.name = command
         self.port = port
         self.address = f"127.0.0.1:{port}"
-        self.metrics_port = metrics
+        self.metrics_port = metrics_port
         self.log_path = log
         self.started = time.monotonic()
-        own = ("--port", str(port), "--metrics-port", str(metrics))
+        own = ["--port", str(port)] + ["--metrics-port", str(metrics_port)] * metrics
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "octavo", command, *arguments, *own],

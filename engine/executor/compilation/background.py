@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,6 +15,7 @@ import torch
 from engine.executor.compilation import upkeep
 from engine.executor.compilation.artifact import Artifact, CompiledStep
 from engine.executor.self_check import SelfCheckError
+from octavo.common.background import start_thread
 
 log = structlog.get_logger(__name__)
 
@@ -40,12 +40,14 @@ class Compiler:
         self._artifact = artifact
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "engine.executor.compilation.export"),
+                *(sys.executable, "-m", "octavo.common.leash"),
+                "engine.executor.compilation.export",
                 *(json.dumps(asdict(artifact.recipe)), artifact.name),
             ],
             # What it makes is for as many threads as compute here.
             env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdin=subprocess.PIPE,  # held open while this process lives; see export
+            stdin=subprocess.PIPE,  # held open while this process lives; see leash
+            start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,8 +55,7 @@ class Compiler:
         )
         with suppress(psutil.Error):  # it may have failed already
             psutil.Process(self._process.pid).nice(NICENESS)
-        self._thread = threading.Thread(target=self._wait, name="compile", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._wait, "compile")
 
     def join(self) -> None:
         """Waits until it is done, well or badly."""

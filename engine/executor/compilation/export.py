@@ -1,6 +1,6 @@
 """Compiles a model's step ahead of time; runs in a process of its own.
 
-    python -m engine.executor.compilation.export RECIPE NAME
+    python -m octavo.common.leash engine.executor.compilation.export RECIPE NAME
 
 It takes a minute or two, and memory for the model three times over, so it runs
 niced beside the service, which answers without it meanwhile.
@@ -9,7 +9,6 @@ niced beside the service, which answers without it meanwhile.
 import json
 import os
 import sys
-import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,8 @@ INDUCTOR: dict[str, Any] = {
 
 
 def main() -> None:
-    """Compiles the recipe in the arguments; ends early when its parent ends."""
+    """Compiles the recipe in the arguments."""
     recipe, name = Recipe(**json.loads(sys.argv[1])), sys.argv[2]
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.nice(NICENESS)
 
     def make(result: Path, _: object) -> None:
@@ -71,12 +69,6 @@ def main() -> None:
         compile_step(recipe, result, result.parent)
 
     prepare(name, make)  # of several engines that start at once, one compiles
-
-
-def _end_with_parent() -> None:
-    """Waits for the pipe that the parent holds to close: it has ended or given up."""
-    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at the end
-    os._exit(1)
 
 
 @torch.no_grad()

@@ -1,0 +1,32 @@
+"""Runs a module in a process that does not outlive the one that started it.
+
+    python -m octavo.common.leash MODULE ARGUMENT...
+
+The starter makes it the leader of a session and holds the other end of its standard input, which
+the kernel closes when the starter ends, however that happens. Then all processes of the session
+are killed: the module's own children, such as compilers, too.
+"""
+
+import os
+import runpy
+import signal
+import sys
+
+from octavo.common.background import keep_thread_running
+
+
+def main() -> None:
+    """Run the module that the arguments name."""
+    keep_thread_running(_end_with_starter, "leash")
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+def _end_with_starter() -> None:
+    """Wait for the end of standard input, then kill the session's processes."""
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at the end
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

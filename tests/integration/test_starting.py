@@ -1,0 +1,134 @@
+"""What a server that cannot start, or must not, tells and leaves."""
+
+import re
+import shutil
+import signal
+import socket
+import urllib.request
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from octavo.common.model_cache import cache_dir
+from tests.integration.conftest import SMALL
+from tests.integration.harness import wait_until
+
+STOP_SECONDS = 30.0
+"""Generous: loading and compiling, which were waited for once, take minutes."""
+
+
+def descendants(server) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(server.pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()
+
+
+def gone(processes) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def assert_refused(server, *said: str) -> None:
+    """It ends with these words, no traceback and no process."""
+    seen: set[psutil.Process] = set()
+
+    def ended() -> bool:
+        seen.update(descendants(server))
+        return server.process.poll() is not None
+
+    wait_until(ended, 90, f"the end of {server.name}")
+    assert server.process.returncode == 1, server.logs()
+    for words in (*said, "error: "):
+        assert words in server.logs()
+    for words in ("Traceback", "Event loop is closed", "never retrieved", "never awaited"):
+        assert words not in server.logs(), server.logs()
+    wait_until(lambda: gone(seen), what="the end of its processes")
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", ["engine", "serve"])
+def test_a_taken_port_is_told_before_the_model_is_loaded(demo_model, launch, taken_port, command):
+    server = launch(command, "--model", "demo", *SMALL, port=taken_port)
+    assert_refused(server, f"cannot listen on 127.0.0.1:{taken_port}")
+    if command == "engine":
+        assert "model loaded" not in server.logs()
+
+
+@pytest.mark.parametrize("command", ["engine", "router"])
+def test_a_taken_metrics_port_that_was_given_is_an_error(demo_model, launch, taken_port, command):
+    flags = ["--model", "demo", *SMALL] if command == "engine" else []
+    server = launch(command, *flags, "--metrics-port", str(taken_port), metrics=False)
+    assert_refused(server, f"cannot serve metrics on 127.0.0.1:{taken_port}")
+    assert "model loaded" not in server.logs()
+
+
+def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launch):
+    with ExitStack() as open_sockets:
+        for port in (9151, 9152):
+            taken = open_sockets.enter_context(socket.socket())
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                taken.bind(("127.0.0.1", port))
+                taken.listen()
+            except OSError:
+                pass  # by somebody else: as good
+        server = launch("serve", "--model", "demo", *SMALL, metrics=False).wait_ready()
+        told = r"metrics served at another port.*address=http://127\.0\.0\.1:(\d+)/metrics.* taken="
+        ports = re.findall(told, re.sub(r"\x1b\[[\d;]*m", "", server.logs()))
+        pages = [
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
+            for port in ports
+        ]
+    assert len(pages) == 2, server.logs()
+    assert any(b"octavo_router_engines_up" in page for page in pages)
+    assert any(b"octavo_engine_blocks" in page for page in pages)
+
+
+@pytest.mark.parametrize("command", ["engine", "serve"])
+@pytest.mark.parametrize("working", ["cc1plus", "octavo.common.leash"])
+def test_sigterm_while_it_compiles_ends_all(
+    demo_model, launch, tmp_path, monkeypatch, command, working
+):
+    """First the kernels are compiled, and where these are there, the model."""
+    if working == "octavo.common.leash":
+        (tmp_path / "kernels").symlink_to(cache_dir() / "kernels")
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("OCTAVO_COMPILE", "wait")
+    server = launch(command, "--model", str(demo_model), *SMALL)
+
+    def at_work() -> bool:
+        assert server.process.poll() is None, server.logs()
+        return any(working in " ".join(process.cmdline()) for process in descendants(server))
+
+    wait_until(at_work, 120, f"{working} at work")
+    processes = descendants(server)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(STOP_SECONDS) == 0, server.logs()
+    wait_until(lambda: gone(processes), what="the end of its processes")
+    assert "Traceback" not in server.logs()
+    assert "Event loop is closed" not in server.logs()
+
+
+def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(demo_model, model, copy_function=lambda a, b: shutil.os.link(a, b))
+    broken = model / "tokenizer.json"
+    text = broken.read_text()
+    broken.unlink()
+    broken.write_text(text[: len(text) // 2])
+    said = f"the tokenizer '{model}' cannot be loaded"
+    found = f"tokenizer.json ({len(text) // 2} bytes)"
+    for server in (
+        launch("serve", "--model", str(model), *SMALL),
+        launch("router", "--tokenizer", str(model)),
+    ):
+        assert_refused(server, said, "JSONDecodeError", "--tokenizer")
+        assert "tokenizer.json (" in server.logs(), found
