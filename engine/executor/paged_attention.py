@@ -158,3 +158,5 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)
+# It writes the cache, which no argument of its shows: no call may be dropped or merged.
+torch.fx.node.has_side_effect(torch.ops.octavo.paged_attention.default)
