@@ -139,7 +139,13 @@ class Node:
         await self.kill()
 
 
-def engine(model: str, *, threads: int | None = 1, **settings: Any) -> Node:  # noqa: ANN401
+def engine(
+    model: str,
+    *,
+    threads: int | None = 1,
+    sabotage: Callable[[], None] | None = None,
+    **settings: Any,  # noqa: ANN401
+) -> Node:
     """An engine of `model` in float32; further settings are EngineSettings'.
 
     It does not compile: that takes both cores for a minute, and makes it faster midway.
@@ -147,6 +153,7 @@ def engine(model: str, *, threads: int | None = 1, **settings: Any) -> Node:  # 
     Args:
         model: what is served.
         threads: that compute; None for as many as it would have by itself.
+        sabotage: called in the engine's process when it is ready, to make it fail later.
         settings: whatever they are.
     """
     defaults = {
@@ -161,7 +168,7 @@ def engine(model: str, *, threads: int | None = 1, **settings: Any) -> Node:  # 
         "drain_timeout": 0.0,
         "log_level": "error",
     }
-    return Node(partial(_run_engine, {**defaults, **settings}, threads))
+    return Node(partial(_run_engine, {**defaults, **settings}, threads, sabotage))
 
 
 def router(engines: list[str], **settings: Any) -> Node:  # noqa: ANN401 - whatever they are
@@ -179,7 +186,11 @@ def _run(
 
 
 def _run_engine(
-    settings: dict[str, Any], threads: int | None, port: int, ready: Connection
+    settings: dict[str, Any],
+    threads: int | None,
+    sabotage: Callable[[], None] | None,
+    port: int,
+    ready: Connection,
 ) -> None:
     from engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
@@ -187,7 +198,13 @@ def _run_engine(
         torch.set_num_threads(threads)
     own = EngineSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)
-    uvloop.run(serve(own, on_ready=ready.send))
+
+    def on_ready(address: str) -> None:
+        if sabotage is not None:
+            sabotage()
+        ready.send(address)
+
+    uvloop.run(serve(own, on_ready=on_ready))
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:

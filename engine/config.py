@@ -91,6 +91,17 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     max_message_bytes: int = Field(
         64 << 20, ge=1 << 16, description="Largest message from a router, in bytes."
     )
+    max_failed_steps: int = Field(
+        3,
+        ge=1,
+        description="Failed steps in a row after which the engine exits with an error.",
+    )
+    step_timeout: float | None = Field(
+        None,
+        ge=0,
+        description="Seconds after which a step counts as hung and the engine exits with an"
+        " error; 0 disables the limit. Default: 300 on a CPU, 120 on a GPU.",
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests get to finish on SIGTERM."
     )

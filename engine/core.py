@@ -32,8 +32,14 @@ OnEnd = Callable[[SequenceGroup, str], None]
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core tells its load this often: silence for longer means that it hangs."""
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the core ends, by default."""
 PREFILL_SHARE = 0.5
 """A step tells the speed of prefill if more than this share of its tokens is prefill."""
+
+
+class EngineFailedError(Exception):
+    """The engine cannot compute any more: its process must end, and be started again."""
 
 
 class EngineCore:
@@ -41,6 +47,8 @@ class EngineCore:
 
     Attributes:
         load: as of the last step; read from any thread.
+        reported: when it last told its load, by the monotonic clock; read from any thread.
+            It does so in every step, and once a second where there is none.
     """
 
     def __init__(
@@ -51,6 +59,7 @@ class EngineCore:
         deliver: Deliver,
         *,
         max_waiting: int,
+        max_failed_steps: int = MAX_FAILED_STEPS,
         ahead: bool = False,
         publish: Publish = lambda _: None,
         on_end: OnEnd | None = None,
@@ -63,6 +72,8 @@ class EngineCore:
         self._publish = publish
         self._on_end = on_end
         self._max_waiting = max_waiting
+        self._max_failed_steps = max_failed_steps
+        self._failed_steps = 0  # in a row
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._groups: dict[tuple[int, str], SequenceGroup] = {}
         self._events: list[Event] = []
@@ -70,6 +81,7 @@ class EngineCore:
         self._step_seconds = 0.0
         self._draining = False
         self._stopped = False
+        self.reported = time.monotonic()
         self.load = self._measure_load()
         metrics.show(lambda: self.load)
 
@@ -107,17 +119,26 @@ class EngineCore:
     # The loop.
 
     def run(self) -> None:
-        """Serves until `stop`."""
-        while not self._stopped:
-            self._take_commands()
-            self._expire()
-            if self._working and not self._stopped:
-                self._step()
-            if self._scheduler.idle:
-                self._tell()  # else the next step does, while the model runs
-        for group in list(self._groups.values()):
-            self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
-        self._tell()
+        """Serves until `stop`.
+
+        However it ends, requests that are left fail with UNAVAILABLE.
+
+        Raises:
+            EngineFailedError: the device is lost, or too many steps in a row failed.
+        """
+        self.reported = time.monotonic()
+        try:
+            while not self._stopped:
+                self._take_commands()
+                self._expire()
+                if self._working and not self._stopped:
+                    self._step()
+                if self._scheduler.idle:
+                    self._tell()  # else the next step does, while the model runs
+        finally:
+            for group in list(self._groups.values()):
+                self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
+            self._tell()
 
     @property
     def _working(self) -> bool:
@@ -153,9 +174,11 @@ class EngineCore:
             batch = error.batch
             log.exception("step failed", tokens=batch.num_tokens, sequences=len(batch.slices))
             self._fail_step()
+            self._check_health(error)
             return
         if done is None:
             return
+        self._failed_steps = 0
         self._step_seconds = done.seconds
         self._report(done.result)
         self._report_searches(done.batch)
@@ -235,6 +258,7 @@ class EngineCore:
             policy.observe_prefill(batch.num_tokens, self._step_seconds)
 
     def _tell(self) -> None:
+        self.reported = time.monotonic()
         self.load = self._measure_load()
         self._metrics.observe_counters(self._scheduler)
         stored, evicted = self._scheduler.cache.take_changes()
@@ -326,6 +350,18 @@ class EngineCore:
         for group in [*self._scheduler.running, *self._scheduler.swapped, *coming]:
             self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
         self._scheduler.cache.forget_contents()
+
+    def _check_health(self, error: StepError) -> None:
+        """Decides after a failed step whether the next one can succeed.
+
+        Raises:
+            EngineFailedError: it cannot, or too many in a row have failed.
+        """
+        self._failed_steps += 1
+        if self._executor.device_lost():
+            raise EngineFailedError("the device is lost: it computes nothing any more") from error
+        if self._failed_steps >= self._max_failed_steps:
+            raise EngineFailedError(f"{self._failed_steps} steps in a row failed") from error
 
     def _fail(self, group: SequenceGroup, code: FailureCode, message: str) -> None:
         self._scheduler.remove(group)

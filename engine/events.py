@@ -78,7 +78,18 @@ class PrefixChange:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is, at one moment."""
+    """How busy the engine is, at one moment.
+
+    Attributes:
+        running: requests with sequences in the running batch.
+        waiting: requests not yet started.
+        swapped: requests preempted to swap space.
+        cache: the KV cache's blocks.
+        step_seconds: the last step's duration.
+        draining: whether new requests are refused.
+        step_running_seconds: how long the step in progress has run, where that was told while
+            it ran; else 0.
+    """
 
     running: int
     waiting: int
@@ -86,3 +97,4 @@ class Load:
     cache: CacheStats
     step_seconds: float
     draining: bool
+    step_running_seconds: float = 0.0

@@ -4,7 +4,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+import structlog
+
 from engine.events import Event, Load, PrefixChange
+
+log = structlog.get_logger(__name__)
 
 
 class Handover:
@@ -19,6 +23,8 @@ class Handover:
         spread: called in it with each change of the prefix cache.
         distribute: called in it with events, after the changes of their steps,
             and the newest load.
+        fail: called in it after an exception in either: what they were to hand over is
+            lost, so no session can go on.
     """
 
     def __init__(
@@ -26,10 +32,12 @@ class Handover:
         loop: asyncio.AbstractEventLoop,
         spread: Callable[[PrefixChange], None],
         distribute: Callable[[list[Event], Load], None],
+        fail: Callable[[], None],
     ) -> None:
         self._loop = loop
         self._spread = spread
         self._distribute = distribute
+        self._fail = fail
         self._told: deque[PrefixChange | tuple[list[Event], Load]] = deque()
         self._called = False
 
@@ -46,6 +54,14 @@ class Handover:
 
     def _take(self) -> None:
         self._called = False  # first: what comes from now on has a call of its own
+        try:
+            self._hand_over()
+        except Exception:
+            log.exception("events lost on their way to the sessions")
+            self._told.clear()  # all of it is for sessions that end now
+            self._fail()
+
+    def _hand_over(self) -> None:
         events: list[Event] = []
         load = None
         while self._told:

@@ -3,13 +3,13 @@
 import asyncio
 import signal
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import structlog
@@ -19,6 +19,7 @@ from engine.core import EngineCore
 from engine.events import Event, Load, PrefixChange
 from engine.front import EngineFront
 from engine.handover import Handover
+from engine.heartbeat import watch
 from engine.metrics import EngineMetrics
 from engine.session import Session, to_load
 from engine.startup import Parts, build
@@ -60,7 +61,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 "dtype": parts.dtype,
             }
         )
-        handover = Handover(asyncio.get_running_loop(), self._spread, self._distribute)
+        loop = asyncio.get_running_loop()
+        handover = Handover(loop, self._spread, self._distribute, self._fail_sessions)
         tracer = RequestTracer(tracing.tracer, settings.model_name)
         self.core = EngineCore(
             parts.scheduler,
@@ -68,6 +70,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             metrics,
             handover.deliver,
             max_waiting=settings.max_waiting,
+            max_failed_steps=settings.max_failed_steps,
             ahead=settings.async_scheduling and parts.executor.asynchronous,
             publish=handover.publish,
             on_end=tracer.ended if tracing.on else None,
@@ -126,10 +129,19 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         for session in self._sessions.values():
             session.close()
 
+    def heartbeat(self, load: Load) -> None:
+        """Tells all sessions the load while a step runs."""
+        self._distribute([], load)
+
+    def _fail_sessions(self) -> None:
+        for session in self._sessions.values():
+            session.fail()
+
     def _spread(self, change: PrefixChange) -> None:
         for number, session in self._sessions.items():
             if change.session in {None, number}:
-                session.add_prefixes(change)
+                with _failing(session):
+                    session.add_prefixes(change)
 
     def _distribute(self, events: list[Event], load: Load) -> None:
         by_session: defaultdict[int, list[Event]] = defaultdict(list)
@@ -137,7 +149,18 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             by_session[event.session].append(event)
         shown = to_load(load)
         for number, session in self._sessions.items():
-            session.add(by_session[number], shown)
+            with _failing(session):
+                session.add(by_session[number], shown)
+
+
+@contextmanager
+def _failing(session: Session) -> Iterator[None]:
+    """End a session that cannot take its events: others are not concerned."""
+    try:
+        yield
+    except Exception:
+        log.exception("events lost on their way to a session")
+        session.fail()
 
 
 async def serve(
@@ -190,16 +213,27 @@ async def serve(
             await server.start()
             parts = await _unless_stopped(thread.call(_build, settings), stopping)
             front.engine = servicer = EngineServicer(settings, parts, metrics, tracing)
-            async with _running(servicer.core, thread) as core:
-                await set_serving(health, ["", SERVICE], serving=True)
-                log.info("engine ready", address=address, model=settings.model_name)
-                if on_ready is not None:
-                    on_ready(address)
-                await _until_stopped(stopping, core, server)
-                await set_serving(health, ["", SERVICE], serving=False)
-                await _drain(servicer.core, settings.drain_timeout)
-            servicer.close()
-            await server.stop(grace=1.0)
+            beats = watch(
+                servicer.core,
+                servicer.heartbeat,
+                device=parts.device,
+                step_timeout=settings.step_timeout,
+            )
+            try:
+                async with (
+                    joined(beats, names=("heartbeat",), expected=(Exception,)) as (heartbeat,),
+                    _running(servicer.core, thread) as core,
+                ):
+                    await set_serving(health, ["", SERVICE], serving=True)
+                    log.info("engine ready", address=address, model=settings.model_name)
+                    if on_ready is not None:
+                        on_ready(address)
+                    await _until_stopped(stopping, core, heartbeat, server)
+                    await set_serving(health, ["", SERVICE], serving=False)
+                    await _drain(servicer.core, settings.drain_timeout)
+            finally:  # whatever ended it, sessions hear what the core said last
+                servicer.close()
+                await server.stop(grace=1.0)
     finally:
         await server.stop(grace=None)  # or its parts would outlive an error
         thread.close()
@@ -253,14 +287,23 @@ def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | No
 
 
 async def _until_stopped(
-    stopping: asyncio.Event, core: asyncio.Future[None], server: grpc.aio.Server
+    stopping: asyncio.Event,
+    core: asyncio.Future[None],
+    heartbeat: asyncio.Future[NoReturn],
+    server: grpc.aio.Server,
 ) -> None:
     """Waits for a signal.
 
     Raises:
-        BackgroundError: the core or the server died, of its cause.
+        BackgroundError: the core, its heartbeat or the server died, of its cause.
     """
-    parts = first_to_end(**{"the engine's core": shielded(core), "gRPC": until_terminated(server)})
+    parts = first_to_end(
+        **{
+            "the engine's core": shielded(core),
+            "the engine's heartbeat": shielded(heartbeat),
+            "gRPC": until_terminated(server),
+        }
+    )
     async with joined(stopping.wait(), parts, names=("signal", "parts")) as tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 
+import grpc
+
 from engine.core import EngineCore
 from engine.events import Event, Failure, Load, Output, PrefixChange, Started
 from engine.request import Request
@@ -30,11 +32,16 @@ class Session:
         self._prefixes: dict[bytes, bool] | None = None  # those to tell of, and if they are stored
         self._ready = asyncio.Event()
         self._closing = False
+        self._failed = False
 
     async def run(
         self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
-        """Serves until the router ends the stream, or `close`; then its requests are stopped."""
+        """Serves until the router ends the stream, or `close`; then its requests are stopped.
+
+        Raises:
+            RpcError: INTERNAL after `fail`.
+        """
         reader = start(self._read(session, orders), f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
         self._core.open_session(session)
@@ -42,6 +49,9 @@ class Session:
             while not (reader.done() or (self._closing and not self._pending.HasField("load"))):
                 await self._ready.wait()
                 self._ready.clear()
+                if self._failed:
+                    message = "the engine lost events of this session; its log has the details"
+                    raise RpcError(grpc.StatusCode.INTERNAL, message)
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
                 self._entries.clear()
                 self._put_prefixes(response)
@@ -56,6 +66,11 @@ class Session:
     def close(self) -> None:
         """Ends the stream after what is to be said yet: the engine stops."""
         self._closing = True
+        self._ready.set()
+
+    def fail(self) -> None:
+        """Ends the stream at once with INTERNAL: what was to be said is lost."""
+        self._failed = True
         self._ready.set()
 
     async def _read(self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]) -> None:
@@ -160,4 +175,5 @@ def to_load(load: Load) -> engine_pb2.Load:
         cached_swap_blocks=load.cache.cached_swap_blocks,
         step_seconds=load.step_seconds,
         draining=load.draining,
+        step_running_seconds=load.step_running_seconds,
     )

@@ -12,7 +12,7 @@ MAX_SECONDS = 30.0
 class CircuitBreaker:
     """Counts an engine's failures in a row, and opens for a time after each but the first.
 
-    The first costs nothing, as a restart should not; the time doubles with each
+    The first lost connection costs nothing, as a restart should not; the time doubles with each
     that follows before `PROBATION_SECONDS` of use, up to `MAX_SECONDS`. An open
     breaker says that others are to be preferred, not that the engine is gone:
     where there are no others, it is used.
@@ -33,11 +33,21 @@ class CircuitBreaker:
         """The engine can be used from now on."""
         self._up_since = self._clock()
 
-    def trip(self) -> None:
-        """The engine failed."""
+    def fault(self) -> None:
+        """A step failed on the engine, which is still connected.
+
+        It opens at the first fault, as an engine whose every step fails is idle and would be
+        preferred for that.
+        """
+        self.trip(free=0)
+        self._up_since = self._clock()  # it has to prove itself anew
+
+    def trip(self, *, free: int = 1) -> None:
+        """The engine failed; so many failures in a row cost nothing."""
         now = self._clock()
         if now - self._up_since >= PROBATION_SECONDS:
             self._failures = 0
         self._failures += 1
-        if self._failures > 1:
-            self._open_until = now + min(FIRST_SECONDS * 2.0 ** (self._failures - 2), MAX_SECONDS)
+        if self._failures > free:
+            doublings = self._failures - free - 1
+            self._open_until = now + min(FIRST_SECONDS * 2.0**doublings, MAX_SECONDS)

@@ -127,8 +127,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     heartbeat_timeout: float = Field(
         20.0,
         gt=0,
-        description="Seconds of an engine's silence after which it counts as hung; "
-        "four of its steps where those are longer.",
+        description="Seconds of an engine's silence after which it counts as hung; engines "
+        "send a heartbeat once a second, also while a step runs.",
     )
     max_moves: int = Field(
         5, ge=0, description="Most times that a request goes on at another engine; 0 is never."

@@ -86,7 +86,7 @@ class EngineLink:
         address: HOST:PORT.
         engine: The connection, or the last one there was; None before the first.
         draining: Whether the router gives it no new requests, whatever it says itself.
-        breaker: Whether others are to be preferred.
+        breaker: For how long others are to be preferred, as it failed of late.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class EngineLink:
     @property
     def up(self) -> Engine | None:
         """The connection, if it lives."""
-        return self.engine if self.engine is not None and self.engine.up else None
+        engine = self.engine
+        return engine if engine is not None and engine.up and not engine.session.broken else None
 
     @property
     def taking(self) -> Engine | None:
@@ -120,6 +121,14 @@ class EngineLink:
         engine = self.up
         drains = self.draining or (engine is not None and engine.load.draining)
         return None if drains else engine
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether others are to be preferred: it failed of late, or its step may hang."""
+        if self.breaker.remaining:
+            return True
+        limit = self._settings.heartbeat_timeout
+        return self.engine is not None and self.engine.load.step_running_seconds > limit
 
     @property
     def sequences(self) -> int:
@@ -193,6 +202,7 @@ class EngineLink:
             call,
             self.address,
             lambda response: self._note(engine, response),
+            lambda: self._fault(engine),
             self._settings.heartbeat_timeout,
         )
         claims = Claims(info.block_size)
@@ -214,6 +224,18 @@ class EngineLink:
         else:
             self._on_load(engine.info.model)
 
+    def _fault(self, engine: Engine) -> None:
+        """A step failed on an engine: others are preferred for a while."""
+        self.breaker.fault()
+        passed_over = round(self.breaker.remaining, 1)
+        log.warning("engine_fault", engine=self.address, passed_over=passed_over)
+        self._change_when_closed(engine)
+
+    def _change_when_closed(self, engine: Engine) -> None:
+        """Tells when the breaker closes: those who wait for other engines may come here then."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.breaker.remaining, self._on_change, engine.info.model)
+
     def _use(self, engine: Engine) -> None:
         """The engine has shown life: requests may go to it."""
         log.info(
@@ -230,9 +252,8 @@ class EngineLink:
         if before is not None and before.info.model != engine.info.model:
             self._on_change(before.info.model)
         self._on_change(engine.info.model)
-        if self.breaker.remaining:  # those who wait for other engines may come here then
-            loop = asyncio.get_running_loop()
-            loop.call_later(self.breaker.remaining, self._on_change, engine.info.model)
+        if self.breaker.remaining:
+            self._change_when_closed(engine)
 
     def _tell(self, state: RetryCallState) -> None:
         """Logs why there is no connection: once, not at every attempt."""

@@ -134,19 +134,25 @@ class EnginePool:
     def candidates(self, model: str) -> Sequence[Engine]:
         """Returns the engines of `model` that take new requests.
 
-        Those that failed of late are among them only where there are no others.
+        Those that failed of late, or whose step may hang, are among them only where there
+        are no others.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if there are none.
         """
         taking = [
-            (engine, link.breaker.remaining)
+            (engine, link.doubtful)
             for link in self._links.values()
             if (engine := link.taking) is not None and engine.info.model == model
         ]
         if not taking:
             raise self._none_up(model)
-        return [engine for engine, open_for in taking if not open_for] or [e for e, _ in taking]
+        return [engine for engine, doubtful in taking if not doubtful] or [e for e, _ in taking]
+
+    def has_other(self, engine: Engine) -> bool:
+        """Returns whether another engine of the same model takes requests."""
+        taking = (link.taking for link in self._links.values())
+        return any(e and e is not engine and e.info.model == engine.info.model for e in taking)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Returns the tokenizer of a resolved model."""

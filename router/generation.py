@@ -25,7 +25,7 @@ from router.metrics import RouterMetrics
 from router.pacing import Pacer, WriteLimit
 from router.quota import Account, Accounts
 from router.request import Request
-from router.session import EngineLostError
+from router.session import EngineFaultError, EngineLostError
 from router.tokenization import Tokenizers
 from router.tracing import CallTrace
 
@@ -231,7 +231,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                 with call.trace.attempt(engine.address) as trace_context:
                     await self._pass_on(call, request, engine, context, trace_context)
             except EngineLostError as error:
-                if request.moves == self._settings.max_moves:
+                if not self._may_move(request, engine, error):
                     raise
                 request.moves += 1
                 self.metrics.moves.labels(call.model).inc()
@@ -239,6 +239,16 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             finally:
                 request.close()
                 self._admission.release(grant)
+
+    def _may_move(self, request: Request, engine: Engine, error: EngineLostError) -> bool:
+        """Returns whether a request may go on at another engine; after a fault, only once."""
+        if request.moves == self._settings.max_moves:
+            return False
+        if isinstance(error, EngineFaultError):
+            if request.failed_on is not None or not self._pool.has_other(engine):
+                return False
+            request.failed_on = engine
+        return True
 
     async def _pass_on(
         self,

@@ -39,6 +39,7 @@ class Request:
         outputs: One for each of `n`.
         cached_tokens: Prompt tokens that the first engine found in its cache.
         moves: How many engines it has lost.
+        failed_on: The engine of these that failed on it, or None.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Request:
         self.deadline = deadline
         self.cached_tokens = 0
         self.moves = 0
+        self.failed_on: object | None = None
         self.outputs = [
             Output(i, pieces, message.stop, message.output) for i in range(num_outputs(message))
         ]
@@ -107,6 +109,7 @@ class Request:
             max_tokens=self.max_tokens,
             deadline=self.deadline,
             moved=self.moves > 0,
+            avoid=self.failed_on,
             prompt=Prompt(self.prompt, self._cache_salt),
             tenant=self._account.tenant,
             progress=self,

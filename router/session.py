@@ -19,19 +19,28 @@ log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
 """Aborted requests whose late tokens are still told from a new request's of the same id."""
+INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 SILENT_LOOKS = 4
 """How often silence is looked at before it counts: what stops the router itself for a while,
 engine messages included, is one look and no engine's silence."""
 PARTS = ("writer", "reader", "watcher")
-LONG_STEPS = 4
-"""An engine may be silent for this many of its last step, where that is longer."""
 
 
 class EngineLostError(rpc.RpcError):
     """UNAVAILABLE: an engine is gone or takes no more; its requests can go on at another."""
 
+    def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
+        super().__init__(code, message)
+
+
+class EngineFaultError(EngineLostError):
+    """INTERNAL: a step failed on an engine; its requests can go on at another, once.
+
+    Not more often: what fails everywhere is the request's fault, and must not end every engine.
+    """
+
     def __init__(self, message: str) -> None:
-        super().__init__(grpc.StatusCode.UNAVAILABLE, message)
+        super().__init__(message, grpc.StatusCode.INTERNAL)
 
 
 class Receiver(Protocol):
@@ -57,6 +66,7 @@ class Session:
         call: The open Session call. This object is the only one to use it.
         name: The engine's address, for messages.
         on_report: Called with every message, for its load and its prefix changes.
+        on_fault: Called when a step failed on the engine, before its requests hear of it.
         heartbeat_timeout: Seconds of silence after which the engine counts as hung.
     """
 
@@ -65,11 +75,13 @@ class Session:
         call: "grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]",
         name: str,
         on_report: Callable[[engine_pb2.SessionResponse], None],
+        on_fault: Callable[[], None],
         heartbeat_timeout: float,
     ) -> None:
         self._call = call
         self._name = name
         self._on_report = on_report
+        self._on_fault = on_fault
         # Never longer than a few commands for each request admitted to the engine.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._receivers: dict[str, Receiver] = {}
@@ -78,7 +90,11 @@ class Session:
         self._broken: str | None = None
         self._heartbeat_timeout = heartbeat_timeout
         self._heard = False  # anything, since the last look
-        self._step_seconds = 0.0
+
+    @property
+    def broken(self) -> bool:
+        """Whether the stream has ended, or is about to: it takes no more requests."""
+        return self._broken is not None
 
     def __len__(self) -> int:
         return len(self._receivers)
@@ -149,11 +165,10 @@ class Session:
         """Returns when nothing has come for too long: the engine hangs, if its process lives."""
         silent = 0
         while silent < SILENT_LOOKS:
-            limit = max(self._heartbeat_timeout, LONG_STEPS * self._step_seconds)
             self._heard = False
-            await asyncio.sleep(limit / SILENT_LOOKS)
+            await asyncio.sleep(self._heartbeat_timeout / SILENT_LOOKS)
             silent = 0 if self._heard else silent + 1
-        return f"no sign of life for {limit:g} s"
+        return f"no sign of life for {self._heartbeat_timeout:g} s"
 
     async def _write(self) -> str | None:
         try:
@@ -167,11 +182,11 @@ class Session:
             self._deliver(started.request_id, "started", started.cached_tokens)
         for output in response.outputs:
             self._deliver(output.request_id, "received", output)
+        if any(failure.code == INTERNAL for failure in response.failures):
+            self._on_fault()
         for failure in response.failures:
             self._deliver(failure.request_id, "failed", _error(failure))
             self.forget(failure.request_id)
-        if response.HasField("load"):
-            self._step_seconds = response.load.step_seconds
         self._on_report(response)
 
     def _deliver(self, session_id: str, event: str, argument: object) -> None:
@@ -214,4 +229,6 @@ def _error(failure: engine_pb2.Failure) -> rpc.RpcError:
     """What a request failed with."""
     if failure.code == grpc.StatusCode.UNAVAILABLE.value[0]:
         return EngineLostError(failure.message)
+    if failure.code == INTERNAL:
+        return EngineFaultError(failure.message)
     return rpc.RpcError.from_code(failure.code, failure.message, failure.field)

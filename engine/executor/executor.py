@@ -118,6 +118,19 @@ class Executor:
         """Runs one step by itself; see `launch`."""
         return self.launch(batch).result()
 
+    def device_lost(self) -> bool:
+        """Return whether the device computes nothing any more, as after some CUDA errors.
+
+        Such an error is sticky: every later call in this process fails with it.
+        """
+        if self._device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            return True
+        return False
+
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled by now."""

@@ -201,7 +201,8 @@ class Admission(Generic[E]):
 
     def _choose(self, line: _Line[E], engines: Sequence[E], claim: Claim) -> E | None:
         """Returns an engine with room, or None."""
-        roomy = [engine for engine in engines if _fits(engine, claim)]
+        others = [engine for engine in engines if engine is not claim.ticket.avoid]
+        roomy = [engine for engine in others or engines if _fits(engine, claim)]
         tenant, now = claim.ticket.tenant, self._clock()
         if not line.counters.is_least(tenant.name, now):
             share = line.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)

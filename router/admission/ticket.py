@@ -55,6 +55,7 @@ class Ticket:
         deadline: When its client gives up, by the monotonic clock; None for never.
         moved: Whether it had an engine and lost it. It is then not refused for
             a full queue, nor for how long it has waited or will take.
+        avoid: The engine that failed on it; chosen only where there is no other.
         prompt: Its prompt, for policies that go by it.
         tenant: Whose it is.
         progress: What has come of it.
@@ -69,6 +70,7 @@ class Ticket:
     max_tokens: int = 1
     deadline: float | None = None
     moved: bool = False
+    avoid: object | None = None
     prompt: Prompt | None = None
     tenant: Tenant = ANONYMOUS
     progress: Progress = field(default_factory=NoProgress)

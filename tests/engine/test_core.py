@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from engine.config import EngineSettings
-from engine.core import EngineCore
+from engine.core import EngineCore, EngineFailedError
 from engine.events import Failure, FailureCode, Output, Started
 from engine.metrics import EngineMetrics
 from engine.request import FinishReason, Request, SamplingParams
@@ -58,6 +58,7 @@ class Running:
             EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
         )
         self.ahead = ahead
+        self.error = None
         self.heard = Listener()
         self.metrics = EngineMetrics()
         self.core = EngineCore(
@@ -83,6 +84,16 @@ class Running:
             deadline=deadline,
         )
         self.core.submit(request)
+
+    def run_until_it_fails(self):
+        def run():
+            try:
+                self.core.run()
+            except (EngineFailedError, RuntimeError) as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
 
     def wait_idle(self):
         taken = threading.Event()
@@ -234,6 +245,57 @@ def test_a_step_that_fails_beside_another_leaves_nothing(running, monkeypatch, m
     engine.heard.wait(lambda: all(engine.heard.ended(str(i)) for i in range(4)))
     engine.wait_idle()
     assert engine.outcome("internal") > 0
+
+
+def fail(*_, **__):
+    raise RuntimeError("every step fails")
+
+
+def test_too_many_failed_steps_in_a_row_end_the_core(running, monkeypatch):
+    engine = running(begin=False)
+    launch = engine.parts.executor.launch
+    monkeypatch.setattr(engine.parts.executor, "launch", fail)
+    engine.run_until_it_fails()
+    for i in range(2):
+        engine.submit(f"bad-{i}", max_tokens=3)
+        engine.heard.wait(partial(engine.heard.ended, f"bad-{i}"))
+    monkeypatch.setattr(engine.parts.executor, "launch", launch)
+    engine.submit("good", max_tokens=3)
+    engine.heard.wait(lambda: engine.heard.ended("good"))
+    monkeypatch.setattr(engine.parts.executor, "launch", fail)
+    for i in range(2, 5):
+        assert engine.thread.is_alive()
+        engine.submit(f"bad-{i}", max_tokens=3)
+        engine.heard.wait(partial(engine.heard.ended, f"bad-{i}"))
+    engine.thread.join(PATIENCE)
+    assert isinstance(engine.error, EngineFailedError)
+    assert str(engine.error) == "3 steps in a row failed"
+    codes = {engine.heard.events[f"bad-{i}"][-1].code for i in range(5)}
+    assert codes == {FailureCode.INTERNAL}
+
+
+def test_a_lost_device_ends_the_core_at_once_and_nobody_waits(running, monkeypatch):
+    engine = running(begin=False, max_num_seqs=1, max_num_batched_tokens=64)
+    monkeypatch.setattr(engine.parts.executor, "launch", fail)
+    monkeypatch.setattr(engine.parts.executor, "device_lost", lambda: True)
+    engine.submit("first", max_tokens=3)
+    engine.submit("second", max_tokens=3)
+    engine.run_until_it_fails()
+    engine.thread.join(PATIENCE)
+    assert "device is lost" in str(engine.error)
+    assert engine.heard.events["first"][-1].code is FailureCode.INTERNAL
+    assert engine.heard.events["second"][-1].code is FailureCode.UNAVAILABLE
+    engine.parts.scheduler.cache.check_idle()
+
+
+def test_whatever_ends_the_core_nobody_waits(running, monkeypatch):
+    engine = running(begin=False)
+    monkeypatch.setattr(engine.parts.scheduler, "book", fail)
+    engine.submit("a", max_tokens=3)
+    engine.run_until_it_fails()
+    engine.thread.join(PATIENCE)
+    assert str(engine.error) == "every step fails"
+    assert engine.heard.events["a"][-1].code is FailureCode.UNAVAILABLE
 
 
 def test_a_running_id_and_a_full_queue_are_refused(running):

@@ -4,6 +4,8 @@ import asyncio
 import threading
 import time
 
+import pytest
+
 from engine.events import Load, PrefixChange, Started
 from engine.handover import Handover
 from engine.kv_cache import CacheStats
@@ -21,6 +23,7 @@ async def test_a_loop_that_is_behind_gets_all_in_one_go():
         asyncio.get_running_loop(),
         told.append,
         lambda events, load: told.append((events, load)),
+        pytest.fail,
     )
     changes = [PrefixChange(None, [bytes([i % 256])], []) for i in range(STEPS)]
     started = [Started(0, str(i), 0) for i in range(STEPS)]
@@ -53,7 +56,7 @@ async def test_nothing_is_left_behind_while_both_run():
         if load.running == STEPS - 1:
             done.set()
 
-    handover = Handover(asyncio.get_running_loop(), lambda _: None, distribute)
+    handover = Handover(asyncio.get_running_loop(), lambda _: None, distribute, pytest.fail)
 
     def step():
         for i in range(STEPS):
@@ -66,3 +69,19 @@ async def test_nothing_is_left_behind_while_both_run():
     await asyncio.wait_for(done.wait(), 20)
     core.join()
     assert count == STEPS
+
+
+async def test_what_cannot_be_handed_over_is_said_and_the_next_is_handed_over():
+    told = []
+
+    def distribute(events, load):
+        if load.running == 0:
+            raise ValueError("for a test")
+        told.append(load.running)
+
+    loop = asyncio.get_running_loop()
+    handover = Handover(loop, lambda _: None, distribute, lambda: told.append("failed"))
+    for step in range(2):
+        handover.deliver([Started(0, str(step), 0)], load(step))
+        await asyncio.sleep(0)
+    assert told == ["failed", 1]

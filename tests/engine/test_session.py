@@ -4,6 +4,7 @@ import asyncio
 import threading
 from functools import partial
 
+import grpc
 import pytest
 
 from engine.config import EngineSettings
@@ -13,6 +14,7 @@ from engine.session import Session, to_load
 from engine.startup import build
 from engine.validation import to_request
 from octavo.common.prefix import reusable_keys, short_key
+from octavo.common.rpc import RpcError
 from octavo.v1 import engine_pb2
 from octavo.v1.sampling_pb2 import FinishReason
 
@@ -115,3 +117,20 @@ async def test_what_is_to_be_said_is_said_before_a_session_closes(open_session):
     session.close()
     rest = [response async for response in stream]
     assert [failure.request_id for response in rest for failure in response.failures] == ["r"]
+
+
+async def test_a_session_whose_events_are_lost_ends_with_a_status(open_session):
+    core, orders, stream = open_session
+    session = stream.ag_frame.f_locals["self"]
+    await anext(stream)
+    submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[5] * 9, stop={"max_tokens": 400})
+    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    while not (await anext(stream)).started:
+        pass
+    session.fail()
+    with pytest.raises(RpcError) as caught:
+        await anext(stream)
+    assert caught.value.code is grpc.StatusCode.INTERNAL
+    async with asyncio.timeout(30):
+        while not core.idle:
+            await asyncio.sleep(0.01)

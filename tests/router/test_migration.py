@@ -11,6 +11,7 @@ from octavo.v1.sampling_pb2 import FinishReason
 from router.breaker import FIRST_SECONDS, MAX_SECONDS, PROBATION_SECONDS, CircuitBreaker
 
 LENGTH = FinishReason.FINISH_REASON_LENGTH
+INTERNAL = grpc.StatusCode.INTERNAL.value[0]
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE.value[0]
 
 
@@ -237,6 +238,80 @@ async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(
         assert link.breaker.remaining
         await collect(s.stub.Generate(ask()))
         assert len(flaky.submits) == 1
+
+
+async def fault(s, engine, submit):
+    failure = {"request_id": submit.request_id, "code": INTERNAL, "message": "a step failed"}
+    engine.send(failures=[failure])
+
+
+async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted, stand):
+    broken, busy = scripted(interval=None), scripted(max_num_seqs=1, interval=None)
+    async with stand(broken, busy) as s:
+        await s.up(2)
+        (link,) = [link for link in s.router.pool.links if link.address == broken.address]
+        (other,) = [e for e in s.router.pool.up() if e.address == busy.address]
+        other.claims.sequences += 2  # the broken one is chosen, and the other has no room
+        task = asyncio.create_task(collect(s.stub.Generate(ask())))
+        await s.until(lambda: broken.submits)
+        await fault(s, broken, broken.submits[0])
+        await s.until(lambda: len(s.router.admission) == 1)
+        assert link.breaker.remaining > 0
+        await asyncio.sleep(FIRST_SECONDS + 0.1)
+        assert link.breaker.remaining == 0
+        assert len(s.router.admission) == 1  # not to where it failed, however idle that is
+        other.claims.sequences -= 2
+        s.router.admission.dispatch("tiny")
+        await s.until(lambda: busy.submits)
+        await fault(s, busy, busy.submits[0])
+        error = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
+        await s.clean()
+    assert (error[0].code(), error[0].details()) == (grpc.StatusCode.INTERNAL, "a step failed")
+    assert (len(broken.submits), len(busy.submits)) == (1, 1)
+
+
+async def test_a_failed_step_of_the_only_engine_is_told(scripted, stand):
+    engine = scripted(interval=None)
+    async with stand(engine) as s:
+        await s.up()
+        task = asyncio.create_task(error_of(s.stub.Generate(ask())))
+        await s.until(lambda: engine.submits)
+        await fault(s, engine, engine.submits[0])
+        error = await asyncio.wait_for(task, 30)
+        await s.clean()
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert len(engine.submits) == 1
+
+
+async def test_an_engine_whose_step_may_hang_gets_nothing_while_there_are_others(scripted, stand):
+    slow, sound = scripted(), scripted()
+    async with stand(slow, sound, heartbeat_timeout=5) as s:
+        await s.up(2)
+        slow.info.load.step_running_seconds = 6
+        (engine,) = [e for e in s.router.pool.up() if e.address == slow.address]
+        await s.until(lambda: engine.load.step_running_seconds > 5)
+        for _ in range(4):
+            await collect(s.stub.Generate(ask()))
+        assert (len(slow.submits), len(sound.submits)) == (0, 4)
+        await sound.kill()
+        await s.up(1)
+        await collect(s.stub.Generate(ask()))
+        assert len(slow.submits) == 1
+
+
+def test_the_breaker_opens_at_the_first_failed_step_however_long_it_was_up():
+    now = 1000.0
+    breaker = CircuitBreaker(lambda: now)
+    breaker.connected()
+    pauses = []
+    for _ in range(3):
+        now += breaker.remaining + 1
+        breaker.fault()
+        pauses.append(breaker.remaining)
+    assert pauses == [FIRST_SECONDS, 2 * FIRST_SECONDS, 4 * FIRST_SECONDS]
+    now += PROBATION_SECONDS
+    breaker.fault()
+    assert breaker.remaining == FIRST_SECONDS
 
 
 def test_the_breaker_opens_for_longer_each_time():

@@ -1,0 +1,59 @@
+"""Signs of life while a step runs, and the end of an engine whose step never ends."""
+
+import asyncio
+import faulthandler
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NoReturn
+
+import structlog
+
+from engine.core import HEARTBEAT_SECONDS, EngineCore
+from engine.events import Load
+
+log = structlog.get_logger(__name__)
+
+CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
+LONG_SECONDS = 30.0
+"""A step that runs for longer is logged."""
+
+
+async def watch(
+    core: EngineCore, tell: Callable[[Load], None], *, device: str, step_timeout: float | None
+) -> NoReturn:
+    """Tell the load once a second while the core is silent, until cancelled.
+
+    The core is silent while a step runs. The event loop runs beside it, so a step that takes
+    long is no silence of the engine. A step that takes longer than `step_timeout` ends the
+    process with exit code 1, after a traceback of every thread on stderr: a thread that hangs
+    cannot be stopped, and would keep the process from exiting in any other way. The timer for
+    that is a thread without Python's lock, so it also ends a process whose lock is never
+    released.
+
+    Args:
+        core: whose silence is watched.
+        tell: called with the load and for how long the step has run.
+        device: "cpu", or a GPU's name.
+        step_timeout: in seconds; 0 for none, None for what suits the device.
+    """
+    if step_timeout is None:
+        step_timeout = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
+    reported = 0.0
+    logged = False
+    try:
+        while True:
+            if core.reported != reported:
+                reported, logged = core.reported, False
+                if step_timeout:  # a core that is idle reports in time before a beat
+                    limit = step_timeout + HEARTBEAT_SECONDS
+                    faulthandler.dump_traceback_later(limit, exit=True)
+            silence = time.monotonic() - reported
+            if silence >= HEARTBEAT_SECONDS:
+                tell(replace(core.load, step_running_seconds=silence))
+            if silence >= min(LONG_SECONDS, step_timeout / 2 or LONG_SECONDS) and not logged:
+                logged = True
+                log.warning("a step takes long", seconds=round(silence), limit=step_timeout)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

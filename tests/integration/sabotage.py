@@ -1,0 +1,58 @@
+"""What engines' processes are made to do wrong, by functions that are called in them."""
+
+import re
+import time
+
+from engine.executor.executor import Executor
+from engine.session import Session
+
+
+def fail_every_step() -> None:
+    def fail(*_, **__):
+        raise RuntimeError("a step that fails, for a test")
+
+    Executor.launch = fail
+
+
+def fail_one_step() -> None:
+    launch = Executor.launch
+
+    def fail(*_, **__):
+        Executor.launch = launch
+        raise RuntimeError("one step that fails, for a test")
+
+    Executor.launch = fail
+
+
+def lose_events_once() -> None:
+    """The ends of some outputs are lost between the core and a session."""
+    add = Session.add
+
+    def fail(self, events, load):
+        if any(getattr(event, "finish_reason", None) for event in events):
+            Session.add = add
+            raise ValueError("events that cannot be handed over, for a test")
+        add(self, events, load)
+
+    Session.add = fail
+
+
+def take_long() -> None:
+    """Each prefill takes several times the router's patience."""
+    launch = Executor.launch
+
+    def slowly(self, batch, **others):
+        if batch.num_tokens > len(batch.slices):
+            time.sleep(2.5)
+        return launch(self, batch, **others)
+
+    Executor.launch = slowly
+
+
+def hang() -> None:
+    Executor.launch = lambda *_, **__: time.sleep(3600)
+
+
+def hang_with_the_lock() -> None:
+    """Python's lock is not released while an expression is matched."""
+    Executor.launch = lambda *_, **__: re.match("(a+)+$", "a" * 64 + "b")
