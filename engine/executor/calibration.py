@@ -6,6 +6,7 @@ What linear layers are given, found so, tells how to fit their rounding.
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
@@ -13,8 +14,13 @@ from transformers import AutoTokenizer, PreTrainedModel
 from engine.executor.paged_attention import PagedStep, attending
 from engine.executor.shape import ModelShape
 from kernels.metadata import AttentionMetadata
+from octavo.common.models import first_line
+
+log = structlog.get_logger(__name__)
 
 TOKENS = 512
+LEAST_TOKENS = 64
+"""Fewer than these of the text are no text: most of its words are unknown."""
 SAMPLES = 128
 BLOCK_SIZE = 16
 
@@ -68,15 +74,21 @@ def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str,
 
 
 def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
-    """Returns the text as `[count]` token ids; random ones where there is no tokenizer."""
+    """Return the text as `[count]` token ids; random ones where there is no tokenizer."""
     count = min(TOKENS, shape.max_position)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        generator = torch.Generator().manual_seed(0)
-        return torch.randint(shape.vocab_size, (count,), generator=generator)
     text = Path(__file__).with_name("calibration.txt").read_text()
-    return torch.tensor(tokenizer(text)["input_ids"][:count])
+    try:
+        ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
+        known = [token for token in ids if 0 <= token < shape.vocab_size][:count]
+    except Exception as error:  # noqa: BLE001 - tokenizers have many ways to say so
+        known = []
+        log.info("the model's tokenizer cannot be read", error=first_line(error))
+    # One that is made up of no files knows no words.
+    if len(known) >= min(count, LEAST_TOKENS):
+        return torch.tensor(known)
+    log.warning("calibrating on random tokens, as the model has no tokenizer that works")
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(shape.vocab_size, (count,), generator=generator)
 
 
 def run_alone(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.plain_linears import plain_linears
 from engine.executor.wide_linear import WideLinear
 
 
@@ -36,13 +37,13 @@ def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
     """Groups a model's linear layers: those of a group are given one and the same tensor.
 
     Experts that one token does not reach, and whatever else the model does not call, are
-    left out.
+    left out; so are layers that do more than multiply.
     """
+    plain = plain_linears(model)
     inputs: dict[nn.Module, Tensor] = {}  # held, so that none takes another's place
     hooks = [
         layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0]}))
-        for layer in model.modules()
-        if isinstance(layer, nn.Linear)
+        for layer in plain
     ]
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     with attending(ShapeProbe({})):

@@ -14,6 +14,7 @@ from engine.executor.attention import PAGED_ATTENTION
 from engine.executor.joining import join_linears
 from engine.executor.kv_scales import measure_kv_scales
 from engine.executor.masks import LONGEST
+from engine.executor.plain_linears import check_quantizable, replace_conv1d
 from engine.executor.probe import LayerAttention, attention_of, probe
 from engine.executor.rope import fix_rope
 from engine.executor.self_check import Reference, SelfCheck, SelfCheckError, reference
@@ -195,7 +196,9 @@ def _prepare_linears(
     from engine.executor.linear import pack_linears  # noqa: PLC0415
     from engine.executor.quantization import quantize  # noqa: PLC0415
 
+    replace_conv1d(model)
     if quantization != "none":
+        check_quantizable(model, path, quantization)
         quantize(model, shape, path, quantization)
     pack_linears(model)
 

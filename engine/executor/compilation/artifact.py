@@ -36,6 +36,7 @@ SOURCES = (
     *("artifact.py", "capture.py", "export.py", "fusion.py", "patterns.py", "rotation.py"),
     *("../attention.py", "../joining.py", "../linear.py", "../model.py", "../paged_attention.py"),
     *("../masks.py", "../probe.py", "../rope.py", "../self_check.py"),
+    "../plain_linears.py",
 )
 QUANTIZATION = ("../calibration.py", "../calibration.txt", "../quantization.py")
 KERNELS = tuple(f"../../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py"))
