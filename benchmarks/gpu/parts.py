@@ -72,12 +72,13 @@ def time_decode(timer: Timer, tiny: bool) -> list[Row]:
             case += " " + str(cache_dtype).removeprefix("torch.float8_")
         moved = 2 * batch.key.numel() * _item(batch)
         flops = 4.0 * count * context * layout.num_heads * layout.head_dim
-        row = _compare(case, batch, timer, moved, flops)
+        row = _compare(case, batch, timer, moved=moved, flops=flops, num_layers=layout.num_layers)
         if cache_dtype is None and timer.device.type == "cuda":
             times, notes = peers.time_paged(batch, timer)
             row.peers.update(times)
             row.notes.extend(notes)
         rows.append(row)
+        del batch  # before there is another
     return rows
 
 
@@ -89,7 +90,10 @@ def time_prefill(timer: Timer, tiny: bool) -> list[Row]:
         batch = make_batch(layout, [(length, length)] * count, timer.device)
         flops = 4.0 * count * layout.num_heads * layout.head_dim * length * (length + 1) / 2
         moved = sum(x.nbytes for x in (batch.query, batch.query, batch.key, batch.value))
-        rows.append(_compare(f"{layout.model} {count} x {length}", batch, timer, moved, flops))
+        case = f"{layout.model} {count} x {length}"
+        row = _compare(case, batch, timer, moved=moved, flops=flops, num_layers=layout.num_layers)
+        rows.append(row)
+        del batch  # before there is another
     return rows
 
 
@@ -105,7 +109,9 @@ def time_mixed(timer: Timer, tiny: bool) -> list[Row]:
         ("both in a step", decodes + chunk),
     ):
         batch = make_batch(layout, lengths, timer.device)
-        rows.append(Row(f"{layout.model} {case}", timer.time(batch.attend)))
+        seconds = timer.time_recorded(batch.attend_all, calls=len(batch.caches))
+        rows.append(Row(f"{layout.model} {case}", seconds))
+        del batch  # before there is another
     return rows
 
 
@@ -122,7 +128,7 @@ def time_cache(timer: Timer, tiny: bool) -> list[Row]:
     rows.append(
         Row(
             f"{layout.model} write {tokens} tokens",
-            timer.time(lambda: ops.write_kv(key, value, cache[:, 0], cache[:, 1], slots)),
+            timer.time_recorded(lambda: ops.write_kv(key, value, cache[:, 0], cache[:, 1], slots)),
             moved=4 * key.nbytes,
         )
     )
@@ -169,12 +175,12 @@ def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
         ops.write_kv(rotate(key), value, *caches, slots)
 
     peers_seconds = {
-        "apart": timer.time(partial(apart, rotate)),
-        "apart, compiled": timer.time(partial(apart, torch.compile(rotate, dynamic=True))),
+        "apart": timer.time_recorded(partial(apart, rotate)),
+        "apart, compiled": timer.time_recorded(partial(apart, torch.compile(rotate, dynamic=True))),
     }
     moved = 2 * (query.nbytes + 2 * key.nbytes) + 2 * cos.nbytes
     case = f"{layout.model} rotate and write {tokens} tokens"
-    return [Row(case, timer.time(together), moved, peers=peers_seconds)]
+    return [Row(case, timer.time_recorded(together), moved, peers=peers_seconds)]
 
 
 def time_swap(timer: Timer, tiny: bool) -> list[Row]:
@@ -214,10 +220,12 @@ def time_swap(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def _item(batch: Batch) -> int:
-    return batch.key_cache.element_size()
+    return batch.cache_dtype.itemsize
 
 
-def _compare(case: str, batch: Batch, timer: Timer, moved: int, flops: float) -> Row:
+def _compare(
+    case: str, batch: Batch, timer: Timer, *, moved: int, flops: float, num_layers: int
+) -> Row:
     """Times the kernels and PyTorch's attention, and holds the one against the other.
 
     Raises:
@@ -232,7 +240,11 @@ def _compare(case: str, batch: Batch, timer: Timer, moved: int, flops: float) ->
         allowed = ERROR_ALLOWED if _item(batch) > 1 else 10 * ERROR_ALLOWED
         if not error <= allowed:
             raise ArithmeticError(f"{case}: the kernels are {error:.2g} off PyTorch's attention")
-    return Row(case, timer.time(batch.attend), moved, flops, error, times, notes)
+    layers = len(batch.caches)
+    if layers < num_layers:
+        notes.append(f"{case}: there is memory for {layers} of {num_layers} layers")
+    seconds = timer.time_recorded(batch.attend_all, calls=layers)
+    return Row(case, seconds, moved, flops, error, times, notes)
 
 
 @dataclass(frozen=True, slots=True)

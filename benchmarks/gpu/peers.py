@@ -51,7 +51,7 @@ def time_contiguous(
         try:
             with sdpa_kernel(backend):
                 output = attend()
-                times[name] = timer.time(attend)
+                times[name] = timer.time_recorded(attend)
         except RuntimeError as error:
             notes.append(f"{name}: {str(error).splitlines()[0]}")
     return times, output, notes
@@ -69,13 +69,15 @@ def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]
             notes.append(f"{name} is not installed")
             continue
         try:
-            times[name] = timer.time(make(batch))
+            work, calls = make(batch)
+            times[name] = timer.time_recorded(work, calls=calls)
         except Exception as error:  # noqa: BLE001 - whatever it is, the rest goes on
             notes.append(f"{name}: {type(error).__name__}: {error}")
     return times, notes
 
 
-def _flashinfer(batch: Batch) -> Callable[[], object]:
+def _flashinfer(batch: Batch) -> tuple[Callable[[], object], int]:
+    """What attends in every layer, and how many there are."""
     import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
 
     counts = (batch.metadata.seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -84,23 +86,32 @@ def _flashinfer(batch: Batch) -> Callable[[], object]:
     used = torch.arange(batch.metadata.block_tables.shape[1], device=counts.device)
     numbers = batch.metadata.block_tables[used < counts[:, None]]
     space = torch.empty(256 << 20, dtype=torch.uint8, device=counts.device)
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "HND")
+    num_heads, num_kv_heads = batch.query.shape[1], batch.key.shape[1]
+    # Where query heads share keys, they are rows of a matrix product, as in our kernel.
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        space, "HND", use_tensor_cores=num_heads > num_kv_heads
+    )
     wrapper.plan(
         starts,
         numbers,
         (batch.metadata.seq_lens - 1) % BLOCK_SIZE + 1,
-        batch.query.shape[1],
-        batch.key_cache.shape[1],
+        num_heads,
+        num_kv_heads,
         batch.query.shape[2],
         BLOCK_SIZE,
         q_data_type=batch.query.dtype,
-        kv_data_type=batch.key_cache.dtype,
+        kv_data_type=batch.cache_dtype,
     )
-    caches = batch.key_cache, batch.value_cache
-    return lambda: wrapper.run(batch.query, caches)
+
+    def attend_all() -> None:
+        for caches in batch.caches:
+            wrapper.run(batch.query, caches)
+
+    return attend_all, len(batch.caches)
 
 
-def _flash_attention(batch: Batch) -> Callable[[], object]:
+def _flash_attention(batch: Batch) -> tuple[Callable[[], object], int]:
+    """What attends in one layer."""
     from flash_attn import (  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
         flash_attn_with_kvcache,
     )
@@ -114,6 +125,10 @@ def _flash_attention(batch: Batch) -> Callable[[], object]:
     tables = torch.randperm(seqs * count, dtype=torch.int32, device=keys.device).view(seqs, count)
     query = batch.query.unsqueeze(1)
     lens = batch.metadata.seq_lens
-    return lambda: flash_attn_with_kvcache(
-        query, keys, values, cache_seqlens=lens, block_table=tables, causal=True
-    )
+
+    def attend() -> None:
+        flash_attn_with_kvcache(
+            query, keys, values, cache_seqlens=lens, block_table=tables, causal=True
+        )
+
+    return attend, 1

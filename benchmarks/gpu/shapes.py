@@ -1,5 +1,6 @@
 """The attention of models that people serve, and batches for it."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,20 +52,24 @@ QWEN3_8B = Layout("Qwen3-8B", 36, 32, 8, 128, 12_288, 151_936)
 SMOLLM2 = Layout("SmolLM2-135M", 30, 9, 3, 64, 1536, 49_152)
 
 BLOCK_SIZE = 16
+MEMORY_SHARE = 0.9
+"""Of a GPU's free memory: what a batch may take, with others' copies of a layer."""
 FP8_SCALE = 0.02
 """Random keys and values, divided by this, fill fp8's range well."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One layer's attention, with keys and values both paged and end to end.
+    """Attention of one layer after the other, with keys and values both paged and end to end.
+
+    All layers have the same keys and values, each its own copy: so none finds them in a
+    GPU's L2 cache, and they lie as far apart as in service.
 
     Attributes:
         query: `[num_tokens, num_heads, head_dim]`.
         key: `[num_keys, num_kv_heads, head_dim]`, all sequences end to end.
         value: as `key`.
-        key_cache: the keys in blocks, in random order.
-        value_cache: likewise.
+        caches: each layer's keys and values in blocks, in random order.
         metadata: of the batch.
         options: of `kernels.ops.paged_attention`.
     """
@@ -72,16 +77,23 @@ class Batch:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
     metadata: AttentionMetadata
     options: dict[str, float]
 
-    def attend(self) -> torch.Tensor:
-        """Runs the kernels."""
-        return ops.paged_attention(
-            self.query, self.key_cache, self.value_cache, self.metadata, **self.options
-        )
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the keys and values in blocks."""
+        return self.caches[0][0].dtype
+
+    def attend(self, layer: int = 0) -> torch.Tensor:
+        """Runs the kernels for a layer."""
+        return ops.paged_attention(self.query, *self.caches[layer], self.metadata, **self.options)
+
+    def attend_all(self) -> None:
+        """Runs the kernels for every layer."""
+        for layer in range(len(self.caches)):
+            self.attend(layer)
 
 
 def make_batch(
@@ -92,7 +104,10 @@ def make_batch(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Returns random numbers for (queries, tokens) of each sequence."""
+    """Returns random numbers for (queries, tokens) of each sequence.
+
+    The cache has all of the model's layers, or as many as there is memory for.
+    """
     query_lens, seq_lens = np.array(lengths).T
     counts = -(-seq_lens // BLOCK_SIZE)
     num_blocks = int(counts.sum())
@@ -110,11 +125,15 @@ def make_batch(
 
     query = numbers(int(query_lens.sum()), layout.num_heads)
     key, value = (numbers(len(slots), layout.num_kv_heads) for _ in range(2))
-    shape = (num_blocks, 2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
-    cache = torch.empty(shape, dtype=cache_dtype or dtype, device=device)
-    key_cache, value_cache = cache[:, 0], cache[:, 1]
+    block = (2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
+    kept = cache_dtype or dtype
+    layers = count_layers(layout, num_blocks * math.prod(block) * kept.itemsize, device)
+    cache = torch.empty((num_blocks, layers, *block), dtype=kept, device=device)
+    caches = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(layers)]
     scales = {"key_scale": FP8_SCALE, "value_scale": FP8_SCALE} if cache_dtype else {}
-    ops.write_kv(key, value, key_cache, value_cache, torch.from_numpy(slots).to(device), **scales)
+    places = torch.from_numpy(slots).to(device)
+    for key_cache, value_cache in caches:
+        ops.write_kv(key, value, key_cache, value_cache, places, **scales)
     metadata = AttentionMetadata(
         query_starts=torch.from_numpy(np.cumsum([0, *query_lens]).astype(np.int32)).to(device),
         seq_lens=torch.from_numpy(seq_lens.astype(np.int32)).to(device),
@@ -124,8 +143,18 @@ def make_batch(
         max_seq_len=int(seq_lens.max()),
     )
     options = {"scale": layout.head_dim**-0.5, **scales}
-    batch = Batch(query, key, value, key_cache, value_cache, metadata, options)
+    batch = Batch(query, key, value, caches, metadata, options)
     return replan(batch, layout, lengths)
+
+
+def count_layers(layout: Layout, layer_bytes: int, device: torch.device) -> int:
+    """Return how many layers' keys and values there is memory for, at most the model's."""
+    if device.type != "cuda":
+        return layout.num_layers
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    # One layer's are also end to end, and other implementations copy these.
+    return max(1, min(layout.num_layers, int(MEMORY_SHARE * free) // layer_bytes - 2))
 
 
 def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
@@ -138,7 +167,7 @@ def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batc
         num_kv_heads=layout.num_kv_heads,
         head_dim=layout.head_dim,
         dtype=batch.query.dtype,
-        cache_dtype=batch.key_cache.dtype,
+        cache_dtype=batch.cache_dtype,
         device=batch.query.device,
     )
     return replace(batch, metadata=replace(batch.metadata, plan=plan))

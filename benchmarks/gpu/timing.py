@@ -23,9 +23,35 @@ class Timer:
         self._flush = self._flush.to(device)
 
     def time(self, work: Callable[[], object]) -> float:
-        """Returns the median of seconds that `work` takes the device."""
+        """Returns the median of seconds that `work` takes the device.
+
+        Kernels must be longer than the host takes to launch them; else see `time_recorded`.
+        """
         for _ in range(WARM_UPS):
             work()
+        return self._median(work)
+
+    def time_recorded(self, work: Callable[[], object], *, calls: int = 1) -> float:
+        """Return the median of seconds that a call takes the device, replayed as a CUDA graph.
+
+        Nothing of what the host takes to launch kernels is in it.
+
+        Args:
+            work: launches kernels, always on the same tensors, and waits for none.
+            calls: how many calls it is, such as layers.
+        """
+        for _ in range(WARM_UPS):
+            work()
+        if self.device.type != "cuda":
+            return self._median(work) / calls
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        graph.replay()
+        return self._median(graph.replay) / calls
+
+    def _median(self, work: Callable[[], object]) -> float:
         if self.device.type != "cuda":
             return statistics.median(_host_seconds(work) for _ in range(self._runs))
         spans = []

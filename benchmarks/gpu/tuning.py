@@ -43,7 +43,7 @@ def tune(device: torch.device, console: Console) -> None:
             "group": layout.num_heads // layout.num_kv_heads,
             "head_dim": layout.head_dim,
             "dtype": batch.query.dtype,
-            "cache_dtype": batch.key_cache.dtype,
+            "cache_dtype": batch.cache_dtype,
         }
         key = tuning_key(kind, gpu(device), **case)
         use_tiles(key, None)
@@ -72,6 +72,6 @@ def _decodes(rule: Tiles) -> list[Tiles]:
 def _time(batch: Batch, timer: Timer) -> float | None:
     """Seconds; none where the GPU has no room for such tiles."""
     try:
-        return timer.time(batch.attend)
+        return timer.time_recorded(batch.attend_all, calls=len(batch.caches))
     except Exception:  # noqa: BLE001 - Triton has many ways to say so
         return None

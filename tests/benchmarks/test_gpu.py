@@ -1,14 +1,20 @@
 """The GPU benchmark tries itself on a CPU, and one part's failure is no other's."""
 
+import contextlib
 import json
+import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernel_tests
+from benchmarks.gpu import kernel_tests, peers
 from benchmarks.gpu.parts import PARTS, TEST_SECONDS, Part
 from benchmarks.gpu.result import Row
+from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, count_layers, make_batch
+from benchmarks.gpu.timing import Timer
 
 
 def run(path, *arguments):
@@ -70,3 +76,96 @@ def test_tests_find_libraries_where_this_process_does(tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_tests, "KERNELS", tests)
     told = kernel_tests.run_tests(60)
     assert (told["passed"], told["failed"], told["stopped"]) == (2, 0, False), told["output"]
+
+
+class Gpu:
+    """Stands for a GPU: the host takes 100 ms to launch what this runs in 1 ms."""
+
+    def __init__(self, monkeypatch):
+        self.milliseconds = 0.0
+        self._recorded = None
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", partial(SimpleNamespace, replay=self.replay))
+        monkeypatch.setattr(torch.cuda, "graph", self.record)
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: Event(self))
+
+    @contextlib.contextmanager
+    def record(self, _):
+        self._recorded = 0
+        self._recording = True
+        yield
+        self._recording = False
+
+    _recording = False
+
+    def launch(self):
+        if self._recording:
+            self._recorded += 1
+        else:
+            self.milliseconds += 100
+
+    def replay(self):
+        self.milliseconds += self._recorded
+
+
+class Event:
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def record(self):
+        self.at = self.gpu.milliseconds
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+def test_kernels_are_timed_without_their_launches(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    timer = Timer(torch.device("cpu"), runs=3)
+    timer.device = torch.device("cuda")
+
+    def work():
+        for _ in range(4):
+            gpu.launch()
+
+    assert timer.time_recorded(work, calls=4) == pytest.approx(1e-3)
+    assert timer.time(work) == pytest.approx(0.4)
+
+
+def test_each_layer_has_a_cache_of_its_own_as_in_service():
+    batch = make_batch(SMOLLM2, [(1, 20), (3, 3)], torch.device("cpu"))
+    keys, values = zip(*batch.caches, strict=True)
+    layer = keys[0][0].numel()
+    assert len({tensor.data_ptr() for tensor in keys + values}) == 2 * SMOLLM2.num_layers
+    assert all(key.stride(0) == 2 * SMOLLM2.num_layers * layer for key in keys)
+    assert torch.equal(batch.attend(), batch.attend(SMOLLM2.num_layers - 1))
+
+
+@pytest.mark.parametrize(("free", "layers"), [(80, 32), (40, 16), (1, 1)])
+def test_there_are_as_many_layers_as_memory_allows(monkeypatch, free, layers):
+    gib = 1 << 30
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * gib, 80 * gib))
+    assert count_layers(LLAMA_7B, 2 * gib, torch.device("cuda")) == layers
+
+
+@pytest.mark.parametrize(("layout", "tensor_cores"), [(LLAMA_7B, False), (LLAMA_3_8B, True)])
+def test_flashinfer_runs_as_it_is_fastest_and_in_every_layer(monkeypatch, layout, tensor_cores):
+    seen = []
+
+    class Wrapper:
+        def __init__(self, space, order, *, use_tensor_cores):
+            assert (order, use_tensor_cores) == ("HND", tensor_cores)
+
+        def plan(self, *_, **__):
+            pass
+
+        def run(self, query, caches):
+            seen.append(caches[0].data_ptr())
+
+    flashinfer = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
+    batch = make_batch(layout, [(1, 20)], torch.device("cpu"))
+    work, calls = peers._flashinfer(batch)
+    work()
+    assert calls == len(set(seen)) == layout.num_layers
