@@ -18,6 +18,9 @@ from engine.preemption import PreemptionPolicy
 from engine.request import FinishReason
 from engine.sequence import GroupState, Moment, Sequence, SequenceGroup
 
+MAX_SCORED_TOKENS = 1024
+"""Prompt tokens with log-probabilities in a step, all requests together. Each takes a row of
+logits, of the vocabulary's size: so this bounds a step's memory, and its time on a CPU."""
 WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not at once preempt it again."""
@@ -48,11 +51,14 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_scored_tokens: int = MAX_SCORED_TOKENS,
     ) -> None:
         self.cache = cache
         self.preemption = preemption
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_scored_tokens = max_scored_tokens
+        self._scored_left = max_scored_tokens  # of the step that is being made
         self.counters = Counters()
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -80,6 +86,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Chooses the next step's work and gives it blocks."""
         batch = Batch()
+        self._scored_left = self.max_scored_tokens
         preempted = self._serve_running(batch)
         if not preempted:
             self._resume_swapped(batch)
@@ -237,6 +244,8 @@ class Scheduler:
     def _wanted(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
         """How many tokens each of a group's sequences could compute now; 1 is a decode.
 
+        Where a prompt is scored, only as many as the step can still score; maybe none.
+
         Beams that catch up after preemption stop before their last tokens,
         which are computed together: a search goes on only as a whole.
         """
@@ -246,7 +255,22 @@ class Scheduler:
             and 1 < len(ends) == len(group.live)
             and any(sequence.num_uncomputed > 1 for sequence, _ in ends)
         )
-        return [(s, end - s.num_computed - int(catching_up)) for s, end in ends]
+        return [(s, self._scorable(group, s, end - int(catching_up))) for s, end in ends]
+
+    def _scorable(self, group: SequenceGroup, sequence: Sequence, end: int) -> int:
+        """Returns how many tokens up to `end` can be computed, and takes those scored off the step.
+
+        Tokens that were scored before a preemption are not scored again.
+        """
+        start = sequence.num_computed
+        if group.wants_prompt_logprobs:
+            first = max(start, len(group.prompt_logprobs))
+            last = min(end, sequence.num_prompt - 1)
+            scored = min(max(last - first, 0), self._scored_left)
+            if scored < last - first:
+                end = first + scored
+            self._scored_left -= scored
+        return end - start
 
     def _ready(self, group: SequenceGroup) -> list[Sequence]:
         """Live sequences that have blocks; siblings wait for the lead's prefill."""

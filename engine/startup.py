@@ -27,10 +27,10 @@ from engine.executor.swap import staging_memory
 from engine.kv_cache import KVCacheManager
 from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import MAX_SCORED_TOKENS, Scheduler
 from engine.sequence import Sequence, SequenceGroup
 from octavo.common import resources
-from octavo.common.limits import Limits
+from octavo.common.limits import MAX_LOGPROBS, Limits
 from octavo.common.models import resolve
 
 log = structlog.get_logger(__name__)
@@ -95,7 +95,7 @@ def build(settings: EngineSettings) -> Parts:
     block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     probe = Executor(loaded, _allocate(settings, loaded, -(-tokens // settings.block_size), 0))
-    _run_largest_step(probe, loaded, tokens, settings.block_size)
+    _run_largest_step(probe, loaded, tokens, max_num_seqs, settings.block_size)
     taken = _memory_taken(probe, loaded, settings, max_num_seqs)
     del probe
     num_swap_blocks = _num_swap_blocks(settings, block_bytes)
@@ -182,20 +182,42 @@ def _allocate(
     )
 
 
-def _run_largest_step(executor: Executor, loaded: LoadedStep, tokens: int, block_size: int) -> None:
-    """Runs the largest step, to know the most memory that activations take."""
+def _run_largest_step(
+    executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, block_size: int
+) -> None:
+    """Runs the largest step, to know the most memory that activations and logits take."""
     if loaded.device.type == "cpu":
-        tokens = min(tokens, 2 * block_size)  # there is no peak to learn
+        tokens, seqs = min(tokens, 2 * block_size), 1  # there is no peak to learn
     else:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(loaded.device)  # to load may have taken more
-    request = Request(0, "warm-up", (0,) * tokens, SamplingParams(), 1, time.monotonic())
-    sequence = Sequence(0, 0, list(request.prompt), tokens)
-    group = SequenceGroup(request, [sequence])
-    blocks = list(range(-(-tokens // block_size)))
-    executor.execute(Batch([Slice(group, sequence, 0, tokens, blocks, [sequence])]))
+    executor.execute(largest_batch(tokens, seqs, block_size))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
+
+
+def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
+    """Return the batch that takes the most memory: as many logits as a step may have.
+
+    Args:
+        tokens: computed in it; as many prompt tokens are scored as the scheduler allows.
+        seqs: for which a token is drawn.
+        block_size: tokens per block.
+    """
+    scored = min(tokens, MAX_SCORED_TOKENS)
+    params = SamplingParams(logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
+    batch, first = Batch(), 0
+    for size, sampling in ((scored, params), (tokens - scored, SamplingParams())):
+        if not size:
+            continue
+        # Of a prompt, all but the last token are scored.
+        request = Request(0, "warm-up", (0,) * (size + 1), sampling, 1, time.monotonic())
+        sequence = Sequence(0, 0, list(request.prompt), size + 1)
+        group = SequenceGroup(request, [sequence])
+        blocks = list(range(first, first := first + -(-size // block_size)))
+        samplers = [sequence] * seqs if not batch else []
+        batch.slices.append(Slice(group, sequence, 0, size, blocks, samplers))
+    return batch
 
 
 def _memory_taken(

@@ -19,7 +19,9 @@ from octavo.common.limits import Limits, fitting_output
 BLOCK_SIZE = 4
 
 
-def scheduler(num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, prefix_caching=True):
+def scheduler(
+    num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, scored=64, prefix_caching=True
+):
     cache = KVCacheManager(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
@@ -27,17 +29,21 @@ def scheduler(num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, prefix_cac
         prefix_caching=prefix_caching,
     )
     return Scheduler(
-        cache, PreemptionPolicy(mode), max_num_seqs=seqs, max_num_batched_tokens=batched
+        cache,
+        PreemptionPolicy(mode),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        max_scored_tokens=scored,
     )
 
 
-def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=()):
+def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), scored=False):
     arrival = float(id_) / 1e3 if arrival is None else arrival
     request = Request(
         0,
         str(id_),
         tuple(prompt),
-        SamplingParams(n=n),
+        SamplingParams(n=n, prompt_logprobs=0 if scored else None),
         max_tokens,
         arrival,
         priority=priority,
@@ -81,7 +87,7 @@ class Memory:
 
 
 class Machine:
-    """Stands for an executor: its draws are `choose`'s."""
+    """Stands for an executor: its draws are `choose`'s, its log-probabilities are positions."""
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
         self.choose = choose
@@ -97,7 +103,9 @@ class Machine:
         if self.memory is not None:
             self.memory.execute(batch, token_at)
         draws = [(part.group, s) for part in batch.slices for s in part.samplers]
-        return Launched([Draw(group, s, self.choose(s)) for group, s in draws])
+        scores = {i: list(part.scored) for i, part in enumerate(batch.slices) if part.scored}
+        drawn = [Draw(group, s, self.choose(s)) for group, s in draws]
+        return Launched(drawn, prompt_logprobs=scores)
 
 
 def step(engine, choose=lambda sequence: 7, memory=None):
@@ -116,6 +124,7 @@ requests = st.lists(
         st.integers(-2, 2),  # priority
         st.integers(0, 1),  # prompts' common token, so that prefixes are shared
         st.integers(0, 3),  # steps before the next request comes
+        st.booleans(),  # the prompt is scored
     ),
     min_size=1,
     max_size=12,
@@ -129,23 +138,31 @@ requests = st.lists(
     mode=st.sampled_from(["auto", "swap", "recompute"]),
     seqs=st.integers(4, 12),
     batched=st.integers(12, 40),
+    scored=st.integers(1, 20),
     prefix_caching=st.booleans(),
     ahead=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_request_that_fits_is_finished(
-    requests, num_blocks, swap, mode, seqs, batched, prefix_caching, ahead
+    requests, num_blocks, swap, mode, seqs, batched, scored, prefix_caching, ahead
 ):
     engine = scheduler(
-        num_blocks, swap=swap, mode=mode, seqs=seqs, batched=batched, prefix_caching=prefix_caching
+        num_blocks,
+        swap=swap,
+        mode=mode,
+        seqs=seqs,
+        batched=batched,
+        scored=scored,
+        prefix_caching=prefix_caching,
     )
     limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
     pipeline = Pipeline(engine, Machine(), ahead=ahead)
     groups = []
-    for prompt, output, n, priority, token, pause in requests:
+    for prompt, output, n, priority, token, pause, score in requests:
         if output > fitting_output(prompt, n, limits):
             continue
-        groups.append(group(len(groups), [token] * prompt, output, n=n, priority=priority))
+        tokens = [token] * prompt
+        groups.append(group(len(groups), tokens, output, n=n, priority=priority, scored=score))
         engine.submit(groups[-1])
         for _ in range(pause):
             checked_step(engine, pipeline)
@@ -162,6 +179,8 @@ def test_every_request_that_fits_is_finished(
         for sequence in done.sequences:
             assert sequence.finish_reason is FinishReason.LENGTH
             assert sequence.num_output == done.request.max_tokens
+        if done.request.sampling.prompt_logprobs is not None:
+            assert done.prompt_logprobs == list(range(len(done.request.prompt) - 1))
 
 
 @given(
@@ -187,12 +206,14 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     )
     limits = Limits(10**6, 500, 8, BLOCK_SIZE, num_blocks, beam_search=False)
     coming, groups = [], []
-    for prompt, tokens, n, priority, token, _ in requests:
+    for prompt, tokens, n, priority, token, _, score in requests:
         if tokens <= fitting_output(prompt, n, limits):
             number = len(coming)
             # Tokens that tell places and, behind a common front, requests apart.
             tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
-            coming.append(group(number, tail, tokens, n=n, priority=priority, eos={9}))
+            coming.append(
+                group(number, tail, tokens, n=n, priority=priority, eos={9}, scored=score)
+            )
 
     def choose(sequence):
         number = sequence.id + 7 * sequence.num_output
@@ -230,7 +251,12 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
 def checked_step(engine, pipeline):
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
     batches = []
-    done = pipeline.step(scheduled=batches.append)
+
+    def check(batch):
+        batches.append(batch)
+        assert sum(len(part.scored) for part in batch.slices) <= engine.max_scored_tokens
+
+    done = pipeline.step(scheduled=check)
     engine.cache.check()
     assert batches or done or engine.idle, "a step did nothing though there was work"
     batch = batches[0] if batches else Batch()
@@ -252,6 +278,17 @@ def test_decodes_come_first_and_prefill_takes_what_is_left():
     assert [(part.start, part.end) for part in first.slices] == [(0, 4), (0, 12)]
     second = step(engine)
     assert [(part.start, part.end) for part in second.slices] == [(4, 5), (12, 27)]
+
+
+def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
+    engine = scheduler(64, batched=64, scored=8)
+    for i in range(2):
+        engine.submit(group(i, range(100 * i, 100 * i + 12), scored=True))
+    engine.submit(group(2, range(500, 512)))
+    spans = [[(p.group.request.request_id, p.start, p.end) for p in step(engine).slices]]
+    assert spans[0] == [("0", 0, 8), ("2", 0, 12)]
+    spans.append([(p.group.request.request_id, p.start, p.end) for p in step(engine).slices])
+    assert spans[1] == [("0", 8, 12), ("1", 0, 5), ("2", 12, 13)]
 
 
 def test_the_newest_group_of_the_lowest_priority_is_preempted():

@@ -5,7 +5,8 @@ import torch
 from pydantic import ValidationError
 
 from engine.config import EngineSettings
-from engine.startup import StartupError, build
+from engine.scheduler import MAX_SCORED_TOKENS
+from engine.startup import StartupError, build, largest_batch
 from octavo.common import resources
 from octavo.common.resources import Memory
 
@@ -83,3 +84,13 @@ def test_what_does_not_fit_is_refused(tiny_model, given, message):
 def test_a_budget_below_the_batch_is_refused(tiny_model):
     with pytest.raises(ValidationError, match="every running sequence decodes a token a step"):
         settings(tiny_model, max_num_seqs=64, max_num_batched_tokens=32)
+
+
+def test_the_largest_step_has_all_the_logits_that_a_step_may_have():
+    batch = largest_batch(8192, 256, 16)
+    assert batch.num_tokens == 8192
+    assert sum(len(part.scored) for part in batch.slices) == MAX_SCORED_TOKENS
+    assert sum(len(part.samplers) for part in batch.slices) == 256
+    assert sorted(block for part in batch.slices for block in part.blocks) == list(range(512))
+    small = largest_batch(100, 8, 16)
+    assert (small.num_tokens, len(small.slices[0].scored)) == (100, 100)
