@@ -5,7 +5,6 @@ import faulthandler
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
 
 import structlog
 
@@ -21,7 +20,7 @@ LONG_SECONDS = 30.0
 
 async def watch(
     core: EngineCore, tell: Callable[[Load], None], *, device: str, step_timeout: float | None
-) -> NoReturn:
+) -> None:
     """Tell the load once a second while the core is silent, until cancelled.
 
     The core is silent while a step runs. The event loop runs beside it, so a step that takes

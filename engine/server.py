@@ -9,7 +9,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import grpc
 import structlog
@@ -289,7 +289,7 @@ def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | No
 async def _until_stopped(
     stopping: asyncio.Event,
     core: asyncio.Future[None],
-    heartbeat: asyncio.Future[NoReturn],
+    heartbeat: asyncio.Future[None],
     server: grpc.aio.Server,
 ) -> None:
     """Waits for a signal.

@@ -23,7 +23,7 @@ from router.engine_link import Engine
 from router.engine_pool import EnginePool
 from router.metrics import RouterMetrics
 from router.pacing import Pacer, WriteLimit
-from router.quota import Account, Accounts
+from router.quota import Account, Accounts, Usage
 from router.request import Request
 from router.session import EngineFaultError, EngineLostError
 from router.tokenization import Tokenizers
@@ -88,8 +88,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             self._refuse_when_draining()
             validation.check_request_id(request.request_id)
             call.request_id = request.request_id or call.request_id
-            with bound_contextvars(request_id=call.request_id), call.account.request():
-                await self._generate(call, request, context)
+            with bound_contextvars(request_id=call.request_id), call.account.request() as usage:
+                await self._generate(call, request, usage, context)
             call.outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
             call.outcome, call.message = error.code, error.message
@@ -179,13 +179,18 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         return self._pool.resolve(name, among=caller().models)
 
     async def _generate(
-        self, call: "_Call", message: generation_pb2.GenerateRequest, context: Context
+        self,
+        call: "_Call",
+        message: generation_pb2.GenerateRequest,
+        usage: Usage,
+        context: Context,
     ) -> None:
         remaining: float | None = context.time_remaining()
         call.deadline = None if remaining is None else call.arrival + remaining
         call.model = self._resolve(message.model)
         check_priority(caller(), message.priority)
-        request = call.request = await self._prepare(call, message)
+        request = call.request = await self._prepare(call, message, usage)
+        usage.reserve(self._most_tokens(request, message))
         call.trace.asked(request, message)
         self._requests.add(request)
         try:
@@ -193,7 +198,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             self._requests.discard(request)
 
-    async def _prepare(self, call: "_Call", message: generation_pb2.GenerateRequest) -> Request:
+    async def _prepare(
+        self, call: "_Call", message: generation_pb2.GenerateRequest, usage: Usage
+    ) -> Request:
         """Validates and tokenizes."""
         limits = self._pool.limits(call.model)
         validation.check_request(message, limits)
@@ -212,10 +219,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             arrival=call.arrival,
             deadline=call.deadline,
             metrics=self.metrics.of(call.model),
-            account=call.account,
+            usage=usage,
             max_unread_tokens=self._settings.max_unread_tokens,
             pacer=self._pacer,
         )
+
+    def _most_tokens(self, request: Request, message: generation_pb2.GenerateRequest) -> int:
+        """Returns what a request may take of its tenant's tokens.
+
+        Where the client does not say how many it wants, as many as are expected: all that the
+        context leaves would be more than a minute's.
+        """
+        if message.stop.HasField("max_tokens"):
+            return len(request.prompt) + len(request.outputs) * request.max_tokens
+        return self._admission.expected_tokens(request.ticket)
 
     async def _serve(self, call: "_Call", request: Request, context: Context) -> None:
         """Waits for an engine, then passes on what it makes; again if it is lost meanwhile."""

@@ -14,6 +14,9 @@ from router.tenants import Tenant
 BUSY_SECONDS = 1.0
 """When one may come again who has too many requests in progress: nothing tells when one ends."""
 
+MIN_TOKENS = 2
+"""Fewest tokens of a request: one of the prompt and one of the output."""
+
 Clock = Callable[[], float]
 
 
@@ -34,6 +37,11 @@ class Bucket:
         self._time = clock()
 
     @property
+    def capacity(self) -> float:
+        """What is kept at most."""
+        return self._capacity
+
+    @property
     def level(self) -> float:
         """What is there; below nothing, what is owed."""
         now = self._clock()
@@ -42,7 +50,7 @@ class Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Takes an amount, whether it is there or not."""
+        """Takes an amount, whether it is there or not; a negative one is given back."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
@@ -81,8 +89,8 @@ class Account:
         self._tokens = self._sized(self._tokens, tokens and tokens / 60, tokens or 0.0)
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts a request from its beginning to its end.
+    def request(self) -> Iterator["Usage"]:
+        """Counts a request from its beginning to its end; gives what counts its tokens.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
@@ -90,15 +98,15 @@ class Account:
         most = self._tenant.max_concurrency
         if most is not None and self._running >= most:
             raise self._over(f"has {most} requests in progress (max_concurrency)", BUSY_SECONDS)
-        if self._tokens is not None and self._tokens.level < 0:
-            limit = f"{self._tenant.tokens_per_minute:g} tokens a minute (tokens_per_minute)"
-            raise self._over(f"has used more than {limit}", self._tokens.seconds_until(0))
+        self.check_tokens(MIN_TOKENS)  # before the work of counting them
         self.call()
         self._running += 1
+        usage = Usage(self)
         try:
-            yield
+            yield usage
         finally:
             self._running -= 1
+            usage.settle()
 
     def call(self) -> None:
         """Counts a call.
@@ -118,19 +126,31 @@ class Account:
         """Counts how a request ended."""
         self._requests.labels(self._tenant.name, code.name).inc()
 
-    def prompt(self, tokens: int) -> None:
-        """Charges the prompt of a request that has begun."""
-        self._prompts.inc(tokens)
-        self._charge(tokens)
+    @property
+    def tokens(self) -> Bucket | None:
+        """The tokens that the tenant may use now; None: any number."""
+        return self._tokens
 
-    def output(self, tokens: int) -> None:
-        """Charges tokens that were drawn."""
-        self._outputs.inc(tokens)
-        self._charge(tokens)
+    def check_tokens(self, wanted: int) -> None:
+        """Checks that a request of so many tokens may begin.
 
-    def _charge(self, tokens: int) -> None:
-        if self._tokens is not None:
-            self._tokens.take(tokens)
+        One of more than a minute's worth may begin when a whole minute's is there.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if not now.
+        """
+        if self._tokens is None:
+            return
+        wait = self._tokens.seconds_until(min(wanted, self._tokens.capacity))
+        if wait:
+            limit = f"{self._tenant.tokens_per_minute:g} tokens a minute (tokens_per_minute)"
+            left = max(math.floor(self._tokens.level), 0)
+            raise self._over(f"has {left} left of {limit}, too few for this request", wait)
+
+    def count(self, *, prompt: int = 0, output: int = 0) -> None:
+        """Shows tokens that were used in the metrics."""
+        self._prompts.inc(prompt)
+        self._outputs.inc(output)
 
     def _sized(self, bucket: Bucket | None, rate: float | None, capacity: float) -> Bucket | None:
         if rate is None:
@@ -145,6 +165,60 @@ class Account:
         return rpc.exhausted(
             f"tenant {self._tenant.name!r} {what}; retry in {seconds:g} s", seconds
         )
+
+
+class Usage:
+    """The tokens of one request: set aside when it is admitted, settled when it ends.
+
+    Args:
+        account: Its tenant's.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._bucket: Bucket | None = None
+        self._reserved = 0
+        self._used = 0
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose the request is."""
+        return self._account.tenant
+
+    def reserve(self, tokens: int) -> None:
+        """Sets aside what the request may take; once, before it uses any.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has not so much left.
+        """
+        self._account.check_tokens(tokens)
+        self._bucket = self._account.tokens
+        if self._bucket is not None:
+            self._reserved = tokens
+            self._bucket.take(tokens)
+
+    def prompt(self, tokens: int) -> None:
+        """Counts the prompt, of which the computing has begun."""
+        self._account.count(prompt=tokens)
+        self._use(tokens)
+
+    def output(self, tokens: int) -> None:
+        """Counts tokens that were drawn."""
+        self._account.count(output=tokens)
+        self._use(tokens)
+
+    def settle(self) -> None:
+        """Gives back what was set aside and not used: the request has ended."""
+        if self._bucket is not None and self._used < self._reserved:
+            self._bucket.take(self._used - self._reserved)
+        self._bucket = None
+
+    def _use(self, tokens: int) -> None:
+        """Takes what goes beyond what was set aside."""
+        self._used += tokens
+        beyond = min(self._used - self._reserved, tokens)
+        if self._bucket is not None and beyond > 0:
+            self._bucket.take(beyond)
 
 
 class Accounts:

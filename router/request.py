@@ -17,7 +17,7 @@ from router.detokenizer import Pieces
 from router.metrics import ModelMetrics
 from router.output import STOP_STRING, Output
 from router.pacing import Pacer
-from router.quota import Account
+from router.quota import Usage
 from router.session import EngineLostError, Session
 from router.validation import num_outputs
 
@@ -54,7 +54,7 @@ class Request:
         arrival: float,
         deadline: float | None,
         metrics: ModelMetrics,
-        account: Account,
+        usage: Usage,
         max_unread_tokens: int,
         pacer: Pacer,
     ) -> None:
@@ -72,8 +72,8 @@ class Request:
         ]
         self._message = message
         self._metrics = metrics
-        self._account = account
-        self._cache_salt = account.tenant.salt(message.cache_salt)
+        self._usage = usage
+        self._cache_salt = usage.tenant.salt(message.cache_salt)
         self._final_only = message.output.final_only
         # What comes whole waits for its end, however fast the client reads.
         whole = message.HasField("beam") or self._final_only
@@ -111,7 +111,7 @@ class Request:
             moved=self.moves > 0,
             avoid=self.failed_on,
             prompt=Prompt(self.prompt, self._cache_salt),
-            tenant=self._account.tenant,
+            tenant=self._usage.tenant,
             progress=self,
         )
 
@@ -219,7 +219,7 @@ class Request:
             return  # once more, elsewhere
         self._started = True
         self.cached_tokens = self._accepted.cached_tokens = cached_tokens
-        self._account.prompt(len(self.prompt))
+        self._usage.prompt(len(self.prompt))
         self._metrics.prompt_tokens.inc(len(self.prompt))
         self._metrics.cached_tokens.inc(cached_tokens)
         if not self._message.output.HasField("prompt_logprobs"):
@@ -323,7 +323,7 @@ class Request:
             self._metrics.itl.observe((now - output.last_time) / tokens)
         output.last_time = now
         self._metrics.output_tokens.inc(tokens)
-        self._account.output(tokens)
+        self._usage.output(tokens)
 
     def _note_tpot(self, output: Output) -> None:
         if len(output.token_ids) > 1:

@@ -32,6 +32,9 @@ class Tenant:
             alternative names) or "cn:" and the name.
         requests_per_second: Calls that it may begin, a second's worth at once; None: any.
         tokens_per_minute: Tokens of prompts and outputs, a minute's worth at once; None: any.
+            A request takes its prompt and max_tokens of each output when it is admitted (where
+            that is not set, what outputs are expected to have), and gets back what it did not
+            use when it ends.
         max_concurrency: Requests that it may have in progress; None: any.
         max_priority: The highest that its requests may ask for; None: any.
         models: Those that it may use; None: all.

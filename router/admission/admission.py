@@ -98,6 +98,10 @@ class Admission(Generic[E]):
         """Returns how many requests wait for engines of `model`."""
         return len(self._lines[model].queue) if model in self._lines else 0
 
+    def expected_tokens(self, ticket: Ticket) -> int:
+        """Returns the tokens of prompt and outputs that a request will have, on the safe side."""
+        return Claim(ticket, self._lines[ticket.model].lengths).tokens
+
     async def admit(self, ticket: Ticket) -> Grant[E]:
         """Returns an engine, with the ticket counted on it until `release`.
 

@@ -199,6 +199,27 @@ async def test_tokens_are_charged_and_counted_by_tenant(shop):
     assert requests % "RESOURCE_EXHAUSTED" in page
 
 
+async def test_requests_at_once_take_no_more_than_a_minute_s_tokens(shop, scripted):
+    engine = scripted("x" * 90, interval=0.001, max_num_seqs=32)
+    async with shop(table("alice", tokens_per_minute=300), engines=[engine]) as s:
+        request = ask("ten tokens", stop={"max_tokens": 90})
+        calls = [read(s.stub.Generate(request, metadata=ALICE)) for _ in range(20)]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        refusals = [each for each in done if isinstance(each, grpc.aio.AioRpcError)]
+        assert {error.code() for error in refusals} == {EXHAUSTED}
+        assert len(done) - len(refusals) == len(engine.submits) == 3
+        assert 0 < retry_after(refusals[0]) <= 20
+        await s.clean()
+
+
+async def test_a_client_that_names_no_max_tokens_is_not_held_to_the_whole_context(shop):
+    async with shop(table("alice", tokens_per_minute=600)) as s:
+        await read(s.stub.Generate(ask(), metadata=ALICE))
+        calls = [read(s.stub.Generate(ask(), metadata=ALICE)) for _ in range(2)]
+        done = await asyncio.gather(*calls)  # as 256 tokens each, of 506 that the context leaves
+    assert all(responses[-1].HasField("finished") for responses in done)
+
+
 async def test_engines_and_the_router_s_own_tickets_know_the_tenant(shop, scripted):
     engine = scripted()
     tables = table("alice", weight=3.0), table("bob"), table("carol", share_prefixes='"x"')
