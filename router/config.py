@@ -103,6 +103,12 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Most calls in progress of one address; 0 is no limit, as behind a proxy, "
         "whose address all have.",
     )
+    max_connections_per_peer: int = Field(
+        0,
+        ge=0,
+        description="Most HTTP connections of one address; 0 is no limit, as behind a proxy, "
+        "whose address all have.",
+    )
     max_connection_idle: float = Field(
         0.0, ge=0, description="Seconds without a call until a connection is closed; 0 is never."
     )

@@ -1,6 +1,7 @@
 """From settings to a step that can run: compiled if that has been done, else eager."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -113,7 +114,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         compiler.join()
     eager = EagerStep(loaded.model)
     jit = loaded.device.type == "cuda" and settings.compile != "off"
-    step = compiled_for_gpu(eager, loaded.device) if jit else eager
+    step = compiled_for_gpu(eager, loaded.device, loaded.check) if jit else eager
     return LoadedStep(
         loaded.shape,
         loaded.dtype,
@@ -125,15 +126,23 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     )
 
 
-def compiled_for_gpu(step: EagerStep, device: torch.device) -> Step:
-    """The step compiled; as it is, and a word in the log, if that cannot be done."""
+def compiled_for_gpu(step: EagerStep, device: torch.device, check: Callable[[Step], None]) -> Step:
+    """The step compiled; as it is, and a word in the log, if that cannot be done.
+
+    Args:
+        step: to compile.
+        device: where it is.
+        check: raises of a step that does not compute what it should.
+    """
     from engine.executor.compilation.jit import JitStep  # noqa: PLC0415 - a CPU does without
 
     try:
-        return JitStep(step, device)
+        compiled = JitStep(step, device)
+        check(compiled)
     except Exception as error:  # noqa: BLE001 - the compiler has many ways to say so
         log.warning("the model runs uncompiled: it cannot be compiled", error=first_line(error))
         return step
+    return compiled
 
 
 def _room_to_compile(model: torch.nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """Loads a decoder from transformers, with its attention replaced by the paged one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -19,7 +20,7 @@ from engine.executor.probe import LayerAttention, attention_of, probe
 from engine.executor.rope import fix_rope
 from engine.executor.self_check import Reference, SelfCheck, SelfCheckError, reference
 from engine.executor.shape import ModelShape
-from engine.executor.step import EagerStep
+from engine.executor.step import EagerStep, Step
 from kernels.ops import check_supported
 from octavo.common.models import ModelError, first_line
 
@@ -44,6 +45,7 @@ class LoadedModel:
         kv_scales: each layer's (key scale, value scale), where that is fp8.
         device: where it is.
         reference: what transformers computes of some tokens.
+        check: holds another step of this model to that, and raises a `SelfCheckError`.
     """
 
     model: PreTrainedModel
@@ -53,6 +55,7 @@ class LoadedModel:
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
     reference: Reference
+    check: Callable[[Step], None]
 
 
 def choose_device(name: str) -> torch.device:
@@ -145,7 +148,7 @@ def load(
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )
-        SelfCheck(
+        check = SelfCheck(
             shape,
             kind,
             where,
@@ -153,8 +156,18 @@ def load(
             quantization=quantization,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
-        ).run(EagerStep(model), expected)
-    return LoadedModel(model, shape, kind, cache_kind, kv_scales, where, expected)
+        )
+        check.run(EagerStep(model), expected)
+    return LoadedModel(
+        model,
+        shape,
+        kind,
+        cache_kind,
+        kv_scales,
+        where,
+        expected,
+        partial(check.run, expected=expected),
+    )
 
 
 @contextmanager

@@ -119,6 +119,7 @@ class Api:
             self._gate.admit(authorization)
         except rpc.RpcError as error:
             raise Error(error.code, error.message) from None
+        request.state.known = True
         return await parse(request, model, self._settings.max_message_bytes)
 
     async def _answer(
@@ -206,13 +207,15 @@ def _answered(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def call(request: Request) -> Response:
         try:
-            return await endpoint(request)
+            response = await endpoint(request)
         except ApiError as error:
             return error.response()
         except Error as error:
             return from_client(error).response()
         except ClientLeftError:
             return Response(status_code=499)  # nobody reads it
+        request.state.known = True  # to the connection: the caller's key is valid
+        return response
 
     return call
 

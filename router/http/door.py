@@ -52,12 +52,7 @@ class HttpDoor:
             status=partial(status, pool, service),
             is_serving=is_serving,
         )
-        self._server = HttpServer(
-            api.app(),
-            tls=settings.tls,
-            max_connections=settings.max_connections,
-            unread_seconds=settings.write_timeout,
-        )
+        self._server = HttpServer(api.app(), settings)
 
     async def start(self) -> None:
         """Listens.

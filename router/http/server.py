@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Generator
 
 import structlog
@@ -10,7 +11,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from octavo.common import background
-from octavo.common.tls import Tls
+from router.config import RouterSettings
+from router.http import connection
+from router.http.connection import Connection, Shared
+from router.http.places import Pace, Places
 from router.http.tls import server_context
 
 log = structlog.get_logger(__name__)
@@ -18,6 +22,8 @@ log = structlog.get_logger(__name__)
 BACKLOG = 1024
 CLOSE_SECONDS = 1
 """What responses in progress have to end when the server stops."""
+RETRY_SECONDS = 0.1
+"""When to accept again after the system could not, as without a file descriptor."""
 
 
 class HttpServer:
@@ -25,17 +31,13 @@ class HttpServer:
 
     Args:
         app: What it serves.
-        tls: The port's files; None: plaintext.
-        max_connections: Open ones; requests on more are answered 503.
-        unread_seconds: What a client has to read what was sent; the kernel then
-            resets its connection, which ends its request as leaving does.
+        settings: Limits, TLS files and timeouts. A client has --write-timeout to read what
+            was sent; the kernel then resets its connection, which ends its request as
+            leaving does.
     """
 
-    def __init__(
-        self, app: Starlette, *, tls: Tls | None, max_connections: int, unread_seconds: float
-    ) -> None:
-        self._tls = tls
-        self._unread_seconds = unread_seconds
+    def __init__(self, app: Starlette, settings: RouterSettings) -> None:
+        self._settings = settings
         self._config = uvicorn.Config(
             app,
             ws="none",
@@ -44,11 +46,19 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=max_connections,
+            limit_concurrency=settings.max_connections + 1,  # `Places` closes those beyond
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = _Server(self._config)
-        self._task: asyncio.Task[None] | None = None
+        self._shared = Shared(
+            Places(settings.max_connections, settings.max_connections_per_peer),
+            Pace(),
+            settings.max_metadata_bytes,
+            settings.max_message_bytes,
+        )
+        self._tls: ssl.SSLContext | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, host: str, port: int) -> None:
         """Listens.
@@ -57,31 +67,84 @@ class HttpServer:
             OSError: The address is taken or not this machine's.
             TlsError: The files cannot be used.
         """
+        settings = self._settings
         self._config.load()
-        if self._tls is not None:
-            self._config.ssl = server_context(self._tls)
+        if settings.tls is not None:
+            self._tls = server_context(settings.tls)
         listening = _listen(host, port)
         # Inherited by the connections; it counts windows that stay shut, too.
         listening.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self._unread_seconds * 1000)
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
         )
-        self._task = background.start(self._server.serve([listening]), "http")
+        self._tasks = [
+            background.start(self._accept(listening), "http-accept"),
+            background.start(self._server.serve(), "http"),
+        ]
         log.info("http_listening", host=host, port=port)
 
     async def ended(self) -> None:
         """Wait until the server has stopped; raise what it failed with."""
-        if self._task is not None:
-            await asyncio.shield(self._task)
+        if self._tasks:
+            await background.first_to_end(
+                accepting=background.shielded(self._tasks[0]),
+                serving=background.shielded(self._tasks[1]),
+            )
 
     async def stop(self) -> None:
         """Closes the socket, then the connections, when what they carry has ended."""
-        if self._task is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._task, return_exceptions=True)  # `ended` tells its error
+        if not self._tasks:
+            return
+        accepting, serving = self._tasks
+        await background.end(accepting, *self._opening)
+        self._server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)  # `ended` tells its error
+
+    async def _accept(self, listening: socket.socket) -> None:
+        """Takes connections, one in a turn of the loop; uvicorn would take all that wait."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    accepted, address = await loop.sock_accept(listening)
+                except OSError as error:
+                    log.warning("http_accept_failed", reason=str(error))
+                    await asyncio.sleep(RETRY_SECONDS)
+                    continue
+                made = self._server.connection(self._shared, address[0])
+                if not self._shared.places.enter(made):
+                    accepted.close()
+                    continue
+                made.opening = background.start(self._open(made, accepted), "http-open")
+                self._opening.add(made.opening)
+                made.opening.add_done_callback(self._opening.discard)
+
+    async def _open(self, made: Connection, accepted: socket.socket) -> None:
+        """Gives a connection its transport, after TLS's handshake."""
+        seconds = None if self._tls is None else connection.HEADER_SECONDS
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: made, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
+            )
+        except OSError:
+            pass  # it has been closed, or speaks no TLS, or too slowly
+        finally:
+            if not made.is_open:
+                self._shared.places.leave(made)
 
 
 class _Server(uvicorn.Server):
-    """A server whose process' signals are its owner's."""
+    """A server whose process' signals and listening socket are its owner's."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
+        """Listens to nothing itself."""
+        self.servers: list[asyncio.Server] = []
+        self.started = True
+
+    def connection(self, shared: Shared, address: str) -> Connection:
+        """Returns a protocol for a connection."""
+        return Connection(
+            shared, address, config=self.config, server_state=self.server_state, app_state={}
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -1,0 +1,284 @@
+"""One HTTP connection: how much and how slowly a client may send.
+
+uvicorn has no deadline and no size for headers, and parses all requests that have
+arrived, however many. Here a request is parsed when the one before it is answered; what
+comes meanwhile is left in the socket's buffer.
+"""
+
+import asyncio
+import enum
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic_core import to_json
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.http import body
+from router.http.errors import ApiError
+from router.http.places import Pace, Places
+
+HEADER_SECONDS = 10.0
+"""What a client has for a TLS handshake, and then for a request's line and headers."""
+BODY_GRACE_SECONDS = 5.0
+"""What an answer to a slow body has on its way before the connection is closed."""
+UNREAD_SECONDS = 5.0
+"""What a client has to send the rest of a body that was refused; it is not read."""
+MAX_PIPELINED = 64 << 10
+"""Bytes of later requests that are kept; a client that sends more is cut off."""
+PIECES = 64
+"""Pieces of a body that are parsed before other connections have their turn."""
+
+_EMPTY_LINE = re.compile(rb"\n\r?\n")
+
+
+class _Phase(enum.Enum):
+    """What a connection waits for."""
+
+    HEADER = enum.auto()
+    BODY = enum.auto()
+    RESPONSE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What a server's connections have in common.
+
+    Attributes:
+        places: Which of them stay open.
+        pace: How fast they may ask without a key.
+        max_header_bytes: Of a request's line and headers together.
+        max_body_bytes: Of a body; one in chunks may have as much again for their sizes.
+    """
+
+    places: Places
+    pace: Pace
+    max_header_bytes: int
+    max_body_bytes: int
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, held to limits.
+
+    Args:
+        shared: The limits.
+        address: The client's, without port.
+        arguments: uvicorn's.
+
+    Attributes:
+        opening: What makes the transport, while there is none.
+        known: Whether the last request came with a valid key, where one is needed.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        address: str,
+        **arguments: Any,  # noqa: ANN401 - uvicorn's
+    ) -> None:
+        super().__init__(**arguments)
+        self._shared = shared
+        self._phase = _Phase.HEADER
+        self._unparsed = bytearray()
+        self._tail = b""  # of what was parsed last: an empty line may begin there
+        self._header_bytes = 0
+        self._body_left: int | None = None  # None: chunked
+        self._chunked_left = 0
+        self._held = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self.address = address
+        self.known = False
+        self.opening: asyncio.Task[None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a transport."""
+        return cast("asyncio.Transport | None", self.transport) is not None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Awaits a request, after TLS's handshake."""
+        super().connection_made(transport)
+        self._set_deadline(HEADER_SECONDS, self._too_slow)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the place back."""
+        self._shared.places.leave(self)
+        self._cancel_deadline()
+        self._unparsed.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what is due of it."""
+        self._unset_keepalive_if_required()
+        self._unparsed += data
+        self._parse()
+
+    def abort(self) -> None:
+        """Closes the connection at once, whatever is on its way."""
+        if self.is_open:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keeps a header; trailers, which nobody reads, are dropped."""
+        if self._phase is _Phase.HEADER:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Starts the response."""
+        super().on_headers_complete()
+        self._enter(_Phase.BODY)
+        self._body_left = _content_length(self.headers)
+        self._chunked_left = 2 * self._shared.max_body_bytes
+        self._set_deadline(body.SECONDS + BODY_GRACE_SECONDS, self.abort)
+
+    def on_message_complete(self) -> None:
+        """Stops reading until the response is complete."""
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._enter(_Phase.HEADER)
+            self._set_deadline(HEADER_SECONDS, self._too_slow)
+        else:
+            self._enter(_Phase.RESPONSE)
+            self._cancel_deadline()
+            self._shared.places.work(self)
+
+    def on_response_complete(self) -> None:
+        """Goes on with the next request, if one has come."""
+        super().on_response_complete()
+        self.known = bool(self.cycle.scope["state"].get("known"))
+        self._shared.places.wait(self)
+        if self._phase is _Phase.BODY:
+            self._set_deadline(UNREAD_SECONDS, self.abort)
+            return
+        self._enter(_Phase.HEADER)
+        delay = 0.0 if self.known else self._shared.pace.hold(self.address)
+        self._hold(delay)
+
+    def _parse(self) -> None:
+        """Parses what has come up to the end of one request."""
+        for _ in range(PIECES):
+            if self.transport.is_closing():
+                self._unparsed.clear()
+                return
+            if not self._unparsed or self._held or self._phase is _Phase.RESPONSE:
+                break
+            piece = self._next_piece()
+            if self._phase is _Phase.HEADER and not self._admit_header(piece):
+                return
+            if self._phase is _Phase.BODY and not self._admit_body(piece):
+                return
+            phase = self._phase
+            super().data_received(piece)
+            if self._phase is phase:
+                self._tail = (self._tail + piece)[-2:]
+        else:
+            if self._unparsed:
+                self._hold(0.0)
+        self._regulate()
+
+    def _next_piece(self) -> bytes:
+        """Takes what can be parsed without running into a second request."""
+        end = len(self._unparsed)
+        if self._phase is _Phase.BODY and self._body_left is not None:
+            end = min(end, self._body_left)
+            self._body_left -= end
+        else:
+            end = _end_of_lines(self._tail, self._unparsed)
+        piece = bytes(self._unparsed[:end])
+        del self._unparsed[:end]
+        return piece
+
+    def _admit_header(self, piece: bytes) -> bool:
+        """Counts bytes of a header, from the first of which it has a deadline."""
+        if self._deadline is None:
+            self._set_deadline(HEADER_SECONDS, self._too_slow)
+        self._header_bytes += len(piece)
+        most = self._shared.max_header_bytes
+        if self._header_bytes <= most:
+            return True
+        self._refuse(ApiError(431, f"the request's headers must have at most {most} bytes"))
+        return False
+
+    def _admit_body(self, piece: bytes) -> bool:
+        """Counts bytes of a chunked body, whose sizes and trailers the application never sees."""
+        if self._body_left is None:
+            self._chunked_left -= len(piece)
+            if self._chunked_left < 0:
+                self.abort()
+                return False
+        return True
+
+    def _regulate(self) -> None:
+        """Reads on unless there is something to parse first."""
+        if self._phase is _Phase.RESPONSE and len(self._unparsed) > MAX_PIPELINED:
+            self.cycle.keep_alive = False  # what is dropped is not answered
+            self._unparsed.clear()
+            self.flow.pause_reading()
+        elif self._unparsed:
+            self.flow.pause_reading()
+        elif self._phase is not _Phase.BODY or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+            self.flow.resume_reading()
+
+    def _hold(self, seconds: float) -> None:
+        """Parses on after a while, at least when other connections have had their turn."""
+        self._held = True
+        self.loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        self._held = False
+        if self._unparsed:
+            self._parse()
+
+    def _enter(self, phase: _Phase) -> None:
+        self._phase = phase
+        self._tail = b""
+        self._header_bytes = 0
+
+    def _too_slow(self) -> None:
+        if self._header_bytes:
+            self._refuse(
+                ApiError(408, f"the request's headers did not come in {HEADER_SECONDS:g} s")
+            )
+        else:
+            self.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers what never became a request."""
+        content = to_json(error.body)
+        self._unparsed.clear()
+        self.transport.write(
+            STATUS_LINE[error.status] + b"content-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(content), content)
+        )
+        self.transport.close()
+        self._set_deadline(UNREAD_SECONDS, self.abort)  # TLS's goodbye may never come
+
+    def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
+        self._cancel_deadline()
+        self._deadline = self.loop.call_later(seconds, action)
+
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def _end_of_lines(before: bytes, data: bytearray) -> int:
+    """Returns where the first empty line in `data`, or `data` itself, ends."""
+    across = _EMPTY_LINE.search(before + data[:2])
+    if across is not None:
+        return across.end() - len(before)
+    # No match is kept, as `data` cannot shrink while one refers to it.
+    return next((found.end() for found in _EMPTY_LINE.finditer(data)), len(data))
+
+
+def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
+    """Returns a body's length, which the parser has checked; None where it is chunked."""
+    names = dict(headers)
+    if b"transfer-encoding" in names:
+        return None
+    return int(names.get(b"content-length", b"0"))

@@ -1,0 +1,129 @@
+"""Which connections stay open when there are more than may be."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from router.quota import Bucket, Clock
+
+UNKNOWN_PER_SECOND = 20.0
+"""Requests of callers that are not known, a second and address, that are served without delay."""
+UNKNOWN_AT_ONCE = 100.0
+"""Such requests that are served without delay after a pause."""
+MAX_HOLD_SECONDS = 0.25
+"""Longest delay: behind a proxy, callers who are known may share the connection."""
+MAX_ADDRESSES = 1024
+"""Addresses whose requests are counted; beyond, those with nothing owed are forgotten."""
+
+
+class Connection(Protocol):
+    """What `Places` needs to know of a connection."""
+
+    address: str
+    known: bool
+
+    def abort(self) -> None:
+        """Closes it at once."""
+
+
+class Places:
+    """The connections of one server.
+
+    When a connection comes and there is no place, one that waits for its client to send
+    a request is closed: first of those that never sent a valid key, from the address that
+    has most of them, the oldest. So neither many addresses nor one can keep others out, as
+    an honest client sends its request as soon as it is connected.
+
+    Args:
+        most: Connections that may be open.
+        most_per_peer: Those of one address; 0 is no limit.
+    """
+
+    def __init__(self, most: int, most_per_peer: int) -> None:
+        self._most = most
+        self._most_per_peer = most_per_peer
+        self._open: dict[str, set[Connection]] = {}
+        self._count = 0
+        self._unknown: dict[str, OrderedDict[Connection, None]] = {}
+        self._idle: OrderedDict[Connection, None] = OrderedDict()
+
+    def enter(self, connection: Connection) -> bool:
+        """Counts a connection and makes room for it; says whether it may stay."""
+        peers = self._open.get(connection.address, set())
+        if self._most_per_peer and len(peers) >= self._most_per_peer:
+            own = self._unknown.get(connection.address) or (c for c in self._idle if c in peers)
+            if not self._evict(own):
+                return False
+        elif self._count >= self._most:
+            # Where all work on requests, the server answers 503 to one connection more.
+            most = max(self._unknown.values(), key=len, default=self._idle)
+            self._evict(most)
+        self._open.setdefault(connection.address, set()).add(connection)
+        self._count += 1
+        self.wait(connection)
+        return True
+
+    def wait(self, connection: Connection) -> None:
+        """Notes that a connection's client has to send something next."""
+        self.work(connection)
+        if connection.known:
+            self._idle[connection] = None
+        else:
+            self._unknown.setdefault(connection.address, OrderedDict())[connection] = None
+
+    def work(self, connection: Connection) -> None:
+        """Notes that a connection has a whole request, which is worked on."""
+        self._idle.pop(connection, None)
+        waiting = self._unknown.get(connection.address)
+        if waiting is not None:
+            waiting.pop(connection, None)
+            if not waiting:
+                del self._unknown[connection.address]
+
+    def leave(self, connection: Connection) -> None:
+        """Forgets a connection that is closed."""
+        self.work(connection)
+        peers = self._open.get(connection.address, set())
+        if connection in peers:
+            peers.remove(connection)
+            self._count -= 1
+            if not peers:
+                del self._open[connection.address]
+
+    def _evict(self, candidates: Iterable[Connection]) -> bool:
+        victim = next(iter(candidates), None)
+        if victim is None:
+            return False
+        self.leave(victim)
+        victim.abort()
+        return True
+
+
+class Pace:
+    """How fast an address may send requests without a valid key.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = {} if clock is None else {"clock": clock}
+        self._buckets: dict[str, Bucket] = {}
+
+    def hold(self, address: str) -> float:
+        """Counts a request; returns the seconds until the connection's next one is read."""
+        bucket = self._buckets.get(address)
+        if bucket is None:
+            self._forget()
+            bucket = Bucket(UNKNOWN_PER_SECOND, UNKNOWN_AT_ONCE, **self._clock)
+            self._buckets[address] = bucket
+        if bucket.level > -UNKNOWN_AT_ONCE:  # so that what is owed is paid in seconds
+            bucket.take(1)
+        return min(bucket.seconds_until(0), MAX_HOLD_SECONDS)
+
+    def _forget(self) -> None:
+        if len(self._buckets) < MAX_ADDRESSES:
+            return
+        self._buckets = {a: b for a, b in self._buckets.items() if b.level < UNKNOWN_AT_ONCE}
+        while len(self._buckets) >= MAX_ADDRESSES:
+            del self._buckets[next(iter(self._buckets))]

@@ -1,0 +1,211 @@
+"""What clients can do before anybody knows them, and what is left of the service for others."""
+
+import asyncio
+import gc
+import json
+import random
+import re
+import ssl
+from contextlib import asynccontextmanager
+
+import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from router.http import connection
+from router.tenants import hash_key
+
+HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Half: "
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+HERE = ("ip:127.0.0.1",)
+
+
+def completion(*, chunked: bool = False, close: bool = False, key: str = "none") -> bytes:
+    data = json.dumps({"prompt": "\r\n\r\n", "max_tokens": 2}, indent="\r\n\r\n").encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n".encode()
+    head += b"Connection: close\r\n" * close
+    if not chunked:
+        return head + b"Content-Length: %d\r\n\r\n" % len(data) + data
+    chunks = [data[i : i + 7] for i in range(0, len(data), 7)]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\nX-Trailer: 1\r\n\r\n"
+
+
+@pytest.fixture
+def connect():
+    """Opens connections, and closes them at the end."""
+
+    @asynccontextmanager
+    async def open_connections(stand):
+        host, port = stand.url.removeprefix("http://").split(":")
+        writers = []
+
+        async def one(data: bytes = b"", **options):
+            reader, writer = await asyncio.open_connection(host, int(port), **options)
+            writers.append(writer)
+            writer.write(data)
+            return reader, writer
+
+        try:
+            yield one
+        finally:
+            for writer in writers:
+                writer.transport.abort()
+
+    return open_connections
+
+
+async def rest(reader) -> bytes:
+    """Returns what comes until the connection is closed, in whatever way."""
+    received = b""
+    try:
+        while data := await asyncio.wait_for(reader.read(1 << 16), 20):
+            received += data
+    except ConnectionError:
+        pass
+    return received
+
+
+async def answered(reader) -> bytes:
+    """Returns the status line of the next response, of which it reads all."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+    length = re.search(rb"content-length: (\d+)", head)
+    await reader.readexactly(int(length[1]))
+    return head.partition(b"\r\n")[0]
+
+
+async def test_half_sent_headers_keep_nobody_out(door, scripted, hello, connect):
+    async with door(scripted("abc"), max_connections=10) as (stand, client), connect(stand) as one:
+        readers = [(await one(HALF))[0] for _ in range(40)]
+        for _ in range(3):
+            assert (await client.chat.completions.create(**hello)).choices
+        ended = [reader for reader in readers if reader.at_eof() or reader.exception()]
+        assert len(ended) >= 30
+        assert readers[-1] not in ended
+
+
+async def test_a_header_has_a_deadline(door, scripted, connect, monkeypatch):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+        readers = [(await one(data))[0] for data in (b"", HALF)]
+        reader, writer = await one(HEALTH)
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        writer.write(HALF)
+        silent, half, second = [await rest(r) for r in (*readers, reader)]
+        assert silent == b""
+        assert half.startswith(b"HTTP/1.1 408 ")
+        assert second.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_header_has_a_size(door, scripted, connect):
+    async with door(scripted("a"), max_metadata_bytes=4096) as (stand, _), connect(stand) as one:
+        for long in (b"x" * 5000, b"x" * 200_000 + b"\r\n\r\n", b"\r\nX: y" * 2000):
+            reader, _ = await one(HALF + long)
+            assert (await rest(reader)).startswith((b"HTTP/1.1 431 ", b""))
+        reader, _ = await one(HALF + b"x" * 3900 + b"\r\n\r\n")
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_an_endless_header_is_not_taken_in(door, scripted, connect):
+    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+        _, writer = await one(HALF)
+
+        async def send_until_closed():
+            for _ in range(1000):
+                writer.write(b"x" * (1 << 16))
+                await writer.drain()
+
+        with pytest.raises(ConnectionError):
+            await send_until_closed()
+
+
+async def test_requests_on_one_connection_are_parsed_one_by_one(door, scripted, connect):
+    async with door(scripted("a")) as (stand, client), connect(stand) as one:
+        reader, _ = await one(HEALTH * 80 + HALF)
+        assert await answered(reader) == b"HTTP/1.1 200 OK"
+        parsed = sum(type(o) is RequestResponseCycle for o in gc.get_objects())
+        assert parsed < 10
+        for _ in range(79):
+            assert await answered(reader) == b"HTTP/1.1 200 OK"
+        assert await client.models.list()
+
+
+async def test_one_who_sends_requests_without_end_is_cut_off(door, scripted, connect):
+    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+        reader, _ = await one(HEALTH * 100_000)
+        assert len(await rest(reader)) < 1 << 20
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_requests_are_the_same_however_they_are_cut(door, scripted, connect, chunked):
+    """Pipelined ones, too: the second is sent before the first is answered."""
+    data = completion(chunked=chunked) + HEALTH + completion(chunked=chunked, close=True)
+    rng = random.Random(0)
+    async with door(scripted("ab")) as (stand, _), connect(stand) as one:
+        cuts = [[], range(1, len(data)), *(rng.sample(range(1, len(data)), 9) for _ in range(20))]
+        for cut in map(sorted, cuts):
+            reader, writer = await one()
+            for start, end in zip([0, *cut], [*cut, len(data)], strict=True):
+                writer.write(data[start:end])
+                await asyncio.sleep(0)
+            received = await rest(reader)
+            assert received.count(b"HTTP/1.1 200 OK") == 3
+            assert received.count(b'"text":"ab"') == 2
+
+
+async def test_the_rest_of_a_refused_body_has_a_deadline(
+    door, scripted, connect, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.3)
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[alice]\nkeys = ["{hash_key("alice-key")}"]\n')
+    async with door(scripted("ab"), tenants=file) as (stand, _), connect(stand) as one:
+        trickled = completion().replace(b"Content-Length: ", b"Content-Length: 1")
+        reader, writer = await one(trickled)
+        assert await answered(reader) == b"HTTP/1.1 401 Unauthorized"
+        closed = asyncio.create_task(rest(reader))
+        while not closed.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+        assert await closed == b""
+        for chunked in (False, True):
+            whole = completion(chunked=chunked)
+            reader, writer = await one(whole[:-20])
+            assert await answered(reader) == b"HTTP/1.1 401 Unauthorized"
+            writer.write(whole[-20:] + completion(chunked=chunked, key="alice-key"))
+            assert await answered(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_one_address_has_so_many_connections(door, scripted, connect):
+    async with door(scripted("a"), max_connections_per_peer=3) as (stand, _), connect(stand) as one:
+        first, second, third, fourth = [(await one(HALF))[0] for _ in range(4)]
+        assert await rest(first) == b""
+        fifth, _ = await one(HEALTH)
+        assert await answered(fifth) == b"HTTP/1.1 200 OK"
+        assert await rest(second) == b""
+        assert not third.at_eof()
+        assert not fourth.at_eof()
+
+
+async def test_unfinished_handshakes_keep_nobody_out(door, scripted, connect, authority):
+    cert, key = authority.issue("server", *HERE)
+    trusted = ssl.create_default_context(cafile=authority.ca)
+    settings = {"tls_cert": cert, "tls_key": key, "max_connections": 10}
+    async with door(scripted("a"), **settings) as (stand, _), connect(stand) as one:
+        for hello in (b"", b"\x16\x03\x01"):
+            for _ in range(20):
+                await one(hello)
+            reader, _ = await one(HEALTH, ssl=trusted)
+            assert await answered(reader) == b"HTTP/1.1 200 OK"
+
+
+async def test_a_handshake_has_a_deadline(door, scripted, connect, authority, monkeypatch):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    cert, key = authority.issue("server", *HERE)
+    async with door(scripted("a"), tls_cert=cert, tls_key=key) as (stand, _), connect(stand) as one:
+        for start in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
+            reader, _ = await one(start)
+            assert b"HTTP" not in await rest(reader)
+        trusted = ssl.create_default_context(cafile=authority.ca)
+        reader, _ = await one(HALF, ssl=trusted)
+        assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")

@@ -1,0 +1,82 @@
+"""Who gives way to a new connection, and who has to wait."""
+
+from router.http.places import (
+    MAX_ADDRESSES,
+    MAX_HOLD_SECONDS,
+    UNKNOWN_AT_ONCE,
+    UNKNOWN_PER_SECOND,
+    Pace,
+    Places,
+)
+
+
+class Peer:
+    def __init__(self, places: Places, address: str, *, known: bool = False, works: bool = False):
+        self.address = address
+        self.known = known
+        self.open = True
+        self.stays = places.enter(self)
+        if works:
+            places.work(self)
+
+    def abort(self) -> None:
+        self.open = False
+
+
+def test_the_address_with_most_unknown_gives_its_oldest():
+    places = Places(6, 0)
+    (alone,) = [Peer(places, "a")]
+    known = [Peer(places, "b", known=True) for _ in range(2)]
+    crowd = [Peer(places, "b") for _ in range(3)]
+    more = [Peer(places, "c") for _ in range(2)]
+    assert [peer.open for peer in crowd] == [False, False, True]
+    assert all(peer.open for peer in (alone, *known, *more))
+    last = [Peer(places, address, works=True) for address in "dddd"]
+    assert not any(peer.open for peer in (alone, *crowd, *more)), "before any that is known"
+    assert all(peer.open for peer in (*known, *last))
+    assert [Peer(places, "d", works=True).open for _ in range(3)] == [True] * 3
+    assert not any(peer.open for peer in known)
+
+
+def test_what_works_is_never_closed_for_another():
+    places = Places(2, 0)
+    working = [Peer(places, "a", works=True) for _ in range(2)]
+    beyond = Peer(places, "a")
+    assert beyond.stays, "to be told that there is no room"
+    assert Peer(places, "a").stays
+    assert not beyond.open
+    assert all(peer.open for peer in working)
+
+
+def test_an_address_has_so_many():
+    places = Places(100, 2)
+    first, second = Peer(places, "a", works=True), Peer(places, "a", works=True)
+    assert not Peer(places, "a").stays
+    assert Peer(places, "b").stays
+    places.leave(first)
+    third = Peer(places, "a")
+    assert third.stays
+    assert Peer(places, "a").stays
+    assert not third.open
+    assert second.open
+
+
+def test_unknown_callers_wait_once_they_have_asked_often():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    assert [pace.hold("a") for _ in range(int(UNKNOWN_AT_ONCE))] == [0.0] * int(UNKNOWN_AT_ONCE)
+    assert 0 < pace.hold("a") <= 1 / UNKNOWN_PER_SECOND
+    for _ in range(10_000):
+        assert pace.hold("a") <= MAX_HOLD_SECONDS
+    assert pace.hold("b") == 0.0
+    now[0] = 2 * UNKNOWN_AT_ONCE / UNKNOWN_PER_SECOND
+    assert pace.hold("a") == 0.0
+
+
+def test_few_addresses_are_kept():
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for i in range(3 * MAX_ADDRESSES):
+        pace.hold(str(i))
+        now[0] += 0.01
+    assert len(pace._buckets) <= MAX_ADDRESSES
