@@ -113,9 +113,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._refuse_when_draining()
         self._accounts.of(caller()).call()
         model = self._resolve(request.model)
-        validation.check_chat(request)
-        token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), request)
         limits = self._pool.limits(model)
+        validation.check_chat(request, limits)
+        token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), request, caller())
         return generation_pb2.TokenizeResponse(
             token_ids=token_ids, max_model_len=limits.max_model_len
         )
@@ -134,6 +134,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         text = await self._tokenizers.decode(
             self._pool.tokenizer(model),
             list(request.token_ids),
+            caller(),
             keep_special_tokens=request.keep_special_tokens,
         )
         return generation_pb2.DetokenizeResponse(text=text)
@@ -208,7 +209,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         if message.WhichOneof("prompt") == "tokens":
             prompt = list(message.tokens.token_ids)
         else:
-            prompt = await self._tokenizers.encode(tokenizer, message)
+            prompt = await self._tokenizers.encode(
+                tokenizer, message, caller(), limits.max_model_len - 1
+            )
         return Request(
             message,
             request_id=call.request_id,

@@ -10,20 +10,26 @@ import jinja2
 import structlog
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from octavo.common import models, rpc
+from octavo.common import background, limits, models, rpc
 from octavo.common.background import Workers
 from octavo.v1 import generation_pb2
+from router import prompt_length
 from router.detokenizer import Pieces
+from router.tenants import Tenant
+from router.turns import Turn, Turns
 
 log = structlog.get_logger(__name__)
 
-_Argument = TypeVar("_Argument")
 _Result = TypeVar("_Result")
 
 FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "spiece*")
 """Names of a tokenizer's files."""
 THREADS = 2
 """Tokenization beside the event loop; more would only take time from it."""
+LONG = 256 << 10
+"""Characters, or tokens, of work that not all threads do at once."""
+MAX_WAITING = 64 << 20
+"""Characters, or tokens, of one tenant that may wait."""
 
 
 class Tokenizer:
@@ -41,6 +47,37 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
+        self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Checks a text's length, where that alone says that its tokens are too many.
+
+        Raises:
+            rpc.RpcError: INVALID_ARGUMENT.
+        """
+        most = self._max_token_bytes
+        if most is not None and len(text) > most * max_tokens:
+            raise limits.prompt_too_long(max_tokens)
+
+    def encode_prompt(
+        self,
+        request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
+        max_tokens: int | None,
+    ) -> list[int]:
+        """Returns the tokens of a request's text or chat.
+
+        Raises:
+            rpc.RpcError: As `render`; INVALID_ARGUMENT if it is clear that they are more
+                than `max_tokens`, before all are counted.
+        """
+        chat = request.WhichOneof("prompt") == "chat"
+        text = self.render(request.chat) if chat else request.text
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+            if not prompt_length.may_fit(text, max_tokens, self._count):
+                raise limits.prompt_too_long(max_tokens)
+        # A chat's template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=not chat)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the tokens of `text`, with those that the tokenizer adds by default."""
@@ -54,8 +91,8 @@ class Tokenizer:
             ids = encoding.ids
         return ids
 
-    def encode_chat(self, chat: generation_pb2.ChatPrompt) -> list[int]:
-        """Returns the tokens of a chat laid out by the model's template, answer begun.
+    def render(self, chat: generation_pb2.ChatPrompt) -> str:
+        """Returns a chat laid out by the model's template, answer begun.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION if the model has no template,
@@ -67,15 +104,14 @@ class Tokenizer:
             )
         messages = [{"role": m.role, "content": m.content} for m in chat.messages]
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise rpc.invalid(
                 "chat.messages", f"the model's chat template refuses chat.messages: {error}"
             ) from error
-        # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Returns the text of `token_ids`."""
@@ -88,6 +124,9 @@ class Tokenizer:
                 list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
         return text
+
+    def _count(self, text: str) -> int:
+        return len(self.encode(text, add_special_tokens=False))
 
     def _make_pieces(self) -> Pieces:
         if self._backend is not None:
@@ -118,10 +157,15 @@ class TokenizerError(models.ModelError):
 
 
 class Tokenizers:
-    """Loads tokenizers, each once, and runs them in threads beside the event loop."""
+    """Loads tokenizers, each once, and runs them in threads beside the event loop.
+
+    Tenants take turns, so that none waits for more than what others have begun.
+    """
 
     def __init__(self) -> None:
-        self._threads = Workers(THREADS, "tokenizer")
+        # One more than there are turns: a tokenizer is loaded while others are used.
+        self._threads = Workers(THREADS + 1, "tokenizer")
+        self._turns = Turns(THREADS, LONG, MAX_WAITING)
         self._loaded: dict[str, Tokenizer] = {}
         self._lock = asyncio.Lock()
 
@@ -134,7 +178,7 @@ class Tokenizers:
         async with self._lock:
             if source not in self._loaded:
                 try:
-                    self._loaded[source] = await self._run(_load, source)
+                    self._loaded[source] = await self._threads.run(_load, source)
                 except Exception as error:
                     raise TokenizerError(_explain(source, error)) from error
                 log.info("tokenizer_loaded", source=source)
@@ -144,30 +188,58 @@ class Tokenizers:
         self,
         tokenizer: Tokenizer,
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
+        tenant: Tenant,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Returns the tokens of a request's text or chat.
 
+        Args:
+            tokenizer: The model's.
+            request: One with a prompt that is not in tokens.
+            tenant: Whose it is.
+            max_tokens: What it may have; a text that has clearly more is not looked at to
+                its end. None: any number.
+
         Raises:
-            rpc.RpcError: As `Tokenizer.encode_chat`.
+            rpc.RpcError: As `Tokenizer.encode_prompt` and `Turns.take`.
         """
+        size = len(request.text)
         if request.WhichOneof("prompt") == "chat":
-            return await self._run(tokenizer.encode_chat, request.chat)
-        return await self._run(tokenizer.encode, request.text)
+            size = sum(len(message.content) for message in request.chat.messages)
+        elif max_tokens is not None:
+            tokenizer.check_length(request.text, max_tokens)
+        return await self._run(tenant, size, lambda: tokenizer.encode_prompt(request, max_tokens))
 
     async def decode(
-        self, tokenizer: Tokenizer, token_ids: Sequence[int], *, keep_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        tenant: Tenant,
+        *,
+        keep_special_tokens: bool,
     ) -> str:
         """Returns the text of `token_ids`."""
         return await self._run(
-            lambda ids: tokenizer.decode(ids, keep_special_tokens=keep_special_tokens), token_ids
+            tenant,
+            len(token_ids),
+            lambda: tokenizer.decode(token_ids, keep_special_tokens=keep_special_tokens),
         )
 
     def close(self) -> None:
         """Ends the threads; what they still do is not waited for."""
         self._threads.close()
 
-    async def _run(self, function: Callable[[_Argument], _Result], argument: _Argument) -> _Result:
-        return await self._threads.run(function, argument)
+    async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:
+        turn = await self._turns.take(tenant, size)
+        # The turn ends when the thread has done the work: maybe long after the caller has gone.
+        job = background.start(self._threads.run(work), "tokenize")
+        job.add_done_callback(lambda done: self._end(turn, done))
+        return await asyncio.shield(job)
+
+    def _end(self, turn: Turn, job: asyncio.Task[Any]) -> None:
+        self._turns.give_back(turn)
+        if not job.cancelled():
+            job.exception()  # looked at here, as the caller may have gone
 
 
 def _load(source: str) -> Tokenizer:

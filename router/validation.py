@@ -43,14 +43,20 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
     common.check_output(request.output)
 
 
-def check_chat(request: PromptRequest) -> None:
-    """Checks that a prompt is set and that a chat has messages of known roles."""
+def check_chat(request: PromptRequest, limits: Limits) -> None:
+    """Checks that a prompt is set and that a chat has messages of known roles, not too many."""
     if request.WhichOneof("prompt") is None:
         raise rpc.invalid("prompt", "a prompt must be set")
     if request.WhichOneof("prompt") != "chat":
         return
     if not request.chat.messages:
         raise rpc.invalid("chat.messages", "chat.messages must hold at least one message")
+    if len(request.chat.messages) > limits.max_model_len:
+        raise rpc.invalid(
+            "chat.messages",
+            f"chat.messages may have at most {limits.max_model_len} entries, the model's tokens; "
+            f"it has {len(request.chat.messages)}",
+        )
     for i, message in enumerate(request.chat.messages):
         if message.role not in ROLES:
             field = f"chat.messages[{i}].role"
@@ -81,7 +87,7 @@ def num_outputs(request: generation_pb2.GenerateRequest) -> int:
 
 
 def _check_prompt(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
-    check_chat(request)
+    check_chat(request, limits)
     kind = request.WhichOneof("prompt")
     if kind == "text" and not request.text:
         raise rpc.invalid("text", "text must have at least one character")

@@ -173,11 +173,7 @@ def output_length(
     if prompt_tokens == 0:
         raise rpc.invalid("prompt", "the prompt must have at least one token; it has none")
     if room < 1:
-        raise rpc.invalid(
-            "prompt",
-            f"the prompt must have at most {limits.max_model_len - 1} tokens, which leaves one "
-            f"of the model's {limits.max_model_len} for the output; it has {prompt_tokens}",
-        )
+        raise prompt_too_long(limits.max_model_len - 1, prompt_tokens)
     fits = fitting_output(prompt_tokens, outputs, limits)
     if fits < 1:
         raise rpc.invalid(
@@ -206,6 +202,15 @@ def output_length(
             f"got {stop.min_tokens}",
         )
     return max_tokens
+
+
+def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
+    """Returns the refusal of a prompt of more than `max_tokens`; None: nobody counted them."""
+    return rpc.invalid(
+        "prompt",
+        f"the prompt must have at most {max_tokens} tokens, which leaves one of the model's "
+        f"{max_tokens + 1} for the output; it has {'more' if tokens is None else tokens}",
+    )
 
 
 def fitting_output(prompt_tokens: int, outputs: int, limits: Limits) -> int:

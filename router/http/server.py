@@ -5,6 +5,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Generator
+from functools import partial
 
 import structlog
 import uvicorn
@@ -114,7 +115,9 @@ class HttpServer:
                 if not self._shared.places.enter(made):
                     accepted.close()
                     continue
-                made.opening = background.start(self._open(made, accepted), "http-open")
+                made.opening = background.report_failure(
+                    partial(self._open, made, accepted), "http-open"
+                )
                 self._opening.add(made.opening)
                 made.opening.add_done_callback(self._opening.discard)
 

@@ -1,0 +1,95 @@
+"""Whether a text can be a prompt, before all of it is tokens.
+
+To turn a text into tokens takes two seconds a MiB, and a hundred times its memory. So a
+text that cannot fit the context is refused by its length alone, where it is known how
+many bytes a token stands for at most; else its tokens are counted piece by piece, and
+no further than to where they are too many.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tokenizers import pre_tokenizers
+
+PIECE = 16 << 10
+"""Characters whose tokens are counted at once."""
+CHARACTERS_PER_TOKEN = 4
+"""Texts with no more for each token that they may have are not counted before."""
+PIECE_TOKENS = 64
+"""Tokens that a piece may have more because it was cut off there."""
+MARGIN = 0.25
+"""What the pieces' tokens may be more than the whole text's: words are never cut if possible."""
+LOSSLESS = {"ByteLevel", "Digits"}
+"""Pre-tokenizers that keep every character of a text."""
+
+
+def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers has no types
+    """Returns the most bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
+
+    None where there is no such number: a tokenizer that normalizes a text or drops spaces
+    can make few tokens of a text of any length.
+    """
+    state = json.loads(backend.to_str())
+    model, added = state["model"], state["added_tokens"]
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    steps = list(_steps(state["pre_tokenizer"]))
+    lossless = (
+        state["normalizer"] is None
+        and model["type"] == "BPE"
+        and not model.get("continuing_subword_prefix")
+        and not model.get("end_of_word_suffix")
+        and alphabet <= model["vocab"].keys()
+        and any(step["type"] == "ByteLevel" for step in steps)
+        and all(map(_is_lossless, steps))
+        and not any(token["lstrip"] or token["rstrip"] for token in added)
+    )
+    if not lossless:
+        return None
+    return max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added), 0)
+
+
+def may_fit(text: str, most: int, count: Callable[[str], int]) -> bool:
+    """Says whether a text may have at most `most` tokens; False only if it has more.
+
+    Args:
+        text: Of any length.
+        most: Tokens.
+        count: Returns the tokens of a piece of a text.
+    """
+    if len(text) <= CHARACTERS_PER_TOKEN * most:
+        return True
+    room = most * (1 + MARGIN)
+    for piece in _pieces(text):
+        room += PIECE_TOKENS - count(piece)
+        if room < 0:
+            return False
+    return True
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts a text before spaces, where there are any."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE
+        if end < len(text):
+            space = max(text.rfind(" ", start + 1, end), text.rfind("\n", start + 1, end))
+            end = space if space > 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return
+    if pre_tokenizer["type"] == "Sequence":
+        for step in pre_tokenizer["pretokenizers"]:
+            yield from _steps(step)
+    else:
+        yield pre_tokenizer
+
+
+def _is_lossless(step: dict[str, Any]) -> bool:
+    if step["type"] == "Split":
+        return bool(step["behavior"] != "Removed")
+    return step["type"] in LOSSLESS
