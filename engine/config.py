@@ -27,7 +27,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     metrics_port: int = Field(
-        9152, ge=0, le=65535, description="Port for Prometheus metrics; 0 is off."
+        9152,
+        ge=0,
+        le=65535,
+        description="Port for Prometheus metrics; 0 is off. If the default is taken, they are at a"
+        " free port that the log names.",
     )
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Where to compute.")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

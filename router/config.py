@@ -52,7 +52,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
     metrics_port: int = Field(
-        9151, ge=0, le=65535, description="Port of the Prometheus metrics; 0 turns them off."
+        9151,
+        ge=0,
+        le=65535,
+        description="Port of the Prometheus metrics; 0 turns them off. If the default is taken, "
+        "they are at a free port that the log names.",
     )
     admin_host: str = Field("127.0.0.1", description="Address to listen on for AdminService.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 turns it off.")

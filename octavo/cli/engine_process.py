@@ -18,7 +18,7 @@ from octavo.cli.engine import run_engine
 from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
 from octavo.common.background import call_in_thread
-from octavo.common.stopping import StoppedWhileStartingError, exit_at_once
+from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +120,8 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
         report("ready", address)
 
     try:
-        run_loop(run_engine(settings, ready, socket))
+        with exit_on_sigterm():
+            run_loop(run_engine(settings, ready, socket))
     except EXPECTED as error:
         log.debug("the traceback of what follows", exc_info=True)
         report("failed", str(error))

@@ -20,7 +20,7 @@ from octavo.cli.output import INTERRUPTED, fail
 from octavo.common.background import BackgroundError, joined
 from octavo.common.models import ModelError
 from octavo.common.settings import SettingsError
-from octavo.common.stopping import StoppedWhileStartingError, exit_at_once
+from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
 from octavo.common.tls import TlsError
 
 log = structlog.get_logger(__name__)
@@ -119,7 +119,8 @@ def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) 
     """Runs a server until it ends; what stops it from starting becomes exit code 1."""
     progress = Progress(log_format)
     try:
-        run_loop(main(progress))
+        with exit_on_sigterm():
+            run_loop(main(progress))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except EXPECTED as error:

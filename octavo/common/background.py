@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 FIRST_DELAY = 0.05
 """Seconds before the first restart; doubled with each failure after it."""
 LONGEST_DELAY = 10.0
+LOOK_SECONDS = 1.0
+"""How often a call that waits for a thread looks whether the threads live."""
 STEADY_SECONDS = 60.0
 """What has run for so long starts over with `FIRST_DELAY`."""
 
@@ -261,29 +263,33 @@ class Workers:
         """Return what `function` returns, called in one of the threads.
 
         Raises:
-            BackgroundError: All threads died before it was called.
+            BackgroundError: A thread died before it was called.
         """
-        if not all(thread.is_alive() for thread in self._threads):
-            self._replace()
-        loop = asyncio.get_running_loop()
+        self._replace_dead()
+        pool = self._pool
+        call = pool.submit(function, *arguments)
+        done = asyncio.wrap_future(call)
         try:
-            return await loop.run_in_executor(self._pool, function, *arguments)
-        except asyncio.CancelledError as error:
-            if _cancelled(error):
-                raise
-            raise BackgroundError(f"the threads {self._name!r} have died") from error
+            while not done.done():
+                await asyncio.wait({done}, timeout=LOOK_SECONDS)
+                self._replace_dead()
+                if pool is not self._pool and call.cancel():  # no thread had begun it
+                    raise BackgroundError(f"a thread of {self._name!r} died; try again")
+            return done.result()
+        finally:
+            done.cancel()
 
     def close(self) -> None:
         """End the threads; what they still do is not waited for."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _replace(self) -> None:
-        """Take new threads; the old ones that live do what waits in their queue."""
-        living = any(thread.is_alive() for thread in self._threads)
-        log.error("background_thread_failed", thread=self._name)
-        self._pool.shutdown(wait=False, cancel_futures=not living)
-        self._threads = []
-        self._pool = self._new_pool()
+    def _replace_dead(self) -> None:
+        """Take new threads where one has died; those that live end with what they do."""
+        if not all(thread.is_alive() for thread in self._threads):
+            log.error("background_thread_failed", thread=self._name)
+            self._pool.shutdown(wait=False)
+            self._threads = []
+            self._pool = self._new_pool()
 
     def _new_pool(self) -> ThreadPoolExecutor:
         threads = self._threads

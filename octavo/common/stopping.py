@@ -1,8 +1,10 @@
 """Ending a process that is told to stop before it serves."""
 
 import os
+import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import psutil
@@ -10,6 +12,19 @@ import psutil
 
 class StoppedWhileStartingError(Exception):
     """A server was told to stop before it was ready. Nothing is left to be finished."""
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """End the process at SIGTERM within a block, until an event loop handles that signal.
+
+    Importing an engine may compile its kernels, by processes that must not be left behind.
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: exit_at_once(0))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def exit_at_once(code: int) -> NoReturn:

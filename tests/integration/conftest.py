@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,11 +44,9 @@ def _launcher(directory: Path) -> Iterator[Launch]:
     servers: list[Server] = []
     numbers = itertools.count()
 
-    def start(
-        command: str, *arguments: str, port: int | None = None, metrics: bool = True
-    ) -> Server:
+    def start(command: str, *arguments: str, **options: Any) -> Server:
         log = directory / f"{command}-{next(numbers)}.log"
-        servers.append(Server(command, *arguments, log=log, port=port, metrics=metrics))
+        servers.append(Server(command, *arguments, log=log, **options))
         return servers[-1]
 
     yield start

@@ -26,6 +26,7 @@ class Server:
         log: where its output goes.
         port: to listen on; default: a free one.
         metrics: whether --metrics-port is given.
+        module: what runs `octavo`, and its own arguments.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Server:
         log: Path,
         port: int | None = None,
         metrics: bool = True,
+        module: tuple[str, ...] = ("octavo",),
     ) -> None:
         port, metrics_port = port or adjacent_ports(2)[0], adjacent_ports(2)[0]
         self.name = command
@@ -46,7 +48,7 @@ class Server:
         own = ["--port", str(port)] + ["--metrics-port", str(metrics_port)] * metrics
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "octavo", command, *arguments, *own],
+                [sys.executable, "-m", *module, command, *arguments, *own],
                 stdout=sink,
                 stderr=sink,
                 stdin=subprocess.DEVNULL,

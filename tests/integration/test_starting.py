@@ -1,5 +1,6 @@
 """What a server that cannot start, or must not, tells and leaves."""
 
+import os
 import re
 import shutil
 import signal
@@ -119,7 +120,7 @@ def test_sigterm_while_it_compiles_ends_all(
 
 def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path):
     model = tmp_path / "model"
-    shutil.copytree(demo_model, model, copy_function=lambda a, b: shutil.os.link(a, b))
+    shutil.copytree(demo_model, model, copy_function=os.link)
     broken = model / "tokenizer.json"
     text = broken.read_text()
     broken.unlink()
