@@ -33,7 +33,8 @@ REFERENCE = "reference.safetensors"
 DIGEST = "sha256"
 """In a manifest: of the rest of it."""
 SOURCES = (
-    *("artifact.py", "capture.py", "export.py", "fusion.py", "patterns.py", "rotation.py"),
+    *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "patterns.py"),
+    "rotation.py",
     *("../attention.py", "../joining.py", "../linear.py", "../model.py", "../paged_attention.py"),
     *("../masks.py", "../probe.py", "../rope.py", "../self_check.py"),
     "../plain_linears.py",

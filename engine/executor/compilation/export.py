@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 
 from engine.executor import linear, paged_attention  # noqa: F401 - define the operators
 from engine.executor.compilation.artifact import (
@@ -24,6 +25,7 @@ from engine.executor.compilation.artifact import (
     fingerprints,
 )
 from engine.executor.compilation.capture import capture
+from engine.executor.compilation.experts import call_grouped_products
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
 from engine.executor.step import EagerStep
@@ -42,9 +44,12 @@ SHIMS = {
     "packed_linear_wide": _LAYER,
     "packed_linear_int8": f"{_LAYER}, {_SCALES}, {_FUSED}",
     "packed_linear_int4": f"{_LAYER}, {_SCALES}, AtenTensorHandle nibbles, {_FUSED}",
+    # PyTorch's own.
+    "_grouped_mm": "AtenTensorHandle self, AtenTensorHandle mat2, AtenTensorHandle* offs,"
+    " AtenTensorHandle* bias, int32_t* out_dtype",
 }
-"""The arguments of the functions in kernels/cpu/aoti.cpp, which are called in place of
-these operators."""
+"""The arguments of the functions, in kernels/cpu/aoti.cpp but for the last, which are called in
+place of these operators."""
 INDUCTOR: dict[str, Any] = {
     "freezing": True,  # weights are constants, packed once for oneDNN
     "aot_inductor.compile_wrapper_opt_level": "O2",  # by -O0 a decode takes 0.15 ms longer
@@ -56,6 +61,10 @@ INDUCTOR: dict[str, Any] = {
         for name, arguments in SHIMS.items()
     },
 }
+
+
+class UncallableOperatorError(Exception):
+    """A model calls operators that a compiled library cannot call."""
 
 
 def main() -> None:
@@ -94,12 +103,9 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     # For two tokens or more, and it serves one too, as tests show: no loop depends on two.
     exported = capture(EagerStep(loaded.model), loaded.device)
     fuse(exported.graph)
+    call_grouped_products(exported.graph)
     exported.graph_module.recompile()
-    package = scratch / "step.pt2"
-    torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
-        exported, package_path=str(package), inductor_configs=INDUCTOR
-    )
-    library = _unpack(package, result)
+    library = compile_graph(exported, result, scratch)
     loaded.reference.save(result / REFERENCE)
     dtype = str(loaded.dtype).removeprefix("torch.")
     for file in result.iterdir():
@@ -107,6 +113,39 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     result.chmod(0o755)
     Manifest(loaded.shape, dtype, library, fingerprints(result)).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
+
+
+def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str:
+    """Compile a graph to a library, and return its file's name.
+
+    Args:
+        exported: the graph.
+        result: an empty directory, to which the library and what it reads are written.
+        scratch: a directory for what is in between.
+
+    Raises:
+        UncallableOperatorError: the library would have to call operators in Python.
+        Exception: whatever torch or the C++ compiler raise.
+    """
+    package = scratch / "step.pt2"
+    torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
+        exported, package_path=str(package), inductor_configs=INDUCTOR
+    )
+    library = _unpack(package, result)
+    if names := _uncallable(result):
+        raise UncallableOperatorError(
+            f"it calls {', '.join(names)}, which a compiled library cannot call"
+        )
+    return library
+
+
+def _uncallable(directory: Path) -> list[str]:
+    """Return the operators that a library would have called by PyTorch's dispatcher.
+
+    It runs without: inductor lists what it found no C function for beside the library.
+    """
+    listed = [json.loads(file.read_bytes()) for file in directory.glob("*.json")]
+    return sorted({node["node"]["target"] for data in listed for node in data.get("nodes", [])})
 
 
 def _unpack(package: Path, directory: Path) -> str:
