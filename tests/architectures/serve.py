@@ -1,0 +1,242 @@
+"""Serve one tiny model under memory pressure and hold it to eager transformers."""
+
+import random
+from collections.abc import Sequence as Tokens
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.config import EngineSettings
+from engine.preemption import PreemptionMode, PreemptionPolicy
+from engine.sequence import SequenceGroup
+from engine.startup import StartupError, build
+from octavo.common.models import ModelError
+from tests.architectures.entries import Entry
+from tests.architectures.tiny import (
+    FIRST_TOKEN,
+    VOCABULARY,
+    make_model,
+    tiny_config,
+)
+from tests.engine.stepper import Stepper
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 16
+"""Fewer than the prompts and their outputs take together, so that some are preempted."""
+BATCHED_TOKENS = 24
+"""In a step: most prompts are prefilled in several chunks, beside others' decodes."""
+LENGTHS = (5, 60, 33, 17, 48)
+OUTPUT_TOKENS = 18
+SHARED_TOKENS = 40
+"""Tokens of the longest prompt with which another begins."""
+TOLERANCE = 5e-3
+"""Of a log-probability: in float32 sums are taken in another order, and no more."""
+
+
+class Outcome(StrEnum):
+    """What became of an entry."""
+
+    RIGHT = "right"
+    REFUSED = "refused"  # at start, with a message of one line
+    WRONG = "wrong"  # accepted, and other tokens or log-probabilities than eager's
+    CRASHED = "crashed"  # at start, with any other exception
+    FAILED = "failed"  # accepted, and a step raised
+    NO_CONFIG = "no config"  # the tiny model could not be made: the harness' own fault
+
+
+@dataclass(slots=True)
+class Finding:
+    """An entry's outcome.
+
+    Attributes:
+        name: of the entry.
+        outcome: what became of it.
+        detail: the refusal, the exception, or where it differs.
+        error: the largest difference of a log-probability.
+        tokens: how many tokens were compared.
+        preemptions: how many were swapped out and how many dropped.
+        seconds: that it took.
+    """
+
+    name: str
+    outcome: Outcome
+    detail: str = ""
+    error: float | None = None
+    tokens: int = 0
+    preemptions: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+
+def examine(entry: Entry, directory: Path) -> Finding:
+    """Make the entry's model in a directory, serve it and compare.
+
+    Returns:
+        Its outcome, without the time that it took.
+    """
+    try:
+        save(entry, directory)
+    except Exception as error:  # noqa: BLE001 - config classes raise anything
+        return Finding(entry.name, Outcome.NO_CONFIG, _described(error))
+    try:
+        engine = start(directory)
+    except (ModelError, StartupError) as error:
+        plain = "\n" not in str(error)
+        return Finding(entry.name, Outcome.REFUSED if plain else Outcome.CRASHED, str(error))
+    except Exception as error:  # noqa: BLE001 - that is what the sweep looks for
+        return Finding(entry.name, Outcome.CRASHED, _described(error))
+    try:
+        groups = serve(engine)
+    except Exception as error:  # noqa: BLE001 - likewise
+        return Finding(entry.name, Outcome.FAILED, _described(error.__cause__ or error))
+    return compare(entry.name, directory, groups, engine)
+
+
+def save(entry: Entry, directory: Path) -> None:
+    """Write the entry's tiny model, or where there is none its config alone."""
+    config = tiny_config(entry.model_type, entry.overrides)
+    if not entry.has_model:
+        config.save_pretrained(directory)
+        return
+    model = make_model(config)
+    model.save_pretrained(directory)
+    eager = _logprobs(_eager(directory), list(range(FIRST_TOKEN, FIRST_TOKEN + max(LENGTHS))))
+    assert eager.isfinite().all(), "the tiny model's own outputs are not finite"
+
+
+def start(directory: Path) -> Stepper:
+    """Start an engine of a directory's model, as an operator would."""
+    settings = EngineSettings(
+        model=str(directory),
+        device="cpu",
+        dtype="float32",
+        compile="off",
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        swap_space=0.02,
+        max_num_seqs=8,
+        max_num_batched_tokens=BATCHED_TOKENS,
+    )
+    return Stepper(build(settings))
+
+
+def serve(engine: Stepper) -> list[SequenceGroup]:
+    """Serve prompts together, once for each way to preempt, then two with one beginning.
+
+    Raises:
+        StepError: a step failed.
+        AssertionError: nothing was preempted, or the beginning was computed again.
+    """
+    draw = random.Random(1)
+    prompts = [[_token(draw) for _ in range(length)] for length in LENGTHS]
+    groups = []
+    for mode in ("swap", "recompute"):
+        groups += _serve_preempting(engine, mode, prompts)
+    longest = max(prompts, key=len)
+    tail = [_token(draw) for _ in range(len(longest) - SHARED_TOKENS)]
+    for prompt in (longest, longest[:SHARED_TOKENS] + tail):
+        groups.append(engine.submit(prompt, OUTPUT_TOKENS, logprobs=0))
+        engine.run()
+    assert groups[-1].cached_tokens >= SHARED_TOKENS - BLOCK_SIZE, "no prefix was reused"
+    return groups
+
+
+def _serve_preempting(
+    engine: Stepper, mode: PreemptionMode, prompts: Tokens[list[int]]
+) -> list[SequenceGroup]:
+    """Serve all at once; every other one with the log-probabilities of its prompt."""
+    engine.scheduler.preemption = PreemptionPolicy(mode)
+    engine.cache.forget_contents()
+    before = preemptions(engine)
+    groups = [
+        engine.submit(prompt, OUTPUT_TOKENS, logprobs=0, prompt_logprobs=(None, 0)[i % 2])
+        for i, prompt in enumerate(prompts)
+    ]
+    engine.run()
+    swapped, dropped = (now - then for now, then in zip(preemptions(engine), before, strict=True))
+    assert (swapped if mode == "swap" else dropped) > 0, f"no {mode} happened"
+    return groups
+
+
+def _token(draw: random.Random) -> int:
+    return draw.randrange(FIRST_TOKEN, VOCABULARY)
+
+
+def preemptions(engine: Stepper) -> tuple[int, int]:
+    """Return how many groups were swapped out and how many dropped, so far."""
+    counters = engine.scheduler.counters
+    return counters.preemptions_swap, counters.preemptions_recompute
+
+
+def compare(name: str, directory: Path, groups: Tokens[SequenceGroup], engine: Stepper) -> Finding:
+    """Hold every token to eager transformers, one whole forward for each sequence.
+
+    What was served is given to the forward, so a token is right where it is the most likely one
+    after the tokens before it.
+    """
+    model = _eager(directory)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    worst, tokens, wrong = 0.0, 0, 0
+    for group in groups:
+        served = group.sequences[0].token_ids
+        if tuple(served) not in known:
+            known[tuple(served)] = _logprobs(model, served)
+        errors = _errors(group, engine, known[tuple(served)])
+        worst = max(worst, *errors)
+        tokens += len(errors)
+        wrong += sum(not error <= TOLERANCE for error in errors)
+    return Finding(
+        name,
+        Outcome.WRONG if wrong else Outcome.RIGHT,
+        f"{wrong} of {tokens} tokens are not eager's" if wrong else "",
+        worst,
+        tokens,
+        preemptions(engine),
+    )
+
+
+def _eager(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def _logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Return eager log-probabilities `[num_tokens - 1, vocab_size]`, of each next token."""
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1)
+
+
+def _errors(group: SequenceGroup, engine: Stepper, eager: torch.Tensor) -> list[float]:
+    """Return by how much each token that was told of differs from eager.
+
+    That is the difference of its log-probability, or how much less likely it is than the most
+    likely one, where it was drawn.
+    """
+    (sequence,) = group.sequences
+    told = {at: found for at, found in enumerate(group.prompt_logprobs, 1)}
+    drawn = [draw.logprob for draw in engine.draws if draw.group is group]
+    told |= {at: found for at, found in enumerate(drawn, sequence.num_prompt)}
+    assert len(drawn) == OUTPUT_TOKENS
+    assert len(told) in {OUTPUT_TOKENS, sequence.num_tokens - 1}
+    errors = []
+    for at, found in told.items():
+        assert found is not None
+        row = eager[at - 1]
+        error = abs(found.logprob - row[sequence.token_ids[at]].item())
+        if at >= sequence.num_prompt:
+            error = max(error, (row.max() - row[sequence.token_ids[at]]).item())
+        errors.append(error)
+    return errors
+
+
+def _described(error: BaseException) -> str:
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}"
