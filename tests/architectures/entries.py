@@ -44,7 +44,7 @@ SHORT_CONTEXT = CONTEXT // 8
 """The context that a rope variant is stretched from: shorter than most prompts."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8},
+    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": SLIDING,
         "rope_parameters": {
@@ -63,17 +63,36 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_text": LATENT_WINDOW,
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 256},
     "gemma4": {"text_config": {"global_head_dim": 64}},
+    "gemma4_assistant": {
+        "whole": {
+            "text_config": {
+                "hidden_size_per_layer_input": 0,
+                "vocab_size_per_layer_input": 0,
+                "num_kv_shared_layers": 30,
+            }
+        },
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": LAYERS,
+        },
+    },
     "gemma4_text": {"global_head_dim": 64},
     "gemma4_unified": {"text_config": {"global_head_dim": 64}},
+    "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": LAYERS}},
     "gemma4_unified_text": {"global_head_dim": 64},
-    "granitemoehybrid": {"mamba_n_heads": 8},
+    "got_ocr2": {"text_config": {"layer_types": SLIDING}},
+    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": LINEAR},
+    "laguna": {"layer_types": SLIDING, "num_attention_heads_per_layer": [HEADS] * LAYERS},
     "lfm2": {"layer_types": CONVOLUTION, "full_attn_idxs": [1, 3], "num_hidden_layers": LAYERS},
     "lfm2_moe": {"layer_types": CONVOLUTION},
     "llama4": {"text_config": {"moe_layers": [1, 3]}},
     "llama4_text": {"moe_layers": [1, 3]},
     "mamba2": {"num_heads": 8},
+    "mellum": {"layer_types": SLIDING},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "moshi": {"audio_encoder_config": {"codebook_size": 256}},
+    "moss_transcribe_diarize": {"text_config": {"layer_types": SLIDING}},
     "qwen4_exp": {
         "text_config": {
             "indexer_n_heads": HEADS,
@@ -96,6 +115,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_buckets": 4,
         "num_hidden_layers": LAYERS,
     },
+    "smollm3": {"layer_types": SLIDING},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 5,
@@ -137,7 +157,6 @@ VARIANTS = [
         "llama, dynamic rope",
         "llama",
         {
-            "max_position_embeddings": SHORT_CONTEXT,
             "rope_parameters": {"rope_type": "dynamic", **_PLAIN, "factor": 4.0},
         },
     ),

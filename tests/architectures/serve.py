@@ -106,6 +106,7 @@ def save(entry: Entry, directory: Path) -> None:
         return
     model = make_model(config)
     model.save_pretrained(directory)
+    config.save_pretrained(directory)  # of several models, where the model's own is of one
     eager = _logprobs(_eager(directory), list(range(FIRST_TOKEN, FIRST_TOKEN + max(LENGTHS))))
     assert eager.isfinite().all(), "the tiny model's own outputs are not finite"
 
@@ -133,6 +134,8 @@ def serve(engine: Stepper) -> list[SequenceGroup]:
         StepError: a step failed.
         AssertionError: nothing was preempted, or the beginning was computed again.
     """
+    longest = max(LENGTHS) + OUTPUT_TOKENS
+    assert longest <= engine.parts.limits.max_model_len, "no request of that length would be taken"
     draw = random.Random(1)
     prompts = [[_token(draw) for _ in range(length)] for length in LENGTHS]
     groups = []

@@ -118,11 +118,13 @@ def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 
     Args:
         model_type: a key of transformers' mapping of configs.
-        overrides: what to set beyond the table above; a dict for a config within.
+        overrides: what to set beyond the table above; a dict for a config within. What `whole`
+            has is set before it is shrunk, where the class itself lacks valid defaults.
     """
     kind: Any = CONFIG_MAPPING[model_type]
-    known = kind().to_dict()
-    default = kind(**{k: v for k, v in _SWITCHES.items() if k in known}).to_dict()
+    whole = overrides.get("whole", {})
+    known = kind(**whole).to_dict()
+    default = kind(**whole, **{k: v for k, v in _SWITCHES.items() if k in known}).to_dict()
     config = kind(**_shrunk(default, overrides))
     assert isinstance(config, PreTrainedConfig)
     return config
@@ -147,7 +149,7 @@ def _shrunk(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
         for key in overrides
         if isinstance(default.get(key), dict | None) and key.endswith("_config")
     }
-    chosen |= {k: v for k, v in overrides.items() if k not in within}
+    chosen |= {k: v for k, v in overrides.items() if k not in within and k != "whole"}
     if default.get("model_type"):
         chosen["model_type"] = default["model_type"]
     return chosen

@@ -1,0 +1,48 @@
+"""Architectures are served right or refused: a telling few here, all by the sweep."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architectures.entries import entries
+from tests.architectures.serve import Outcome, examine
+
+BY_NAME = {entry.name: entry for entry in entries()}
+RIGHT = {Outcome.RIGHT}
+REFUSED = {Outcome.REFUSED}
+EITHER = RIGHT | REFUSED
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        pytest.param("llama", RIGHT, id="rotary positions"),
+        pytest.param("llama, yarn rope", RIGHT, id="rope scaled once"),
+        pytest.param("gpt2", RIGHT, id="learned positions"),
+        pytest.param("gemma2", RIGHT, id="soft cap"),
+        pytest.param("gemma3_text", RIGHT, id="windows of some layers"),
+        pytest.param("mixtral", RIGHT, id="experts"),
+        pytest.param("phi3", RIGHT, id="joined projections"),
+        pytest.param("qwen2_moe", EITHER, id="window in the mask alone"),
+        pytest.param("llama4_text", EITHER, id="chunks in the mask alone"),
+        pytest.param("phi3, longrope", EITHER, id="rope that depends on the batch"),
+        pytest.param("roberta", EITHER, id="positions of its own"),
+        pytest.param("bart", REFUSED, id="no positions taken"),
+        pytest.param("doge", REFUSED, id="computed mask"),
+        pytest.param("falcon_h1", REFUSED, id="recurrent state"),
+        pytest.param("diffllama", REFUSED, id="attention called twice"),
+        pytest.param("mpt", REFUSED, id="position biases"),
+    ],
+)
+def test_it_is_right_or_refused(name, allowed, tmp_path):
+    finding = examine(BY_NAME[name], tmp_path)
+    assert finding.outcome in allowed, finding
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_are_right_or_refused():
+    command = [sys.executable, "-m", "tests.architectures.sweep"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-3000:]
