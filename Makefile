@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test serve bench gpu gpu-serving memory-study peers lint format protos contracts \
+.PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format protos contracts \
 	contracts-release docs readme clean
 
 help: ## This list
@@ -23,6 +23,9 @@ demo: $(STAMP) ## Serve the demo model, ask it several things at once, show it a
 
 test: $(STAMP) ## Run the tests (ARGS="tests/octavo -k client" for some of them)
 	$(BIN)/pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+architectures: $(STAMP) ## Hold every decoder of transformers to "right or refused" (ARGS="llama gpt2")
+	$(BIN)/python -m tests.architectures.sweep $(ARGS)
 
 serve: $(STAMP) ## Serve MODEL (default: demo)
 	$(BIN)/octavo serve --model $(MODEL) $(ARGS)

@@ -1,11 +1,11 @@
-"""The entries of the sweep: every causal-LM architecture of transformers, and rope variants."""
+"""The entries of the sweep: every causal-LM architecture of transformers, and some variants."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.architectures.tiny import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, LAYERS
+from tests.architectures.tiny import CONTEXT, HEAD_DIM, HEADS, KV_HEADS, LAYERS, WINDOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,18 @@ LATENT_WINDOW = {
     "swa_qk_nope_head_dim": 32,
     "swa_v_head_dim": HEAD_DIM,
 }
+INDEXED = {
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": WINDOW,
+    "indexer_compress_ratio": 2,
+}
 SHORT_CONTEXT = CONTEXT // 8
 """The context that a rope variant is stretched from: shorter than most prompts."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1, 3]},
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": SLIDING,
         "rope_parameters": {
@@ -61,7 +68,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note": {"text_config": LATENT_WINDOW},
     "dots3_note_text": LATENT_WINDOW,
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_ssm": 256},
+    "falcon_h1": {"mamba_d_ssm": 256},
     "gemma4": {"text_config": {"global_head_dim": 64}},
     "gemma4_assistant": {
         "whole": {
@@ -82,7 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_assistant": {"text_config": {"num_kv_shared_layers": LAYERS}},
     "gemma4_unified_text": {"global_head_dim": 64},
     "got_ocr2": {"text_config": {"layer_types": SLIDING}},
-    "granitemoehybrid": {"mamba_n_heads": 8, "layer_types": LINEAR},
+    "granitemoehybrid": {"layer_types": LINEAR},
     "laguna": {"layer_types": SLIDING, "num_attention_heads_per_layer": [HEADS] * LAYERS},
     "lfm2": {"layer_types": CONVOLUTION, "full_attn_idxs": [1, 3], "num_hidden_layers": LAYERS},
     "lfm2_moe": {"layer_types": CONVOLUTION},
@@ -93,22 +100,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "moshi": {"audio_encoder_config": {"codebook_size": 256}},
     "moss_transcribe_diarize": {"text_config": {"layer_types": SLIDING}},
-    "qwen4_exp": {
-        "text_config": {
-            "indexer_n_heads": HEADS,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": HEAD_DIM,
-            "indexer_budget": 8,
-            "indexer_compress_ratio": 2,
-        }
-    },
-    "qwen4_exp_text": {
-        "indexer_n_heads": HEADS,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": HEAD_DIM,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-    },
+    "musicgen": {"is_encoder_decoder": True},
+    "musicgen_melody": {"is_encoder_decoder": True},
+    "qwen4_exp": {"text_config": INDEXED},
+    "qwen4_exp_text": INDEXED,
     "reformer": {
         "axial_pos_embds": False,
         "attn_layers": ["local", "lsh"] * 2,
@@ -147,7 +142,19 @@ _LONG = {
     "long_factor": [3.0 + i for i in range(_FACTORS)],
 }
 _SCALED = {"original_max_position_embeddings": SHORT_CONTEXT}
+_NO_WINDOW = {"sliding_window": None}
+_EVEN_HEADS = {"qk_nope_head_dim": 16, "qk_head_dim": 32}
+_ALL_FULL = {
+    **_NO_WINDOW,
+    "use_sliding_window": False,
+    "layer_types": ["full_attention"] * LAYERS,
+}
 VARIANTS = [
+    *(Entry(f"{n}, no window", n, _NO_WINDOW) for n in ("mistral", "mixtral", "phi3", "phimoe")),
+    *(Entry(f"{n}, no window", n, _ALL_FULL) for n in ("qwen2", "qwen2_moe")),
+    Entry("gemma4_text, heads alike", "gemma4_text", {"global_head_dim": HEAD_DIM}),
+    Entry("deepseek_v3, heads alike", "deepseek_v3", _EVEN_HEADS),
+    Entry("minimax_m3_vl_text, no sparse", "minimax_m3_vl_text"),
     Entry(
         "llama, linear rope",
         "llama",

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineSettings
@@ -99,10 +100,11 @@ def examine(entry: Entry, directory: Path) -> Finding:
 
 
 def save(entry: Entry, directory: Path) -> None:
-    """Write the entry's tiny model, or where there is none its config alone."""
+    """Write the entry's tiny model, or where there is none its config without weights."""
     config = tiny_config(entry.model_type, entry.overrides)
     if not entry.has_model:
         config.save_pretrained(directory)
+        save_file({}, directory / "model.safetensors", {"format": "pt"})
         return
     model = make_model(config)
     model.save_pretrained(directory)
@@ -224,9 +226,9 @@ def _errors(group: SequenceGroup, engine: Stepper, eager: torch.Tensor) -> list[
     likely one, where it was drawn.
     """
     (sequence,) = group.sequences
-    told = {at: found for at, found in enumerate(group.prompt_logprobs, 1)}
+    told = dict(enumerate(group.prompt_logprobs, 1))
     drawn = [draw.logprob for draw in engine.draws if draw.group is group]
-    told |= {at: found for at, found in enumerate(drawn, sequence.num_prompt)}
+    told |= dict(enumerate(drawn, sequence.num_prompt))
     assert len(drawn) == OUTPUT_TOKENS
     assert len(told) in {OUTPUT_TOKENS, sequence.num_tokens - 1}
     errors = []
