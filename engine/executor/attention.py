@@ -40,17 +40,15 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     Returns:
         `[1, num_tokens, num_heads, head_dim]`, and no weights.
     """
-    layer, window = module.layer_idx, module.octavo_window
-    assert isinstance(layer, int)
-    assert window is None or isinstance(window, int)
+    own: Any = module
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.octavo.paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        layer,
+        own.layer_idx,
         scale,
-        window,
+        own.octavo_window,
         softcap,
     )
     return output.unsqueeze(0), None

@@ -138,7 +138,8 @@ def _record(
         raise NotImplementedError(f"its {type(module).__name__} does not say of which layer it is")
     _check_call(here, layer, (query, key, value), keywords)
     mask = _known(here, layer, attention_mask)
-    module.octavo_window = mask.window
+    own: Any = module
+    own.octavo_window = mask.window
     batch, num_heads, tokens, key_dim = query.shape
     here.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
     return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None

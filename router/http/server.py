@@ -86,9 +86,10 @@ class HttpServer:
     async def ended(self) -> None:
         """Wait until the server has stopped; raise what it failed with."""
         if self._tasks:
+            accepting, serving = self._tasks
             await background.first_to_end(
-                accepting=background.shielded(self._tasks[0]),
-                serving=background.shielded(self._tasks[1]),
+                accepting=background.shielded(accepting),
+                serving=background.shielded(serving),
             )
 
     async def stop(self) -> None:
