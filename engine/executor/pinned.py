@@ -26,7 +26,7 @@ def pin(tensor: torch.Tensor, *, owner: object) -> None:
     if tensor.nbytes == 0:  # which CUDA refuses
         return
     address = tensor.data_ptr()
-    code = int(_cudart().cudaHostRegister(address, tensor.nbytes, _DEFAULT_FLAGS))
+    code = int(_runtime().cudaHostRegister(address, tensor.nbytes, _DEFAULT_FLAGS))
     if code:
         gib = tensor.nbytes / (1 << 30)
         raise OSError(
@@ -39,8 +39,8 @@ def _unpin(address: int) -> None:
     """Unpin memory once no copy uses it; after an error of the GPU there is none to wait for."""
     with suppress(RuntimeError):
         torch.cuda.synchronize()
-    _cudart().cudaHostUnregister(address)
+    _runtime().cudaHostUnregister(address)
 
 
-def _cudart() -> Any:  # noqa: ANN401 - CUDA's runtime, as a module
+def _runtime() -> Any:  # noqa: ANN401 - a module without types
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
