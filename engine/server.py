@@ -122,6 +122,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             device=parts.device,
             dtype=parts.dtype,
             load=to_load(self.core.load),
+            warnings=parts.warnings,
         )
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from engine.preemption import PreemptionPolicy
 from engine.request import Request, SamplingParams
 from engine.scheduler import MAX_SCORED_TOKENS, Scheduler
 from engine.sequence import Sequence, SequenceGroup
+from kernels.ops import cpu_warning
 from octavo.common import resources
 from octavo.common.limits import MAX_LOGPROBS, Limits
 from octavo.common.models import resolve
@@ -59,6 +60,7 @@ class Parts:
         max_num_batched_tokens: likewise.
         device: for a person.
         dtype: of weights.
+        warnings: what makes it slower than it could be, and what to do about it.
     """
 
     scheduler: Scheduler
@@ -70,6 +72,7 @@ class Parts:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    warnings: tuple[str, ...]
 
 
 def build(settings: EngineSettings) -> Parts:
@@ -145,7 +148,14 @@ def build(settings: EngineSettings) -> Parts:
         max_num_batched_tokens=batched,
         device=_device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
+        warnings=_warnings(loaded.device),
     )
+
+
+def _warnings(device: torch.device) -> tuple[str, ...]:
+    """Return what clients should see of what slows the engine down."""
+    slow = cpu_warning() if device.type == "cpu" else None
+    return () if slow is None else (slow,)
 
 
 def _limit_threads() -> None:

@@ -372,6 +372,13 @@ def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None
             raise IndexError(f"a {name} block is out of range [0, {count}): {numbers.tolist()}")
 
 
+def cpu_warning() -> str | None:
+    """Return what makes the CPU's kernels slow here and what to do about it; None if nothing does."""
+    from kernels import cpu  # noqa: PLC0415  # as in `_backend`
+
+    return cpu.warning
+
+
 def check_supported(
     *,
     num_heads: int,

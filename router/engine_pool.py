@@ -203,6 +203,7 @@ class EnginePool:
             wasted_slots=sum(load.wasted_slots for load in loads),
             total_swap_blocks=sum(load.total_swap_blocks for load in loads),
             used_swap_blocks=sum(load.used_swap_blocks for load in loads),
+            warnings=sorted({text for engine in engines for text in engine.info.warnings}),
         )
 
     def _known(self, model: str) -> list[Engine]:

@@ -21,6 +21,7 @@ from engine.executor.self_check import SelfCheckError
 from engine.executor.shape import ModelShape
 from engine.executor.step import EagerStep, Step
 from kernels.integrity import UntrustedFileError, check_trusted
+from kernels.ops import cpu_warning
 from octavo.common import model_cache, resources
 from octavo.common.models import first_line
 
@@ -109,7 +110,9 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         max_model_len=settings.max_model_len,
     )
     artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
-    compiler = Compiler(artifact) if artifact and _room_to_compile(loaded.model) else None
+    # A compiled step calls the kernels, and takes the compiler that they take.
+    compiles = artifact is not None and cpu_warning() is None and _room_to_compile(loaded.model)
+    compiler = Compiler(artifact) if artifact and compiles else None
     if compiler and settings.compile == "wait":
         compiler.join()
     eager = EagerStep(loaded.model)

@@ -6,13 +6,19 @@ from kernels import scores
 from kernels.cpu import fallback, fallback_draws
 from kernels.cpu.native import NativeKernels
 
+SLOW = (
+    "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models stay"
+    " uncompiled: decoding is several times slower"
+)
+
+_kernels: NativeKernels | None = None
+warning: str | None = None
+"""What makes the kernels slow, in a line, with what to do about it; None if nothing does."""
 try:
-    _kernels: NativeKernels | None = NativeKernels()
+    _kernels = NativeKernels()
 except OSError as error:
-    logging.getLogger(__name__).warning(
-        "the CPU kernels cannot be compiled, so attention will be slow: %s", error
-    )
-    _kernels = None
+    logging.getLogger(__name__).warning("%s: %s", SLOW, error)
+    warning = f"{SLOW}: {str(error).partition(chr(10))[0]}"
 
 if _kernels is not None:
     write_kv = _kernels.write_kv
@@ -50,5 +56,6 @@ __all__ = [
     "rotate_and_write",
     "score_tokens",
     "swap_blocks",
+    "warning",
     "write_kv",
 ]

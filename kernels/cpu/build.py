@@ -59,7 +59,7 @@ def load_library() -> ctypes.CDLL:
     """
     compiler = find_compiler()
     if compiler is None:
-        raise FileNotFoundError("no C++ compiler: set CXX or install g++")
+        raise FileNotFoundError(_no_compiler())
     path = _library_path(compiler)
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     check_trusted(path.parent)
@@ -76,6 +76,13 @@ def find_compiler() -> str | None:
     named = os.environ.get("CXX")
     candidates = [named] if named else ["c++", "g++", "clang++"]
     return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+def _no_compiler() -> str:
+    """Say what to do where there is no C++ compiler."""
+    if named := os.environ.get("CXX"):
+        return f"CXX is {named!r}, which is not on the path: install it, or unset CXX to use g++"
+    return "there is no C++ compiler: install g++, or set CXX to one"
 
 
 def _library_path(compiler: str) -> Path:
@@ -169,4 +176,8 @@ def _run(command: list[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} took more than {COMPILE_TIMEOUT} s") from error
     if done.returncode:
-        raise OSError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        said = done.stderr.splitlines()
+        why = next((line for line in said if "error" in line), said[-1] if said else "")
+        raise OSError(
+            f"{command[0]} failed: {why.strip()}\n{' '.join(command)}\n{done.stderr[-2000:]}"
+        )

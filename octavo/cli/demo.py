@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from octavo.cli.local_server import local_server
-from octavo.cli.output import bar, fail, failures, out
+from octavo.cli.output import bar, err, fail, failures, out, warning
 from octavo.client import AsyncClient, Delta, Message, Model
 from octavo.common import models
 from octavo.common.background import end, keep_running
@@ -76,6 +76,8 @@ def demo(
         f"[bold]{tokens / seconds:.1f} tokens/s[/]; at most {meter.peak} KV-cache blocks in use",
         soft_wrap=True,
     )
+    for text in meter.model.warnings if meter.model else ():
+        err.print(warning(text), soft_wrap=True)
     if "Paris" not in answers[0].text:
         raise fail(f"the answer to {answers[0].question!r} does not say Paris")
 

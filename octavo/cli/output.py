@@ -62,6 +62,11 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def warning(text: str) -> str:
+    """Return a line that warns of something, as markup."""
+    return f"[bold yellow]warning[/]: {escape(text)}"
+
+
 def bar(share: float, width: int = 20) -> str:
     """A bar of `width` cells, `share` (0 to 1) of them full, coloured by how full."""
     full = round(min(max(share, 0.0), 1.0) * width)

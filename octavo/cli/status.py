@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.connection import Server, with_server
-from octavo.cli.output import INTERRUPTED, bar, failures, out
+from octavo.cli.output import INTERRUPTED, bar, failures, out, warning
 from octavo.client import Client, Error, Model
 
 TIMEOUT = 5.0
@@ -59,7 +59,12 @@ def _view(client: Client) -> RenderableType:
     head = f"[bold]{escape(client.address)}[/] {health}"
     if not models:
         return Group(head, "[dim]no engine is up[/]")
-    return Group(head, requests(models), "", memory(models))
+    return Group(head, requests(models), "", memory(models), *map(warning, warnings(models)))
+
+
+def warnings(models: tuple[Model, ...]) -> list[str]:
+    """Return what slows engines down, each once."""
+    return sorted({text for model in models for text in model.warnings})
 
 
 def requests(models: tuple[Model, ...]) -> Table:

@@ -65,6 +65,7 @@ def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
             wasted_slots=card.wasted_slots,
             total_swap_blocks=card.total_swap_blocks,
             used_swap_blocks=card.used_swap_blocks,
+            warnings=tuple(card.warnings),
         )
         for card in response.models
     )

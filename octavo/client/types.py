@@ -145,6 +145,7 @@ class Model:
     wasted_slots: int
     total_swap_blocks: int
     used_swap_blocks: int
+    warnings: tuple[str, ...] = ()
 
     @property
     def used_blocks(self) -> int:

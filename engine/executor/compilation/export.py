@@ -29,6 +29,7 @@ from engine.executor.compilation.experts import call_grouped_products
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
 from engine.executor.step import EagerStep
+from kernels import machine
 from octavo.common.model_cache import prepare
 
 NICENESS = 19
@@ -128,8 +129,11 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
         Exception: whatever torch or the C++ compiler raise.
     """
     package = scratch / "step.pt2"
+    options = INDUCTOR.copy()
+    if hasattr(torch._inductor.config.cpp, "march"):  # noqa: SLF001 - not in PyTorch 2.11
+        options["cpp.march"] = machine.march()
     torch._inductor.aoti_compile_and_package(  # noqa: SLF001 - public by its manual
-        exported, package_path=str(package), inductor_configs=INDUCTOR
+        exported, package_path=str(package), inductor_configs=options
     )
     library = _unpack(package, result)
     if names := _uncallable(result):

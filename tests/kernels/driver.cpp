@@ -1,0 +1,160 @@
+// Calls the kernels as Python does, for CPUs that only an emulator has here: writes keys and
+// values, attends, rotates, draws, and compares with plain loops. Exits with 1 if they differ.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <random>
+#include <vector>
+
+#include "cache.h"
+#include "plan.h"
+
+extern "C" {
+int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
+                                int64_t, int64_t, const void*, int64_t, int64_t, const float*,
+                                const float*, int64_t, const int64_t*, int64_t, void*, int);
+int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
+                           float, int, float, const float*, int);
+void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
+void octavo_draw_tokens(const float*, int64_t, int64_t, int64_t, const double*, const int64_t*,
+                        const double*, const double*, const double*, int64_t*, int);
+void octavo_score_tokens(const float*, int64_t, int64_t, int64_t, const int64_t*, int64_t, float*,
+                         int64_t*, float*, int);
+}
+
+namespace {
+
+constexpr int kTokens = 77, kKvHeads = 2, kGroup = 3, kBlock = 16, kThreads = 2;
+constexpr int kHeads = kKvHeads * kGroup, kBlocks = (kTokens + kBlock - 1) / kBlock;
+
+int failures = 0;
+
+void expect(const char* what, double found, double expected, double tolerance) {
+  if (std::abs(found - expected) <= tolerance * (1 + std::abs(expected))) return;
+  if (failures++ < 10) std::printf("%s: %g, not %g\n", what, found, expected);
+}
+
+// Numbers as a type stores them, and as it reads them.
+template <class T>
+struct Numbers {
+  std::vector<typename T::Stored> stored;
+  std::vector<float> values;
+
+  Numbers(int64_t count, std::mt19937& random) {
+    std::normal_distribution<float> draw;
+    values.resize((count + kLanes - 1) / kLanes * kLanes);
+    stored.resize(values.size());
+    for (float& value : values) value = draw(random);
+    for (size_t i = 0; i < values.size(); i += kLanes) {
+      T::store_floats(&stored[i], load<Floats>(&values[i]));
+      store(&values[i], T::load_floats(&stored[i]));
+    }
+  }
+};
+
+// Rotates each head of `x`, [tokens][heads][dim], by its token's angles.
+std::vector<float> rotated(std::vector<float> x, int heads, int dim, const std::vector<float>& cos,
+                           const std::vector<float>& sin) {
+  for (int row = 0; row < kTokens * heads; row++)
+    for (int i = 0; i < dim / 2; i++) {
+      float &low = x[row * dim + i], &high = x[row * dim + dim / 2 + i];
+      const int angle = row / heads * dim + i;
+      const float l = low, h = high;
+      low = l * cos[angle] - h * sin[angle];
+      high = h * cos[angle] + l * sin[angle];
+    }
+  return x;
+}
+
+// One sequence whose last token's query, and all others', attend to all that is before them.
+template <class T>
+void check_attention(int dtype, int dim, double tolerance) {
+  std::mt19937 random(dim);
+  const Numbers<T> q(kTokens * kHeads * dim, random), k(kTokens * kKvHeads * dim, random),
+      v(kTokens * kKvHeads * dim, random);
+  std::vector<float> cos(kTokens * dim), sin(kTokens * dim);
+  for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(.1 * i), sin[i] = std::sin(.1 * i);
+  const int64_t half = int64_t(kKvHeads) * kBlock * dim;
+  std::vector<typename T::Stored> memory(kBlocks * 2 * half), queries(kTokens * kHeads * dim),
+      out(queries.size());
+  std::vector<int64_t> slots(kTokens);
+  std::vector<int32_t> table(kBlocks);
+  for (int block = 0; block < kBlocks; block++) table[block] = (block * 3 + 1) % kBlocks;
+  for (int i = 0; i < kTokens; i++) slots[i] = table[i / kBlock] * kBlock + i % kBlock;
+  const Cache cache{memory.data(), memory.data() + half, 2 * half, kBlocks,
+                    kKvHeads,      dim,                  kBlock,   dtype};
+  if (octavo_rotate_and_write(&cache, q.stored.data(), kHeads * dim, dim, kHeads, k.stored.data(),
+                              kKvHeads * dim, dim, v.stored.data(), kKvHeads * dim, dim,
+                              cos.data(), sin.data(), dim, slots.data(), kTokens, queries.data(),
+                              kThreads))
+    expect("a slot", 1, 0, 0);
+  const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens};
+  const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1};
+  const float scale = 1 / std::sqrt(float(dim));
+  if (octavo_paged_attention(&cache, &batch, queries.data(), kHeads * dim, dim, kHeads, out.data(),
+                             scale, 0, 0, nullptr, kThreads))
+    expect("a block", 1, 0, 0);
+  const auto query = rotated(q.values, kHeads, dim, cos, sin);
+  const auto key = rotated(k.values, kKvHeads, dim, cos, sin);
+  for (int token = 0; token < kTokens; token++)
+    for (int head = 0; head < kHeads; head++) {
+      std::vector<double> weights(token + 1), expected(dim);
+      double total = 0;
+      for (int at = 0; at <= token; at++) {
+        double dot = 0;
+        for (int i = 0; i < dim; i++)
+          dot += double(query[(token * kHeads + head) * dim + i]) *
+                 key[(at * kKvHeads + head / kGroup) * dim + i];
+        total += weights[at] = std::exp(dot * scale);
+      }
+      for (int at = 0; at <= token; at++)
+        for (int i = 0; i < dim; i++)
+          expected[i] += weights[at] / total * v.values[(at * kKvHeads + head / kGroup) * dim + i];
+      for (int i = 0; i < dim; i += kLanes) {
+        const Floats found = T::load_floats(&out[(token * kHeads + head) * dim + i]);
+        for (int lane = 0; lane < kLanes; lane++)
+          expect("attention", found[lane], expected[i + lane], tolerance);
+      }
+    }
+}
+
+void check_tokens() {
+  constexpr int kRows = 3, kColumns = 1003;
+  std::mt19937 random(1);
+  const Numbers<Float32> logits(kRows * kColumns, random);
+  const std::vector<double> ones(kRows, 1), greedy(kRows), least(kRows), uniforms{.1, .5, .9};
+  const std::vector<int64_t> few(kRows, 1), any{5, 6, 7};
+  std::vector<int64_t> places(kRows), drawn(kRows), top(kRows);
+  std::vector<float> logprobs(kRows), top_logprobs(kRows);
+  octavo_argmax(logits.stored.data(), kRows, kColumns, kColumns, 0, places.data(), kThreads);
+  for (const auto& temperatures : {greedy, ones}) {  // of top-k 1, the same
+    octavo_draw_tokens(logits.stored.data(), kRows, kColumns, kColumns, temperatures.data(),
+                       few.data(), ones.data(), least.data(), uniforms.data(), drawn.data(),
+                       kThreads);
+    for (int row = 0; row < kRows; row++) expect("a draw", drawn[row], places[row], 0);
+  }
+  octavo_score_tokens(logits.stored.data(), kRows, kColumns, kColumns, any.data(), 1,
+                      logprobs.data(), top.data(), top_logprobs.data(), kThreads);
+  for (int row = 0; row < kRows; row++) {
+    const float* own = &logits.values[row * kColumns];
+    double total = 0;
+    for (int i = 0; i < kColumns; i++) total += std::exp(double(own[i]));
+    expect("the greatest", top[row], std::max_element(own, own + kColumns) - own, 0);
+    expect("its place", places[row], top[row], 0);
+    expect("a score", logprobs[row], own[any[row]] - std::log(total), 1e-5);
+  }
+}
+
+}  // namespace
+
+int main() {
+  for (const int dim : {32, 64, 80}) {
+    check_attention<Float32>(0, dim, 2e-5);
+    check_attention<Float16>(1, dim, 3e-3);
+    check_attention<BFloat16>(2, dim, 2e-2);
+  }
+  check_tokens();
+  std::printf("%d lanes, %d failures\n", kLanes, failures);
+  return failures != 0;
+}
