@@ -117,9 +117,10 @@ async def joined(
     finally:
         await end(*tasks)
         for task in tasks:
-            failed = None if task.cancelled() else task.exception()
-            if failed is not None and failed is not raised and not isinstance(failed, expected):
-                log.error("background_task_failed", task=task.get_name(), exc_info=failed)
+            failure = None if task.cancelled() else task.exception()
+            if failure is None or failure is raised or isinstance(failure, expected):
+                continue
+            log.error("background_task_failed", task=task.get_name(), exc_info=failure)
 
 
 async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
@@ -138,7 +139,7 @@ async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
         raise BackgroundError(f"{ended.get_name()} stopped unexpectedly") from error
 
 
-async def shielded(future: Awaitable[_Result]) -> _Result:
+async def shielded(future: asyncio.Future[_Result]) -> _Result:
     """Return the future's result; whoever cancels this does not cancel the future."""
     return await asyncio.shield(future)
 

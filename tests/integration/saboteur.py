@@ -39,7 +39,7 @@ async def strike(folder: Path) -> None:
         name = order.read_text()
         if name in threads:
             kill_thread(threads[name])
-        elif not kill_task(tasks[name]):
+        elif name in tasks and not kill_task(tasks[name]):
             continue
         order.unlink()
 
