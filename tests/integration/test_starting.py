@@ -93,8 +93,15 @@ def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launc
     assert any(b"octavo_engine_blocks" in page for page in pages)
 
 
-@pytest.mark.parametrize("command", ["engine", "serve"])
-@pytest.mark.parametrize("working", ["cc1plus", "octavo.common.leash"])
+@pytest.mark.parametrize(
+    ("command", "working"),
+    [
+        ("engine", "paged_attention.cpp"),
+        pytest.param("serve", "paged_attention.cpp", marks=pytest.mark.slow),
+        ("serve", "octavo.common.leash"),
+        pytest.param("engine", "octavo.common.leash", marks=pytest.mark.slow),
+    ],
+)
 def test_sigterm_while_it_compiles_ends_all(
     demo_model, launch, tmp_path, monkeypatch, command, working
 ):
