@@ -257,8 +257,8 @@ async def _unless_stopped(loading: asyncio.Future[Parts], stopping: asyncio.Even
         StoppedWhileStartingError: A signal came first.
     """
     async with joined(stopping.wait()) as (stopped,):
-        either: set[asyncio.Future[Any]] = {loading, stopped}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {loading, stopped}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("stopped while loading the model")
         raise StoppedWhileStartingError

@@ -16,7 +16,8 @@ from tests.integration.saboteur import KilledByTestError
 KEY = "key"
 NOT_OCTAVOS = re.compile(r"MainThread|Thread-\d+.*|uvloop_\d+|asyncio_\d+|saboteur|run\.<locals>.*")
 ENDING = {"signal", "parts", "start", "the server", "AdminService", "HTTP", "server", "link"}
-ENDING |= {"http", "the engine's core", "engine-core", "gRPC"}
+ENDING |= {"http", "http-accept", "gRPC"}
+ENDING |= {"engine-core", "heartbeat", "the engine's core", "the engine's heartbeat"}
 """Those whose end is the process'."""
 RESTARTED = {
     "router": {"health", "tenants", "discovery", "metrics", "engine:", "session-", "tokenizer"},
@@ -33,7 +34,10 @@ class Victim:
         self.folder = folder
 
     def names(self) -> set[str]:
-        found = set((self.folder / "names").read_text().splitlines())
+        told = self.folder / "names"
+        told.unlink(missing_ok=True)  # it may be of a moment ago
+        wait_until(told.exists, 20, "its names")
+        found = set(told.read_text().splitlines())
         return {name for name in found if not NOT_OCTAVOS.fullmatch(name)}
 
     def kill(self, name: str) -> None:
