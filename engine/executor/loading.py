@@ -1,7 +1,7 @@
 """From settings to a step that can run: compiled if that has been done, else eager."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -109,6 +109,10 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
     )
+    if settings.quantization != "none":
+        from engine.executor.quantization import unquantized  # noqa: PLC0415 - likewise
+
+        _warn_unquantized(unquantized(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
     # A compiled step calls the kernels, and takes the compiler that they take.
     compiles = artifact is not None and cpu_warning() is None and _room_to_compile(loaded.model)
@@ -163,6 +167,13 @@ def _room_to_compile(model: torch.nn.Module) -> bool:
     return False
 
 
+def _warn_unquantized(shares: Mapping[str, float]) -> None:
+    """Warn of layers that --quantization left as they are, by their shares of the weights."""
+    if shares:
+        percent = {name: round(100 * share) for name, share in shares.items()}
+        log.warning("--quantization left some layers as they are", percent_of_weights=percent)
+
+
 def _trusts_cache() -> bool:
     """Return whether nobody else can put compiled steps into the cache; warn if not."""
     try:
@@ -184,5 +195,6 @@ def _load_compiled(artifact: Artifact) -> LoadedStep | None:
         model_cache.remove(artifact.name)
         return None
     manifest = step.manifest
+    _warn_unquantized(manifest.unquantized)
     dtype = getattr(torch, manifest.dtype)
     return LoadedStep(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step)

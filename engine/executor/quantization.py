@@ -16,6 +16,7 @@ The last layer, from hidden states to logits, is the one that costs the most qua
 `int8` leaves it as it is, and `int4` takes 8 bits for it.
 """
 
+from collections import Counter
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +38,8 @@ SMOOTHING = (0.3, 0.4, 0.5, 0.6, 0.7)
 LEVELS = (15, 14, 13, 12)
 """Steps between the least and the greatest weight of a group that are tried. Weights that
 were in 4 bits before may not use the ends of their scale, and these find it again."""
+LEAST_SHARE = 0.02
+"""Of the weights: what is left of fewer, as routers are, is not worth a word."""
 TINY = 1e-8  # keeps scales of nothing from dividing by zero
 
 
@@ -60,6 +63,26 @@ def quantize(
         in_4_bits = quantization == "int4" and first.layer is not head
         make = make_int4 if in_4_bits and first.layer.in_features % GROUP == 0 else make_int8
         replace(model, group, partial(make, inputs=inputs[first.path]))
+
+
+def unquantized(model: PreTrainedModel) -> dict[str, float]:
+    """Return which kinds of layers `quantize` left as they are, embeddings and head apart.
+
+    Experts that are one tensor for all, for which there are no kernels, are the usual case.
+
+    Returns:
+        Each kind's share of all weights, by the name of its class; none under `LEAST_SHARE`.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    left: Counter[str] = Counter()
+    for module in model.modules():
+        if module is not head and not isinstance(module, nn.Embedding):
+            own = module.parameters(recurse=False)
+            left[type(module).__name__] += sum(weight.numel() for weight in own if weight.dim() > 1)
+    rounded = sum(held.numel() for held in model.buffers() if held.dtype == torch.int8)
+    total = max(1, rounded + left.total())
+    shares = {name: count / total for name, count in left.items()}
+    return {name: share for name, share in shares.items() if share >= LEAST_SHARE}
 
 
 def make_int8(linear: nn.Linear, inputs: Inputs) -> nn.Module:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,14 @@ class Manifest:
         dtype: of activations and KV cache, a name of torch's.
         library: the shared library's file name.
         files: what each file beside the manifest is recognised by, by its name.
+        unquantized: as `engine.executor.quantization.unquantized` has it.
     """
 
     shape: ModelShape
     dtype: str
     library: str
     files: Mapping[str, Fingerprint]
+    unquantized: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Save it as JSON, with the SHA-256 of what it says."""
@@ -98,7 +100,7 @@ class Manifest:
             eos = tuple(data["shape"].pop("eos_token_ids"))
             shape = ModelShape(**data["shape"], eos_token_ids=eos)
             files = {name: Fingerprint(*figures) for name, figures in data["files"].items()}
-            manifest = cls(shape, data["dtype"], data["library"], files)
+            manifest = cls(shape, data["dtype"], data["library"], files, data["unquantized"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         if known != found:

@@ -28,6 +28,7 @@ from engine.executor.compilation.capture import capture
 from engine.executor.compilation.experts import call_grouped_products
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
+from engine.executor.quantization import unquantized
 from engine.executor.step import EagerStep
 from kernels import machine
 from octavo.common.model_cache import prepare
@@ -112,7 +113,8 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask: it is not loaded if others can write to it
     result.chmod(0o755)
-    Manifest(loaded.shape, dtype, library, fingerprints(result)).write(result / MANIFEST)
+    left = unquantized(loaded.model) if recipe.quantization != "none" else {}
+    Manifest(loaded.shape, dtype, library, fingerprints(result), left).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
 
 
