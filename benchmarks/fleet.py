@@ -273,8 +273,8 @@ class Wire:
             sink.transport.abort()
 
 
-async def all_up(router: Node, engines: int) -> None:
+async def all_up(router: Node, engines: int, *, api_key: str | None = None) -> None:
     """Waits until a router uses all engines."""
-    async with AsyncClient(router.address) as client:
+    async with AsyncClient(router.address, api_key=api_key) as client:
         while sum(m.engines for m in await client.list_models()) < engines:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

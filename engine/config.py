@@ -42,7 +42,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Type of the KV cache: the model's, or on a GPU fp8, at a little quality.",
     )
     quantization: Quantization = Field(
-        "none", description="Bits of the weights, on a CPU; int8 and int4 cost a little quality."
+        "none",
+        description="Bits of the linear layers' weights, on a CPU; int8 and int4 cost a little"
+        " quality. Experts of a mixture stay as they are.",
     )
     compile: Literal["auto", "wait", "off"] = Field(
         "auto",

@@ -122,7 +122,9 @@ def test_builds_whole_for(target, tmp_path):
 
 def run_tests(march, chosen, tmp_path, **environment):
     """Run the kernels' tests with a library for another CPU, as a process of its own."""
-    held = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if march == "haswell" else {}
+    held = (
+        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if march == "haswell" else {}
+    )
     return run(
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
         *("tests/kernels/test_cpu.py", "-k", chosen),
