@@ -373,7 +373,7 @@ def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None
 
 
 def cpu_warning() -> str | None:
-    """Return what makes the CPU's kernels slow here and what to do about it, if anything."""
+    """Return what slows the CPU's kernels down and what to do about it; None if nothing does."""
     from kernels import cpu  # noqa: PLC0415  # as in `_backend`
 
     return cpu.warning

@@ -16,6 +16,8 @@ DEBIAN=(
     # clients/java
     libgeronimo-annotation-1.3-spec-java libgrpc-java libguava-java libnetty-java libperfmark-java
     libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
+    # kernels/: those for other CPUs
+    g++-aarch64-linux-gnu qemu-user
     # docker/: promtool, and the Compose that Debian has
     docker-compose prometheus
 )

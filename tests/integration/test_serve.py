@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import octavo
+from kernels.cpu import build
 from tests.integration.conftest import SMALL
 from tests.integration.harness import READY_SECONDS, wait_until
 
@@ -99,15 +100,23 @@ def test_router_and_engine_apart(demo_model, launch):
     assert engine.terminate() == 0, engine.logs()
 
 
-def test_demo_command(demo_model):
+@pytest.mark.parametrize(
+    ("compiler", "expected"),
+    [("", ""), ("no-such-compiler", "CXX is 'no-such-compiler', which is not on the path")],
+)
+def test_demo_command(compiler, expected, demo_model):
+    """Without a compiler it says why it is slow and what to do."""
+    own = {"CXX": compiler} if compiler else {}
     done = subprocess.run(
         [sys.executable, "-m", "octavo", "demo", "--max-tokens", "12"],
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": "200"} | own,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "The capital of France is Paris." in done.stdout
     assert "tokens/s" in done.stdout
+    assert ("warning: " in done.stderr) == bool(expected or build.find_compiler() is None)
+    assert expected in done.stderr

@@ -47,7 +47,6 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("x86-64", set()),
     Target("skylake-avx512", AVX512),
     Target("icelake-server", ICE_LAKE),
     Target("sapphirerapids", AMX, has_linear=True),
@@ -90,7 +89,11 @@ def symbols(library, which):
     return {line.split()[-1] for line in lines}
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.march)
+@pytest.mark.parametrize(
+    "target",
+    [*TARGETS, pytest.param(Target("x86-64", set()), marks=pytest.mark.slow)],
+    ids=lambda target: target.march,
+)
 def test_builds_whole_for(target, tmp_path):
     """Nothing is left undefined, and linear kernels are there whole or not at all."""
     skip_unless(target.compiler)
@@ -122,16 +125,14 @@ def test_builds_whole_for(target, tmp_path):
 
 def run_tests(march, chosen, tmp_path, **environment):
     """Run the kernels' tests with a library for another CPU, as a process of its own."""
-    held = (
-        {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"} if march == "haswell" else {}
-    )
+    if march == "haswell":
+        environment |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     return run(
         *(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"),
         *("tests/kernels/test_cpu.py", "-k", chosen),
         timeout=900.0,
         OCTAVO_MARCH=march,
         OCTAVO_CACHE_DIR=str(tmp_path),
-        **held,
         **environment,
     )
 

@@ -98,6 +98,13 @@ def test_status(octavo):
     assert once.split()[-4:] == ["2", "3", "5/8", "12.5%"]  # shared, cached, in swap, waste
 
 
+def test_status_shows_what_slows_engines_down(octavo, service):
+    service.models[0].warnings.append("there is no [C++] compiler: install g++")
+    assert "warning: there is no [C++] compiler: install g++" in octavo("status", "--once").stdout
+    (model,) = json.loads(octavo("status", "--json").stdout)["models"]
+    assert model["warnings"] == ["there is no [C++] compiler: install g++"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
