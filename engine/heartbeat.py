@@ -14,8 +14,10 @@ from engine.events import Load
 log = structlog.get_logger(__name__)
 
 CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
+SILENT_SECONDS = 1.5 * HEARTBEAT_SECONDS
+"""An idle core is silent for less."""
 LONG_SECONDS = 30.0
-"""A step that runs for longer is logged."""
+"""A step that runs for longer is logged, and one that runs for half of its timeout."""
 
 
 async def watch(
@@ -48,7 +50,7 @@ async def watch(
                     limit = step_timeout + HEARTBEAT_SECONDS
                     faulthandler.dump_traceback_later(limit, exit=True)
             silence = time.monotonic() - reported
-            if silence >= HEARTBEAT_SECONDS:
+            if silence > SILENT_SECONDS:
                 tell(replace(core.load, step_running_seconds=silence))
             if silence >= min(LONG_SECONDS, step_timeout / 2 or LONG_SECONDS) and not logged:
                 logged = True
