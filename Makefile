@@ -12,8 +12,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format protos contracts \
-	contracts-release docs readme clean
+.PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format \
+	protos contracts contracts-release docs readme clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20

@@ -199,4 +199,4 @@ def entries() -> list[Entry]:
     """Return all entries, the mapping's first."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     plain = [Entry(n, n, OVERRIDES.get(n, {}), n not in NO_MODEL) for n in names]
-    return plain + VARIANTS
+    return plain + [entry for entry in VARIANTS if entry.model_type in names]

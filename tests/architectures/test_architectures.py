@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.architectures.entries import entries
 from tests.architectures.serve import Outcome, examine
@@ -14,6 +15,16 @@ REFUSED = {Outcome.REFUSED}
 EITHER = RIGHT | REFUSED
 
 
+@pytest.fixture
+def one_thread():
+    """Computes with one thread: two wait for each other more than so small a model takes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [
