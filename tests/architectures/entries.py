@@ -130,7 +130,7 @@ NO_MODEL = {
     "musicgen": "AutoModelForCausalLM wants its decoder's config",
     "musicgen_melody": "AutoModelForCausalLM wants its decoder's config",
 }
-"""Of whose configs transformers alone makes no model that runs: only the config is saved."""
+"""Of these transformers itself makes no model that runs, and why: only the config is saved."""
 
 _PLAIN = {"rope_theta": 10000.0}
 _STRETCHED = {**_PLAIN, "original_max_position_embeddings": SHORT_CONTEXT}
@@ -141,7 +141,6 @@ _LONG = {
     "short_factor": [1.0 + i / _FACTORS for i in range(_FACTORS)],
     "long_factor": [3.0 + i for i in range(_FACTORS)],
 }
-_SCALED = {"original_max_position_embeddings": SHORT_CONTEXT}
 _NO_WINDOW = {"sliding_window": None}
 _EVEN_HEADS = {"qk_nope_head_dim": 16, "qk_head_dim": 32}
 _ALL_FULL = {
@@ -163,9 +162,7 @@ VARIANTS = [
     Entry(
         "llama, dynamic rope",
         "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", **_PLAIN, "factor": 4.0},
-        },
+        {"rope_parameters": {"rope_type": "dynamic", **_PLAIN, "factor": 4.0}},
     ),
     Entry(
         "llama, yarn rope",
@@ -186,7 +183,11 @@ VARIANTS = [
             }
         },
     ),
-    Entry("phi3, longrope", "phi3", {**_SCALED, "rope_parameters": _LONG}),
+    Entry(
+        "phi3, longrope",
+        "phi3",
+        {"original_max_position_embeddings": SHORT_CONTEXT, "rope_parameters": _LONG},
+    ),
     Entry(
         "phimoe, longrope",
         "phimoe",

@@ -100,8 +100,9 @@ def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 def _shrunk(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Return what a tiny config is made from, given a whole one's values."""
     chosen = _small_layers(default)
+    within = {k for k, v in default.items() if isinstance(v, dict) and "model_type" in v}
     for key, value in default.items():
-        if isinstance(value, dict) and "model_type" in value:
+        if key in within:
             chosen[key] = _shrunk(value, overrides.get(key, {}))
         elif key in _FLAGS:
             chosen[key] = _FLAGS[key]
@@ -111,11 +112,6 @@ def _shrunk(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
         chosen |= {"num_key_value_heads": HEADS}
         chosen |= {"head_dim": ROPE_DIM} if "head_dim" in default else {}
     chosen |= {key: i for i, key in enumerate(_SPECIAL) if key in default}
-    within = {
-        key
-        for key in overrides
-        if isinstance(default.get(key), dict | None) and key.endswith("_config")
-    }
     chosen |= {k: v for k, v in overrides.items() if k not in within and k != "whole"}
     if default.get("model_type"):
         chosen["model_type"] = default["model_type"]
