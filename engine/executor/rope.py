@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 FIXED = "fixed_by_octavo"
 """The type of a rotary embedding that is no longer updated."""
@@ -37,7 +37,7 @@ def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | Non
     kinds = [kind for kind in _parameters(config) if _is_batch_dependent(kind["rope_type"])]
     if not kinds:
         return max_position
-    original = min(int(k.get("original_max_position_embeddings", max_position)) for k in kinds)
+    original = min(_original(kind, max_position) for kind in kinds)
     asked = max_model_len or original
     if asked <= original:
         context = original
@@ -52,9 +52,11 @@ def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | Non
     return context
 
 
-def is_batch_dependent(config: PreTrainedConfig) -> bool:
-    """Return whether what a model computes depends on `--max-model-len`."""
-    return any(_is_batch_dependent(kind["rope_type"]) for kind in _parameters(config))
+def _original(kind: dict[str, Any], max_position: int) -> int:
+    """Return up to where frequencies are those that the model was trained with at first."""
+    if "dynamic" in kind["rope_type"]:
+        return max_position
+    return int(kind.get("original_max_position_embeddings", max_position))
 
 
 def _is_batch_dependent(rope_type: str) -> bool:

@@ -139,7 +139,7 @@ async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
         raise BackgroundError(f"{ended.get_name()} stopped unexpectedly") from error
 
 
-async def shielded(future: asyncio.Future[_Result]) -> _Result:
+async def shielded(future: Awaitable[_Result]) -> _Result:
     """Return the future's result; whoever cancels this does not cancel the future."""
     return await asyncio.shield(future)
 

@@ -18,12 +18,14 @@ class Entry:
         overrides: what its config has beyond the usual shrinking.
         has_model: whether transformers can make a model from the config; else only the config
             is saved.
+        max_model_len: as `--max-model-len`.
     """
 
     name: str
     model_type: str
     overrides: dict[str, Any] = field(default_factory=dict)
     has_model: bool = True
+    max_model_len: int | None = None
 
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
@@ -170,6 +172,17 @@ VARIANTS = [
         {"rope_parameters": {"rope_type": "yarn", **_STRETCHED, "factor": 8.0}},
     ),
     Entry("llama, longrope", "llama", {"rope_parameters": {**_LONG, "factor": 8.0}}),
+    Entry(
+        "llama, longrope, long context",
+        "llama",
+        {"rope_parameters": {**_LONG, "factor": 8.0}},
+        max_model_len=CONTEXT,
+    ),
+    Entry(
+        "llama4_text, long chunks",
+        "llama4_text",
+        {"moe_layers": [1, 3], "attention_chunk_size": CONTEXT - 1},
+    ),
     Entry(
         "llama, llama3 rope",
         "llama",

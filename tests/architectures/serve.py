@@ -86,12 +86,16 @@ def examine(entry: Entry, directory: Path) -> Finding:
     except Exception as error:  # noqa: BLE001 - config classes raise anything
         return Finding(entry.name, Outcome.NO_CONFIG, _described(error))
     try:
-        engine = start(directory)
+        engine = start(directory, entry.max_model_len)
     except (ModelError, StartupError) as error:
         plain = "\n" not in str(error)
         return Finding(entry.name, Outcome.REFUSED if plain else Outcome.CRASHED, str(error))
     except Exception as error:  # noqa: BLE001 - that is what the sweep looks for
         return Finding(entry.name, Outcome.CRASHED, _described(error))
+    most = engine.parts.limits.max_model_len
+    if most < max(LENGTHS) + OUTPUT_TOKENS:
+        detail = f"it takes no request of more than {most} tokens"
+        return Finding(entry.name, Outcome.REFUSED, detail)
     try:
         groups = serve(engine)
     except Exception as error:  # noqa: BLE001 - likewise
@@ -113,7 +117,7 @@ def save(entry: Entry, directory: Path) -> None:
     assert eager.isfinite().all(), "the tiny model's own outputs are not finite"
 
 
-def start(directory: Path) -> Stepper:
+def start(directory: Path, max_model_len: int | None = None) -> Stepper:
     """Start an engine of a directory's model, as an operator would."""
     settings = EngineSettings(
         model=str(directory),
@@ -125,6 +129,7 @@ def start(directory: Path) -> Stepper:
         swap_space=0.02,
         max_num_seqs=8,
         max_num_batched_tokens=BATCHED_TOKENS,
+        max_model_len=max_model_len,
     )
     return Stepper(build(settings))
 
@@ -136,8 +141,6 @@ def serve(engine: Stepper) -> list[SequenceGroup]:
         StepError: a step failed.
         AssertionError: nothing was preempted, or the beginning was computed again.
     """
-    longest = max(LENGTHS) + OUTPUT_TOKENS
-    assert longest <= engine.parts.limits.max_model_len, "no request of that length would be taken"
     draw = random.Random(1)
     prompts = [[_token(draw) for _ in range(length)] for length in LENGTHS]
     groups = []
