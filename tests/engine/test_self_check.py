@@ -44,6 +44,8 @@ def nothing(patch):
     """Only the self-check knows it."""
 
 
+_LLAMA_4 = BY_NAME["llama4_text"]
+CHUNKS = replace(_LLAMA_4, overrides=_LLAMA_4.overrides | {"attn_temperature_tuning": False})
 ALONE, PACKED = "self-check failed: alone", "self-check failed: packed"
 CHUNKED = "self-check failed: in chunks"
 
@@ -51,7 +53,6 @@ CHUNKED = "self-check failed: in chunks"
 @pytest.mark.parametrize(
     ("name", "turn_off", "broken"),
     [
-        pytest.param("llama4_text", ignore_masks, ALONE, id="chunks"),
         pytest.param("qwen2_moe", ignore_masks, ALONE, id="window in the mask"),
         pytest.param("phimoe", ignore_masks, ALONE, id="window in the mask, rope"),
         pytest.param("gemma2", ignore_masks, ALONE, id="windows of some layers"),
@@ -70,6 +71,13 @@ def test_without_its_recognition_a_model_is_refused(name, turn_off, broken, tmp_
     save(BY_NAME[name], tmp_path)
     turn_off(monkeypatch)
     with pytest.raises(SelfCheckError, match=broken):
+        load_tiny(tmp_path)
+
+
+def test_without_its_recognition_a_mask_of_chunks_is_refused(tmp_path, monkeypatch):
+    save(CHUNKS, tmp_path)
+    ignore_masks(monkeypatch)
+    with pytest.raises(SelfCheckError, match=ALONE):
         load_tiny(tmp_path)
 
 
@@ -93,6 +101,7 @@ def test_rope_that_neighbours_change_is_found_by_one_at_the_end_of_the_context(
         ("deepseek_v32", "sparse"),
         ("gpt_oss", "attention sinks"),
         ("inkling_text", "position bias"),
+        ("llama4_text", "counts by itself"),
     ],
 )
 def test_what_there_is_no_kernel_for_is_refused_by_name(name, why, tmp_path):
@@ -111,7 +120,7 @@ def test_a_passed_check_says_how_long_it_took_and_how_near_it_was(tmp_path):
 
 
 def test_a_context_in_chunks_is_cut_to_one(tmp_path):
-    save(BY_NAME["llama4_text"], tmp_path)
+    save(CHUNKS, tmp_path)
     loaded = load_tiny(tmp_path)
     assert loaded.shape.max_position == loaded.model.config.attention_chunk_size
 
