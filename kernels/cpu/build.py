@@ -65,16 +65,31 @@ def load_library() -> ctypes.CDLL:
     check_trusted(path.parent)
     for _ in range(ATTEMPTS):
         if _is_intact(path) and _hold(path):
-            # Globally: a compiled step finds the kernels by their names alone.
-            return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            return _load(path, compiler)
         _compile(compiler, path)
     raise OSError(f"{path} is gone or damaged each time that it was compiled")
 
 
+def _load(path: Path, compiler: str) -> ctypes.CDLL:
+    # Globally: a compiled step finds the kernels by their names alone.
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        if "__kmpc" not in str(error):
+            raise
+        raise OSError(
+            f"{compiler} is Clang, whose OpenMP code does not run with PyTorch's libgomp:"
+            " install g++, or set CXX to it"
+        ) from error
+
+
 def find_compiler() -> str | None:
-    """Returns the C++ compiler to use: $CXX, else the first usual one on the path."""
+    """Returns the C++ compiler to use: $CXX, else the first usual one on the path.
+
+    GCC first: Clang's OpenMP code does not run with the libgomp that PyTorch brings.
+    """
     named = os.environ.get("CXX")
-    candidates = [named] if named else ["c++", "g++", "clang++"]
+    candidates = [named] if named else ["g++", "c++", "clang++"]
     return next((found for name in candidates if (found := shutil.which(name))), None)
 
 

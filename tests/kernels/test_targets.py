@@ -193,3 +193,15 @@ def test_onednn_has_amx(flags, held_to, expected, tmp_path, monkeypatch):
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     monkeypatch.setattr(machine, "CPU_INFO", info)
     assert machine.onednn_has_amx() == expected
+
+
+@pytest.mark.slow
+def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
+    """Its OpenMP code needs a runtime that PyTorch's wheels do not bring."""
+    skip_unless("clang++")
+    loaded = run(
+        *(sys.executable, "-c", "import logging; from kernels import cpu; print(cpu.warning)"),
+        CXX="clang++",
+        OCTAVO_CACHE_DIR=str(tmp_path),
+    )
+    assert loaded == "None\n" or "install g++, or set CXX to it" in loaded
