@@ -234,7 +234,7 @@ def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch,
         assert not loaded.parts.executor.compiled
         assert asked == [artifact]
         assert not artifact.path.exists()
-        warned = [entry["error"] for entry in logs if entry["log_level"] == "warning"]
+        warned = [entry.get("error", "") for entry in logs if entry["log_level"] == "warning"]
         assert any(str(file) in error for error in warned), logs
     finally:
         shutil.rmtree(artifact.path, ignore_errors=True)
