@@ -112,7 +112,10 @@ async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start)
         await fleet.all_up(router, 1)
 
 
-@pytest.mark.parametrize("trouble", [sabotage.hang, sabotage.hang_with_the_lock])
+@pytest.mark.parametrize(
+    "trouble",
+    [sabotage.hang_with_the_lock, pytest.param(sabotage.hang, marks=pytest.mark.slow)],
+)
 async def test_a_step_that_never_ends_ends_the_engine(model, start, trouble):
     hung = await start(fleet.engine(model, step_timeout=3, sabotage=trouble))
     sound = await start(fleet.engine(model))

@@ -240,7 +240,22 @@ async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(
         assert len(flaky.submits) == 1
 
 
-async def fault(s, engine, submit):
+async def test_a_session_that_breaks_gets_no_requests_while_it_is_closed(scripted, stand):
+    engine = scripted()
+    async with stand(engine) as s:
+        await s.up()
+        session = s.router.pool.up()[0].session
+        session._broken = "for a test"
+        assert s.router.pool.up() == []
+        task = asyncio.create_task(collect(s.stub.Generate(ask())))
+        await s.until(lambda: len(s.router.admission) == 1)  # it has not used up its moves
+        session._broken = None
+        s.router.admission.dispatch("tiny")
+        assert text_of(await asyncio.wait_for(task, 30)) == "hello world"
+        await s.clean()
+
+
+def fault(engine, submit):
     failure = {"request_id": submit.request_id, "code": INTERNAL, "message": "a step failed"}
     engine.send(failures=[failure])
 
@@ -254,7 +269,7 @@ async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted,
         other.claims.sequences += 2  # the broken one is chosen, and the other has no room
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
         await s.until(lambda: broken.submits)
-        await fault(s, broken, broken.submits[0])
+        fault(broken, broken.submits[0])
         await s.until(lambda: len(s.router.admission) == 1)
         assert link.breaker.remaining > 0
         await asyncio.sleep(FIRST_SECONDS + 0.1)
@@ -263,7 +278,7 @@ async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted,
         other.claims.sequences -= 2
         s.router.admission.dispatch("tiny")
         await s.until(lambda: busy.submits)
-        await fault(s, busy, busy.submits[0])
+        fault(busy, busy.submits[0])
         error = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
         await s.clean()
     assert (error[0].code(), error[0].details()) == (grpc.StatusCode.INTERNAL, "a step failed")
@@ -276,7 +291,7 @@ async def test_a_failed_step_of_the_only_engine_is_told(scripted, stand):
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
-        await fault(s, engine, engine.submits[0])
+        fault(engine, engine.submits[0])
         error = await asyncio.wait_for(task, 30)
         await s.clean()
     assert error.code() is grpc.StatusCode.INTERNAL
