@@ -254,6 +254,7 @@ def _wrap(
             guard(method, context)
             return await function(checked(request), context)
         except Exception as error:  # noqa: BLE001 - answered below
+            request = None  # see `_forget`
             await _answer(context, error, method)
 
     async def iterate(
@@ -266,6 +267,7 @@ def _wrap(
                 async for response in responses:
                     await write(context, response)
         except Exception as error:  # noqa: BLE001 - answered below
+            request = None  # see `_forget`
             await _answer(context, error, method)
 
     if inspect.isasyncgenfunction(function):
@@ -293,7 +295,17 @@ async def _answer(
             grpc.StatusCode.INTERNAL,
             "an unexpected error; the server's log has the details",
         )
+    _forget(error)
     await abort(context, error)
+
+
+def _forget(error: RpcError) -> None:
+    """Cuts an error off the frames that it came through, and so off the request.
+
+    gRPC keeps the exception that ends a call in a cycle with the call, so that a refused
+    request would stay in memory until garbage is next collected.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _safely(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

@@ -1,6 +1,7 @@
 """Texts that are too long are refused before they are tokens, and no others."""
 
 import asyncio
+import gc
 
 import grpc
 import pytest
@@ -106,6 +107,26 @@ async def test_long_texts_are_never_tokenized_whole(scripted, stand, monkeypatch
         assert sum(lengths) <= 2 * PIECE
         response = await servers.stub.Tokenize(TokenizeRequest(text=text[:MIB]))
         assert len(response.token_ids) == MIB
+
+
+async def test_a_refused_request_is_not_kept(scripted, stand):
+    """Not even until garbage is collected."""
+
+    def requests() -> int:
+        return sum(type(found) is GenerateRequest for found in gc.get_objects())
+
+    async with stand(scripted("abc")) as servers:
+        await servers.up()
+        request = GenerateRequest(text="long " * 10_000)
+        gc.collect()
+        gc.disable()
+        try:
+            before = requests()
+            for _ in range(10):
+                await refusal(servers.stub.Generate(request).read())
+            await servers.until(lambda: requests() <= before + 1, 5)
+        finally:
+            gc.enable()
 
 
 async def test_a_chat_has_no_more_messages_than_tokens(scripted, stand):
