@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.paged_attention import DryRun, attending
 from engine.executor.plain_linears import plain_linears
 from engine.executor.wide_linear import WideLinear
 
@@ -46,7 +46,7 @@ def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
         for layer in plain
     ]
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with attending(ShapeProbe({})):
+    with attending(DryRun()):
         model(input_ids=token, position_ids=token, use_cache=False)
     for hook in hooks:
         hook.remove()

@@ -12,7 +12,7 @@ Nothing here needs transformers: a compiled step starts without it.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
@@ -39,24 +39,21 @@ class PagedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeProbe:
-    """Set in place of a step to learn what attention a model does.
-
-    Configs name these figures in many ways; the model itself cannot be wrong.
+class DryRun:
+    """Set in place of a step where attention has no cache and gives zeros.
 
     Attributes:
-        layers: (num_heads, num_kv_heads, key head_dim, value head_dim) of each
-            layer, by its index.
+        calls: the layers that attended, in order.
     """
 
-    layers: dict[int, tuple[int, int, int, int]]
+    calls: list[int] = field(default_factory=list)
 
 
-_step: ContextVar[PagedStep | ShapeProbe] = ContextVar("octavo_paged_step")
+_step: ContextVar[PagedStep | DryRun] = ContextVar("octavo_paged_step")
 
 
 @contextmanager
-def attending(step: PagedStep | ShapeProbe) -> Iterator[None]:
+def attending(step: PagedStep | DryRun) -> Iterator[None]:
     """Has the model that runs inside attend within `step`."""
     token = _step.set(step)
     try:
@@ -112,8 +109,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
         `[num_tokens, num_heads, head_dim]`.
     """
     step = _step.get()
-    if isinstance(step, ShapeProbe):
-        step.layers[layer] = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+    if isinstance(step, DryRun):
+        step.calls.append(layer)
         return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
     key_cache, value_cache = step.layers[layer]
     metadata = step.metadata

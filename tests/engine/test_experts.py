@@ -8,7 +8,7 @@ from engine.executor.compilation.capture import capture
 from engine.executor.compilation.experts import FALLBACK, call_grouped_products
 from engine.executor.compilation.export import UncallableOperatorError, compile_graph
 from engine.executor.model import load
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.paged_attention import DryRun, attending
 from engine.executor.step import EagerStep
 from tests.engine.test_compilation import check, engine, outputs
 
@@ -49,7 +49,7 @@ def test_a_captured_step_calls_nothing_in_python(model, dtype):
     assert FALLBACK not in {str(node.target) for node in exported.graph.nodes}
     tokens = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(0))
     given = tokens, torch.arange(40)[None], torch.arange(40)
-    with torch.inference_mode(), attending(ShapeProbe({})):
+    with torch.inference_mode(), attending(DryRun()):
         expected = step(*given)
         found = exported.module(check_guards=False)(*given)
     torch.testing.assert_close(found, expected)

@@ -16,7 +16,7 @@ from engine.executor.compilation.jit import JitStep
 from engine.executor.joining import Part, join_linears
 from engine.executor.loading import LoadedStep, compiled_for_gpu
 from engine.executor.model import load
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.paged_attention import DryRun, attending
 from engine.executor.step import EagerStep
 from engine.metrics import EngineMetrics
 from engine.startup import build
@@ -164,7 +164,7 @@ def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
     metrics = EngineMetrics()
 
     def run(tokens):
-        with torch.inference_mode(), attending(ShapeProbe({})):
+        with torch.inference_mode(), attending(DryRun()):
             step(*example(device, tokens, min(tokens, EXAMPLE_ROWS)))
         batch = SimpleNamespace(slices=[], num_tokens=tokens)
         metrics.observe_step(batch, 0.1, compiled=loaded.compiled, eager_steps=loaded.eager_steps)

@@ -6,22 +6,10 @@ import torch
 from engine.executor.compilation.capture import capture
 from engine.executor.compilation.fusion import fuse
 from engine.executor.model import load
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.paged_attention import DryRun, attending
 from engine.executor.step import EagerStep
 
 attention = torch.ops.octavo.paged_attention
-
-
-class Calls(dict):
-    """The layers of a probe, which remembers each call."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __setitem__(self, layer, shape):
-        self.seen.append(layer)
-        super().__setitem__(layer, shape)
 
 
 class Twice(torch.nn.Module):
@@ -43,11 +31,11 @@ def test_no_call_is_dropped_or_merged(backend):
     exported = torch.export.export(Twice(), (x,), strict=False)
     exported.graph.eliminate_dead_code()
     assert count(exported.graph) == 3
-    calls = Calls()
+    dry = DryRun()
     compiled = torch.compile(Twice(), fullgraph=True, backend=backend)
-    with torch.inference_mode(), attending(ShapeProbe(calls)):
+    with torch.inference_mode(), attending(dry):
         compiled(x)
-    assert sorted(calls.seen) == [0, 0, 1]
+    assert sorted(dry.calls) == [0, 0, 1]
 
 
 def test_an_exported_model_attends_once_a_layer(tiny_model):

@@ -12,7 +12,7 @@ import torch
 
 from engine.executor.compilation.capture import capture, example
 from engine.executor.compilation.rotation import fuse_rotary_embeddings
-from engine.executor.paged_attention import ShapeProbe, attending
+from engine.executor.paged_attention import DryRun, attending
 from engine.executor.step import EagerStep
 from octavo.common.model_cache import cache_dir
 
@@ -67,7 +67,7 @@ class JitStep:
         self._step = torch.compile(
             _Watched(captured.module(check_guards=False), self._count), dynamic=True, fullgraph=True
         )
-        with torch.inference_mode(), attending(ShapeProbe({})):
+        with torch.inference_mode(), attending(DryRun()):
             self._step(*example(device))
             # Were it of use for that one size only, all others would run uncompiled, unnoticed.
             with torch.compiler.set_stance("fail_on_recompile"):
