@@ -43,6 +43,8 @@ KEY = "chaos"
 REWRITE_SECONDS = 5.0
 PAUSE_SECONDS = 2.0
 """Between two strikes."""
+COMPILE_SECONDS = 600.0
+"""What the first engine has to compile the model."""
 SETTLE_SECONDS = 60.0
 """What engines have to become idle at the end."""
 
@@ -84,7 +86,7 @@ async def service(model: str, directory: Path, engines: int) -> AsyncIterator[Se
 
         async def start(node: Node) -> Node:
             stack.push_async_callback(node.close)
-            return await node.start()
+            return await node.start(COMPILE_SECONDS)
 
         nodes, ports = [], []
         for _ in range(engines):

@@ -88,8 +88,11 @@ class Node:
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
 
-    async def start(self) -> Self:
+    async def start(self, seconds: float = READY_SECONDS) -> Self:
         """Starts the process and waits until it listens.
+
+        Args:
+            seconds: that it may take.
 
         Raises:
             TimeoutError: it does not.
@@ -101,8 +104,8 @@ class Node:
         )
         self._process.start()
         theirs.close()
-        if not await asyncio.to_thread(ours.poll, READY_SECONDS):
-            raise TimeoutError(f"{self.address} was not ready in {READY_SECONDS:g} s")
+        if not await asyncio.to_thread(ours.poll, seconds):
+            raise TimeoutError(f"{self.address} was not ready in {seconds:g} s")
         ours.recv()
         return self
 
