@@ -16,7 +16,7 @@ from tests.integration.saboteur import KilledByTestError
 KEY = "key"
 NOT_OCTAVOS = re.compile(r"MainThread|Thread-\d+.*|uvloop_\d+|asyncio_\d+|saboteur|run\.<locals>.*")
 ENDING = {"signal", "parts", "start", "the server", "AdminService", "HTTP", "server", "link"}
-ENDING |= {"http", "http-accept", "gRPC"}
+ENDING |= {"http", "http-accept", "accepting", "serving", "gRPC"}
 ENDING |= {"engine-core", "heartbeat", "the engine's core", "the engine's heartbeat"}
 """Those whose end is the process'."""
 RESTARTED = {
