@@ -37,10 +37,30 @@ def cpu_identity() -> str:
 
 def onednn_has_amx() -> bool:
     """Return whether oneDNN may use AMX: the CPU has it, and no variable holds oneDNN to less."""
-    flags = next((line for line in _cpu_info() if line.startswith("flags")), "")
+    held_to = _onednn_held_to()
+    return "amx_tile" in _cpu_flags() and ("AMX" in held_to or held_to == "DEFAULT")
+
+
+def onednn_int8_saturates() -> bool:
+    """Return whether oneDNN sums products of two bytes in 16 bits, where they may overflow.
+
+    It does so on x86 without VNNI: a pair of products must not pass 32,767.
+    """
+    if platform.machine() not in {"x86_64", "AMD64"}:
+        return False
+    lacking = not {"avx512_vnni", "avx_vnni"} & _cpu_flags()
+    return lacking or _onednn_held_to() in {"SSE41", "AVX", "AVX2", "AVX512_CORE"}
+
+
+def _onednn_held_to() -> str:
+    """Return the greatest instruction set that oneDNN may use, as it names them."""
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-    held_to = next((os.environ[name] for name in names if os.environ.get(name)), "DEFAULT").upper()
-    return "amx_tile" in flags.split() and ("AMX" in held_to or held_to == "DEFAULT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "DEFAULT").upper()
+
+
+def _cpu_flags() -> set[str]:
+    """Return the names of an x86 CPU's instruction sets, as Linux has them."""
+    return set(next((line for line in _cpu_info() if line.startswith("flags")), "").split())
 
 
 def _cpu_info() -> list[str]:

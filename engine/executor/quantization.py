@@ -32,6 +32,7 @@ from engine.executor.linear import PackedLayer, has_kernels, replace
 from engine.executor.shape import ModelShape
 from kernels.cpu import linear as kernels
 from kernels.cpu.linear import GROUP, pad_outputs
+from kernels.machine import onednn_int8_saturates
 
 SMOOTHING = (0.3, 0.4, 0.5, 0.6, 0.7)
 """SmoothQuant's alpha: of these, each layer takes what loses it the least."""
@@ -134,13 +135,13 @@ def _loss(weight: Tensor, samples: Tensor, rounded: Rounded) -> float:
     return float(((found - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(TINY)).mean())
 
 
-def _round_rows(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds each row to whole numbers from 0 to 255, for each its own step and zero."""
+def _round_rows(rows: Tensor, most: int = 255) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds each row to whole numbers from 0 to `most`, for each its own step and zero."""
     least = rows.amin(1, keepdim=True).clamp_max(0)
     greatest = rows.amax(1, keepdim=True).clamp_min(0)
-    step = ((greatest - least) / 255).clamp_min(TINY)
+    step = ((greatest - least) / most).clamp_min(TINY)
     zero = (-least / step).round()
-    return ((rows / step).round() + zero).clamp(0, 255), step, zero
+    return ((rows / step).round() + zero).clamp(0, most), step, zero
 
 
 class PackedInt8Linear(PackedLayer):
@@ -200,12 +201,14 @@ class Int8Linear(nn.Module):
         self.register_buffer("row_sums", whole.sum(1, dtype=torch.int32) * scale)
         self.register_buffer("no_zero_points", torch.zeros(len(scale), dtype=torch.int32))
         self.register_buffer("bias", _bias(linear))
+        # Of 7 bits, two products with weights of 8 bits are within 16 bits together.
+        self._most = 127 if onednn_int8_saturates() else 255
         self._packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps `[..., in_features]` to `[..., out_features]`, of the same dtype."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        whole, step, zero = _round_rows(rows * self.factors)
+        whole, step, zero = _round_rows(rows * self.factors, self._most)
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(whole.to(torch.uint8), 1.0, 0, self._pack(), self.scale, self.no_zero_points),
             *(None, 1.0, 0, torch.float32, "none", [], ""),

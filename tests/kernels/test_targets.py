@@ -205,3 +205,22 @@ def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
         OCTAVO_CACHE_DIR=str(tmp_path),
     )
     assert loaded == "None\n" or "install g++, or set CXX to it" in loaded
+
+
+INT8 = """
+import torch
+from torch import nn
+from engine.executor.quantization import Int8Linear
+torch.manual_seed(0)
+whole = torch.randint(-127, 128, (64, 576), dtype=torch.int8)
+layer = Int8Linear(nn.Linear(576, 64, False), whole, torch.full((64,), 0.01), torch.ones(576))
+rows = torch.rand(8, 576) + 5
+expected = rows @ (whole * 0.01).T
+print(float((layer(rows) - expected).norm() / expected.norm()))
+"""
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "DEFAULT"])
+def test_onednn_does_not_overflow_in_8_bits(isa):
+    """Without VNNI it adds pairs of products in 16 bits."""
+    assert float(run(sys.executable, "-c", INT8, ONEDNN_MAX_CPU_ISA=isa)) < 0.02
