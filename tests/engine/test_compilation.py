@@ -1,5 +1,6 @@
 """The compiled step: it says what the eager one says, for any number of tokens, and is kept."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -13,9 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from engine.config import EngineSettings
 from engine.executor.compilation import Compiler, Recipe, locate
-from engine.executor.compilation.artifact import MANIFEST
+from engine.executor.compilation.artifact import MANIFEST, REFERENCE, Manifest
 from engine.executor.compilation.upkeep import USE, prune
+from engine.executor.self_check import Reference
 from engine.startup import build
+from kernels.integrity import fingerprint
 from octavo.common.model_cache import cache_dir
 from tests.engine.stepper import Stepper
 
@@ -147,7 +150,9 @@ def test_a_service_neither_traces_nor_loads_the_model(kept):
     program = f"""
 import sys
 from engine.config import EngineSettings
+from engine.executor.self_check import Reference
 from engine.startup import build
+from kernels.integrity import fingerprint
 settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
 settings["quantization"] = "int4"
 parts = build(EngineSettings(model={str(kept)!r}, **settings))
@@ -240,6 +245,28 @@ def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch,
         shutil.rmtree(artifact.path, ignore_errors=True)
         shutil.copytree(tmp_path / "kept", artifact.path)
     assert engine(kept, "auto", "bfloat16", "int4").parts.executor.compiled
+
+
+def test_a_compiled_step_that_computes_something_else_is_not_used(kept, monkeypatch, tmp_path):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    shutil.copytree(artifact.path, tmp_path / "kept")
+    expected = Reference.load(artifact.path / REFERENCE)
+    (artifact.path / REFERENCE).unlink()
+    Reference(expected.tokens, expected.logits.flip(1)).save(artifact.path / REFERENCE)
+    (artifact.path / REFERENCE).chmod(0o644)
+    manifest = Manifest.read(artifact.path / MANIFEST)
+    files = manifest.files | {REFERENCE: fingerprint(artifact.path / REFERENCE)}
+    dataclasses.replace(manifest, files=files).write(artifact.path / MANIFEST)
+    asked = []
+    monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+        assert not loaded.parts.executor.compiled
+        assert any("self-check failed: alone" in entry.get("error", "") for entry in logs), logs
+    finally:
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", artifact.path)
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(kept, monkeypatch):
