@@ -11,6 +11,7 @@ from transformers import GPTNeoXConfig, Qwen2Config
 from engine.config import EngineSettings
 from engine.executor import joining
 from engine.executor.calibration import BLOCK_SIZE
+from engine.executor.compilation import jit
 from engine.executor.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, example
 from engine.executor.compilation.jit import JitStep
 from engine.executor.joining import Part, join_linears
@@ -113,8 +114,21 @@ def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch
         torch, "compile", lambda step, **options: given(step, **options | {"dynamic": False})
     )
     with capture_logs() as logs:
-        assert compiled_for_gpu(step, loaded.device) is step
+        assert compiled_for_gpu(step, loaded.device, loaded.check) is step
     assert "recompil" in logs[0]["error"]
+
+
+def test_a_compiled_step_that_computes_something_else_is_not_used(tiny_model, monkeypatch):
+    loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
+    step = EagerStep(loaded.model)
+
+    def negated(step, device):
+        return lambda *inputs: -step(*inputs)
+
+    monkeypatch.setattr(jit, "JitStep", negated)
+    with capture_logs() as logs:
+        assert compiled_for_gpu(step, loaded.device, loaded.check) is step
+    assert "self-check failed: alone" in logs[0]["error"]
 
 
 def test_layers_of_one_input_share_their_weights(tiny_model):
@@ -187,4 +201,4 @@ class Capricious(torch.nn.Module):
 
 def test_a_model_that_cannot_be_captured_runs_as_it_is():
     step = EagerStep(Capricious())
-    assert compiled_for_gpu(step, torch.device("cpu")) is step
+    assert compiled_for_gpu(step, torch.device("cpu"), lambda _: None) is step
