@@ -67,7 +67,12 @@ def save(config, path):
 
 
 def engine_of(path, **settings):
-    settings = {"dtype": "float32", "num_blocks": 128, "swap_space": 0.01} | settings
+    settings = {
+        "dtype": "float32",
+        "num_blocks": 128,
+        "swap_space": 0.01,
+        "compile": "off",
+    } | settings
     return Stepper(build(EngineSettings(model=str(path), **settings)))
 
 

@@ -70,6 +70,7 @@ def blocks_of(prompts, output_tokens=OUTPUT_TOKENS):
     return sum(-(-(len(prompt) + output_tokens) // BLOCK_SIZE) for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_with_ample_blocks(outputs, expected, prompts):
     engine, got = outputs(num_blocks=blocks_of(prompts) + 64, max_num_batched_tokens=2048)
     assert got == expected
@@ -78,7 +79,7 @@ def test_with_ample_blocks(outputs, expected, prompts):
     assert max(len(batch.slices) for batch in engine.batches) == PROMPTS
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_under_preemption(outputs, expected, prompts, mode):
     room_to_grow = 40  # of the 64 blocks that the outputs come to need
     engine, got = outputs(

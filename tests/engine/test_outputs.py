@@ -101,7 +101,7 @@ def test_outputs_of_one_request_share_the_prompt_and_differ(stepper, prompt):
     engine.cache.check_idle()
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_several_outputs_survive_preemption(stepper, prompt, mode):
     calm = stepper(num_blocks=256)
     tight = stepper(num_blocks=26, preemption=mode, enable_prefix_caching=False)

@@ -220,7 +220,14 @@ print(float((layer(rows) - expected).norm() / expected.norm()))
 """
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "DEFAULT"])
+@pytest.mark.parametrize(
+    "isa",
+    [
+        "AVX2",
+        pytest.param("AVX512_CORE", marks=pytest.mark.slow),
+        pytest.param("DEFAULT", marks=pytest.mark.slow),
+    ],
+)
 def test_onednn_does_not_overflow_in_8_bits(isa):
     """Without VNNI it adds pairs of products in 16 bits."""
     assert float(run(sys.executable, "-c", INT8, ONEDNN_MAX_CPU_ISA=isa)) < 0.02

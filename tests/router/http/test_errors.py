@@ -114,7 +114,7 @@ async def test_every_other_status(door, scripted, hello, monkeypatch):
     async with door(scripted("a")) as (stand, client):
         for code, kind in STATUSES:
 
-            async def fail(call, message, context, code=code):
+            async def fail(*_, code=code):
                 raise rpc.RpcError(code, f"it is {code.name}")
 
             monkeypatch.setattr(stand.router.service, "_generate", fail)

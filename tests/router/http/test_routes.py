@@ -73,7 +73,7 @@ async def test_a_port_that_is_taken(scripted):
 async def test_headers_become_metadata(door, scripted, hello, monkeypatch):
     seen = []
 
-    async def note(call, message, context):
+    async def note(call, message, usage, context):
         seen.append(dict(context.invocation_metadata()))
         raise rpc.unavailable("noted")
 
