@@ -44,7 +44,7 @@ REWRITE_SECONDS = 5.0
 PAUSE_SECONDS = 2.0
 """Between two strikes."""
 COMPILE_SECONDS = 600.0
-"""What the first engine has to compile the model."""
+"""What an engine has to compile the model."""
 SETTLE_SECONDS = 60.0
 """What engines have to become idle at the end."""
 
@@ -79,20 +79,25 @@ class Events:
 
 @asynccontextmanager
 async def service(model: str, directory: Path, engines: int) -> AsyncIterator[Service]:
-    """Start everything, the first engine alone: it compiles for all."""
+    """Start everything once the model has been compiled, by an engine that ends again."""
     tenants = directory / "tenants.toml"
     tenants.write_text(good_tenants(0))
+    compiling = engine(model, compile="wait")
+    try:
+        await compiling.start(COMPILE_SECONDS)
+    finally:
+        await compiling.close()
     async with AsyncExitStack() as stack:
 
         async def start(node: Node) -> Node:
             stack.push_async_callback(node.close)
-            return await node.start(COMPILE_SECONDS)
+            return await node.start()
 
         nodes, ports = [], []
         for _ in range(engines):
             ports.append(free_port())
             nodes.append(
-                await start(engine(model, compile="wait", max_num_seqs=64, metrics_port=ports[-1]))
+                await start(engine(model, compile="auto", max_num_seqs=64, metrics_port=ports[-1]))
             )
         router_metrics = free_port()
         front = await start(

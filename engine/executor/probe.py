@@ -32,7 +32,7 @@ HARMLESS = frozenset(
     {
         *("dropout", "scaling", "softcap", "is_causal", "sliding_window", "position_ids"),
         *("use_cache", "cache_position", "past_key_values", "return_dict", "training"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
 """Keywords that say nothing that the mask does not, or that `octavo.attention` honours."""
@@ -62,7 +62,9 @@ class _Probe:
     """What a run of the model has shown so far."""
 
     max_position: int
-    masks: list[tuple[torch.Tensor, torch.Tensor, Mask]] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, torch.Tensor, Mask | UnknownMaskError]] = field(
+        default_factory=list
+    )
     layers: dict[int, LayerAttention] = field(default_factory=dict)
 
 
@@ -118,7 +120,11 @@ def _make_mask(
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     tensor = sdpa_mask(mask_function=mask_function, use_vmap=use_vmap, **arguments)
     assert tensor is not None
-    mask = recognise(mask_function, max_position=here.max_position, use_vmap=use_vmap)
+    mask: Mask | UnknownMaskError
+    try:
+        mask = recognise(mask_function, max_position=here.max_position, use_vmap=use_vmap)
+    except UnknownMaskError as error:  # which matters only if a layer takes it
+        mask = error
     here.masks.append((tensor, tensor.clone(), mask))
     return tensor
 
@@ -167,7 +173,7 @@ def _known(here: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
     """Return what a layer's mask is, by the tensor that was made for it.
 
     Raises:
-        UnknownMaskError: the model made the tensor itself, or changed it.
+        UnknownMaskError: it is of no known kind, or the model made it itself or changed it.
     """
     if given is None:
         raise UnknownMaskError(f"its layer {layer} attends without a mask, so not causally")
@@ -178,6 +184,8 @@ def _known(here: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
             and given.shape == made.shape
             and torch.equal(given, made)
         ):
+            if isinstance(mask, UnknownMaskError):
+                raise mask
             return mask
     raise UnknownMaskError(f"its layer {layer} computes a mask of its own")
 
