@@ -33,8 +33,8 @@ import psutil
 
 from benchmarks.fleet import Node, all_up, engine, make_model, router
 from benchmarks.metrics import Metrics
-from benchmarks.migration import HEARTBEAT_SECONDS, Ask, Outcome, ask, make_asks, settle, shown
-from octavo import AsyncClient, Error
+from benchmarks.migration import HEARTBEAT_SECONDS, Outcome, make_asks, settle, stream
+from octavo import AsyncClient
 from octavo.common.model_cache import cache_dir
 from octavo.common.ports import free_port
 from router.tenants import hash_key
@@ -220,25 +220,6 @@ async def strike(served: Service, events: Events, over: asyncio.Event, seconds: 
         await victim.start()
         events.counts["restarts"] += 1
     over.set()
-
-
-async def stream(
-    client: AsyncClient, asks: list[Ask], first: int, outcome: Outcome, over: asyncio.Event
-) -> None:
-    """Ask for one request after another and compare what comes."""
-    for i in itertools.count(first):
-        request = asks[i % len(asks)]
-        try:
-            found = await ask(client, request, outcome)
-        except Error as error:
-            outcome.failures.append(f"{request.kind}: {error}")
-        else:
-            outcome.completed += 1
-            outcome.tokens += sum(len(output.token_ids) for output in found.outputs)
-            if tuple(map(shown, found.outputs)) != request.expected:
-                outcome.different.append(request.kind)
-        if over.is_set():
-            return
 
 
 async def left_over(served: Service) -> list[str]:

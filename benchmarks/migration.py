@@ -180,6 +180,25 @@ async def ask(client: AsyncClient, request: Ask, outcome: Outcome) -> Completion
             await asyncio.sleep(0.5)
 
 
+async def stream(
+    client: AsyncClient, asks: list[Ask], first: int, outcome: Outcome, over: asyncio.Event
+) -> None:
+    """Has one request served after another, from the `first` on, and compares what comes."""
+    for i in itertools.count(first):
+        request = asks[i % len(asks)]
+        try:
+            found = await ask(client, request, outcome)
+        except Error as error:
+            outcome.failures.append(f"{request.kind}: {error}")
+        else:
+            outcome.completed += 1
+            outcome.tokens += sum(len(output.token_ids) for output in found.outputs)
+            if tuple(map(shown, found.outputs)) != request.expected:
+                outcome.different.append(request.kind)
+        if over.is_set():
+            return
+
+
 def shown(output: Output) -> tuple[object, ...]:
     """All of an output that must not depend on where it was made."""
     return output.token_ids, output.text, output.reason, output.usage.output_tokens
@@ -204,21 +223,6 @@ async def run(
     before = cluster.moves()
     over = asyncio.Event()
 
-    async def stream(client: AsyncClient, number: int) -> None:
-        for i in itertools.count(number):
-            request = asks[i % len(asks)]
-            try:
-                found = await ask(client, request, outcome)
-            except Error as error:
-                outcome.failures.append(f"{request.kind}: {error}")
-            else:
-                outcome.completed += 1
-                outcome.tokens += sum(len(output.token_ids) for output in found.outputs)
-                if tuple(map(shown, found.outputs)) != request.expected:
-                    outcome.different.append(request.kind)
-            if over.is_set():
-                return
-
     async def trouble_engines() -> None:
         lasts = max(every, 2.5 * HEARTBEAT_SECONDS)
         victims = itertools.cycle(range(len(cluster.engines)))
@@ -235,7 +239,8 @@ async def run(
         over.set()
 
     async with AsyncClient(cluster.router.address) as client:
-        await asyncio.gather(trouble_engines(), *(stream(client, i) for i in range(streams)))
+        streaming = (stream(client, asks, i, outcome, over) for i in range(streams))
+        await asyncio.gather(trouble_engines(), *streaming)
     outcome.moves = cluster.moves() - before
     return outcome
 

@@ -197,8 +197,8 @@ def _refused(path: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{path} cannot be served: {first_line(error)}") from error
     except Exception as error:
         raise UnsupportedModelError(
-            f"{path} cannot be served: the model's code failed with {type(error).__name__}:"
-            f" {first_line(error)}"
+            f"{path} cannot be served: its code does not run with Octavo's attention, which takes"
+            f" the place of transformers' own ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 

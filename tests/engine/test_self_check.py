@@ -97,7 +97,6 @@ def test_rope_that_neighbours_change_is_found_by_one_at_the_end_of_the_context(
     [
         ("doge", "computes a mask of its own"),
         ("diffllama", "calls attention several times"),
-        ("bart", "not causal"),
         ("deepseek_v32", "sparse"),
         ("gpt_oss", "attention sinks"),
         ("inkling_text", "position bias"),
