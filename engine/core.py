@@ -359,7 +359,7 @@ class EngineCore:
         """
         self._failed_steps += 1
         if self._executor.device_lost():
-            raise EngineFailedError("the device is lost: it computes nothing any more") from error
+            raise EngineFailedError("the device is lost: every later step would fail") from error
         if self._failed_steps >= self._max_failed_steps:
             raise EngineFailedError(f"{self._failed_steps} steps in a row failed") from error
 

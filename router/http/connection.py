@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what never became a request."""
+        """Refuse a request that could not be parsed, and close the connection."""
         content = to_json(error.body)
         self._unparsed.clear()
         self.transport.write(
