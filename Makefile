@@ -69,12 +69,12 @@ contracts-release: $(BUF) ## Make today's contracts the ones that `make contract
 	$(BUF) build protos --exclude-source-info --output protos/released.binpb
 
 docs: $(STAMP) ## Make docs/api.md, the dashboard and the tables of metrics anew from their sources
-	$(BIN)/python protos/reference.py
-	$(BIN)/python docker/grafana/make_dashboard.py
-	$(BIN)/python -m octavo.cli.metric_table
+	$(BIN)/python -m tools.api_reference
+	$(BIN)/python -m tools.dashboard
+	$(BIN)/python -m tools.metric_table
 
 readme: $(STAMP) ## Bring the README's tables of flags up to date
-	$(BIN)/python -m octavo.cli.flag_table
+	$(BIN)/python -m tools.flag_table
 
 clean: ## Remove everything that is made, .venv included
 	rm -rf $(VENV) build dist octavo/v1 .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,7 +33,7 @@ from benchmarks.fleet import Node, make_model, router
 from benchmarks.paced_engine import paced_engine
 from octavo import AsyncClient, Error
 from octavo.common.ports import free_port
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 
 MB = 10**6
 MIB = 1 << 20

@@ -14,9 +14,9 @@ import time
 
 import torch
 
-from kernels import ops, reference
-from kernels.cpu import fallback
-from kernels.metadata import AttentionMetadata
+from octavo.kernels import ops, reference
+from octavo.kernels.cpu import fallback
+from octavo.kernels.metadata import AttentionMetadata
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16  # SmolLM2-135M
 NUM_LAYERS = 30

@@ -20,7 +20,7 @@ from benchmarks.fleet import EOS, Node, all_up, engine, make_model, router
 from benchmarks.metrics import Metrics
 from octavo import AsyncClient
 from octavo.common.ports import free_port
-from router.balancing import POLICIES
+from octavo.router.balancing import POLICIES
 
 BLOCK_SIZE = 16
 PREFIX_TOKENS = 160

@@ -35,9 +35,9 @@ from benchmarks.fleet import Node, all_up, engine, make_model, router
 from benchmarks.metrics import Metrics
 from benchmarks.migration import HEARTBEAT_SECONDS, Outcome, make_asks, settle, stream
 from octavo import AsyncClient
-from octavo.common.model_cache import cache_dir
+from octavo.common.models.cache import cache_dir
 from octavo.common.ports import free_port
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 
 KEY = "chaos"
 REWRITE_SECONDS = 5.0

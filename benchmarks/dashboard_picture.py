@@ -28,7 +28,7 @@ from benchmarks.dashboard import Panel
 from benchmarks.prometheus import Prometheus
 from octavo import AsyncClient, Error
 from octavo.common.ports import free_port
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 
 STEP = 2
 """Seconds between scrapes, and between the points of a line."""

@@ -28,7 +28,7 @@ from statistics import median, quantiles
 from benchmarks.fleet import Node, make_model, router
 from benchmarks.paced_engine import paced_engine
 from octavo import AsyncClient, Delta, Error
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 
 PLACES = 32
 STEP_SECONDS = 0.025

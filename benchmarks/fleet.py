@@ -20,18 +20,18 @@ import uvloop
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from engine.config import EngineSettings
 from octavo import AsyncClient
 from octavo.common import logging
 from octavo.common.ports import free_port
-from router.config import RouterSettings
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 
 VOCABULARY = 257
 EOS = 256
 CONTEXT = 2048
 PRELOAD = [
-    "engine.server",
-    "router.server",
+    "octavo.engine.server",
+    "octavo.router.server",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 ]
@@ -195,7 +195,7 @@ def _run_engine(
     port: int,
     ready: Connection,
 ) -> None:
-    from engine.server import serve  # noqa: PLC0415 - imported in the process that forks
+    from octavo.engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -211,7 +211,7 @@ def _run_engine(
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
-    from router.server import serve  # noqa: PLC0415 - imported in the process that forks
+    from octavo.router.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     own = RouterSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)

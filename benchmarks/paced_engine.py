@@ -18,12 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.fleet import CONTEXT, EOS, VOCABULARY, Node
-from engine.events import Failure, FailureCode, Load, Output, Started
-from engine.kv_cache import CacheStats
-from engine.request import FinishReason
-from engine.session import Session, to_load
 from octavo.common import logging
 from octavo.common.rpc import create_server
+from octavo.engine.events import Failure, FailureCode, Load, Output, Started
+from octavo.engine.kv_cache import CacheStats
+from octavo.engine.scheduling.request import FinishReason
+from octavo.engine.session import Session, to_load
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name

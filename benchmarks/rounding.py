@@ -11,11 +11,11 @@ from dataclasses import fields
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.executor.sampler import Drawer, sample
-from engine.request import Request, SamplingParams
-from engine.sequence import Sequence, SequenceGroup
 from octavo import Completion
 from octavo.client.requests import GenerateOptions
+from octavo.engine.sampling.sampler import Drawer, sample
+from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 
 NOISE = 2e-5
 """Standard deviation of what is added to logits: some ten times what rounding does to them."""

@@ -26,7 +26,7 @@ from benchmarks.fleet import CONTEXT, Node, all_up, make_model, router
 from benchmarks.paced_engine import paced_engine
 from octavo import AsyncClient
 from octavo.common import logging
-from router.config import RouterSettings
+from octavo.router.settings import RouterSettings
 
 MARK_US = 100.0
 PROMPT_TOKENS = 16
@@ -127,7 +127,7 @@ async def measure(streams: int, rate: float, seconds: float, profile: str | None
 
 
 def _run_profiled(engines: list[str], path: str, port: int, ready: Connection) -> None:
-    from router.server import serve  # noqa: PLC0415 - imported in the process that forks
+    from octavo.router.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     logging.configure("console", "error")
     settings = RouterSettings(engine=engines, port=port, metrics_port=0, drain_timeout=0.0)

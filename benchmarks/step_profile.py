@@ -142,10 +142,10 @@ def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, fl
 
 def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     """Mean seconds of each part of a decode step."""
-    from engine.config import EngineSettings  # noqa: PLC0415 - the child's alone
-    from engine.executor import executor  # noqa: PLC0415
-    from engine.startup import build  # noqa: PLC0415
-    from kernels import cpu  # noqa: PLC0415
+    from octavo.engine.running import executor  # noqa: PLC0415
+    from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - the child's alone
+    from octavo.engine.startup import build  # noqa: PLC0415
+    from octavo.kernels import cpu  # noqa: PLC0415
     from tests.engine.stepper import Stepper  # noqa: PLC0415
 
     settings: dict[str, Any] = {

@@ -1,3 +1,3 @@
 """The engine: one model replica; it owns tokens and memory."""
 
-from engine import _environment as _environment
+from octavo.engine import _environment as _environment

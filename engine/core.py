@@ -13,15 +13,15 @@ from queue import Empty, SimpleQueue
 
 import structlog
 
-from engine.batch import Batch, StepResult
-from engine.beam import BeamState
-from engine.events import Event, Failure, FailureCode, Load, Output, PrefixChange, Started
-from engine.executor.executor import Executor
-from engine.metrics import EngineMetrics
-from engine.pipeline import Pipeline, StepError
-from engine.request import FinishReason, Request
-from engine.scheduler import Scheduler
-from engine.sequence import GroupState, Moment, Sequence, SequenceGroup
+from octavo.engine.events import Event, Failure, FailureCode, Load, Output, PrefixChange, Started
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.pipeline import Pipeline, StepError
+from octavo.engine.running.executor import Executor
+from octavo.engine.scheduling.batch import Batch, StepResult
+from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.request import FinishReason, Request
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import GroupState, Moment, Sequence, SequenceGroup
 
 log = structlog.get_logger(__name__)
 

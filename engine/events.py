@@ -4,9 +4,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
-from engine.kv_cache import CacheStats
-from engine.request import FinishReason
-from engine.sequence import TokenLogprob
+from octavo.engine.kv_cache import CacheStats
+from octavo.engine.scheduling.request import FinishReason
+from octavo.engine.scheduling.sequence import TokenLogprob
 
 
 class FailureCode(IntEnum):

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import structlog
 
-from engine.core import HEARTBEAT_SECONDS, EngineCore
-from engine.events import Load
+from octavo.engine.core import HEARTBEAT_SECONDS, EngineCore
+from octavo.engine.events import Load
 
 log = structlog.get_logger(__name__)
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from engine.batch import Batch
-from engine.events import Load
-from engine.kv_cache import CacheCounters
-from engine.scheduler import Counters, Scheduler
+from octavo.engine.events import Load
+from octavo.engine.kv_cache import CacheCounters
+from octavo.engine.scheduling.batch import Batch
+from octavo.engine.scheduling.scheduler import Counters, Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

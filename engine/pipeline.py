@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.batch import Batch, StepResult
-from engine.executor.executor import Executor
-from engine.executor.launched import Launched
-from engine.scheduler import Scheduler
+from octavo.engine.running.executor import Executor
+from octavo.engine.running.pending_step import Launched
+from octavo.engine.scheduling.batch import Batch, StepResult
+from octavo.engine.scheduling.scheduler import Scheduler
 
 
 class StepError(Exception):

@@ -14,24 +14,24 @@ from typing import Any
 import grpc
 import structlog
 
-from engine.config import EngineSettings
-from engine.core import EngineCore
-from engine.events import Event, Load, PrefixChange
-from engine.front import EngineFront
-from engine.handover import Handover
-from engine.heartbeat import watch
-from engine.metrics import EngineMetrics
-from engine.session import Session, to_load
-from engine.startup import Parts, build
-from engine.tracing import RequestTracer
-from engine.validation import to_request
-from kernels import cpu
 from octavo.common.background import OneThread, first_to_end, joined, shielded
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.tracing import Tracing
+from octavo.engine.core import EngineCore
+from octavo.engine.events import Event, Load, PrefixChange
+from octavo.engine.heartbeat import watch
+from octavo.engine.loading_service import EngineFront
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.session import Session, to_load
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import Parts, build
+from octavo.engine.thread_bridge import Handover
+from octavo.engine.tracing import RequestTracer
+from octavo.engine.validation import to_request
+from octavo.kernels import cpu
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger(__name__)

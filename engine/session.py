@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
-from engine.core import EngineCore
-from engine.events import Event, Failure, Load, Output, PrefixChange, Started
-from engine.request import Request
-from engine.sequence import TokenLogprob
 from octavo.common.background import start
 from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
+from octavo.engine.core import EngineCore
+from octavo.engine.events import Event, Failure, Load, Output, PrefixChange, Started
+from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
 
 Translate = Callable[[engine_pb2.Submit], Request]

@@ -8,9 +8,12 @@ from functools import partial
 import structlog
 import torch
 
-from engine.batch import Batch, Slice
-from engine.config import EngineSettings
-from engine.executor.cache import (
+from octavo.common import resources
+from octavo.common.limits import MAX_LOGPROBS, Limits
+from octavo.common.models.resolve import resolve
+from octavo.engine.compilation.load_step import LoadedStep, load_step
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.memory.cache_tensors import (
     GIB,
     CacheTensors,
     blocks_in,
@@ -20,19 +23,16 @@ from engine.executor.cache import (
     memory_bytes,
     peak_memory,
 )
-from engine.executor.cuda_graphs import cuda_recorder
-from engine.executor.executor import Executor
-from engine.executor.loading import LoadedStep, load_step
-from engine.executor.swap import staging_memory
-from engine.kv_cache import KVCacheManager
-from engine.preemption import PreemptionPolicy
-from engine.request import Request, SamplingParams
-from engine.scheduler import MAX_SCORED_TOKENS, Scheduler
-from engine.sequence import Sequence, SequenceGroup
-from kernels.ops import cpu_warning
-from octavo.common import resources
-from octavo.common.limits import MAX_LOGPROBS, Limits
-from octavo.common.models import resolve
+from octavo.engine.memory.swap import staging_memory
+from octavo.engine.running.cuda_graphs import cuda_recorder
+from octavo.engine.running.executor import Executor
+from octavo.engine.scheduling.batch import Batch, Slice
+from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+from octavo.engine.settings import EngineSettings
+from octavo.kernels.ops import cpu_warning
 
 log = structlog.get_logger(__name__)
 

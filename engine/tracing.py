@@ -4,8 +4,8 @@ import time
 
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
-from engine.sequence import Moment, SequenceGroup
 from octavo.common.tracing import epoch_clock, extract
+from octavo.engine.scheduling.sequence import Moment, SequenceGroup
 
 PHASES = {Moment.PREFILL: "prefill", Moment.DECODE: "decode"}
 SEARCH = "search"

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable
 
 from google.protobuf.duration_pb2 import Duration
 
-from engine.request import BeamSearch, Request, Resumption, SamplingParams
 from octavo.common import rpc
 from octavo.common.limits import (
     Limits,
@@ -20,6 +19,7 @@ from octavo.common.limits import (
     output_length,
 )
 from octavo.common.tracing import CONTEXT_FIELDS
+from octavo.engine.scheduling.request import BeamSearch, Request, Resumption, SamplingParams
 from octavo.v1 import engine_pb2, sampling_pb2
 
 

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a GPU's programs share a batch; made by `kernels.ops.plan_attention`.
+    """How a GPU's programs share a batch; made by `octavo.kernels.ops.plan_attention`.
 
     Attributes:
         items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows),

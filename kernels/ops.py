@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.draws import Draws
-from kernels.metadata import AttentionMetadata, AttentionPlan
-from kernels.scores import Scores
+from octavo.kernels.draws import Draws
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -88,11 +88,11 @@ class _Backend(Protocol):
 def _backend(device_type: str) -> _Backend:
     """Returns the kernels for a type of device, importing them on first use."""
     if device_type == "cuda":
-        from kernels import triton  # noqa: PLC0415  # absent on machines without a GPU
+        from octavo.kernels import triton  # noqa: PLC0415  # absent on machines without a GPU
 
         return cast("_Backend", triton)
     if device_type == "cpu":
-        from kernels import cpu  # noqa: PLC0415  # looks for a compiler
+        from octavo.kernels import cpu  # noqa: PLC0415  # looks for a compiler
 
         return cast("_Backend", cpu)
     raise ValueError(f"device {device_type!r} is not supported: use 'cuda' or 'cpu'")
@@ -276,7 +276,7 @@ def plan_attention(
     """
     if device.type != "cuda":
         return None
-    from kernels.triton import plan_attention as plan  # noqa: PLC0415  # as in `_backend`
+    from octavo.kernels.triton import plan_attention as plan  # noqa: PLC0415  # as in `_backend`
 
     return plan(
         query_lens,
@@ -374,7 +374,7 @@ def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None
 
 def cpu_warning() -> str | None:
     """Return what slows the CPU's kernels down and what to do about it; None if nothing does."""
-    from kernels import cpu  # noqa: PLC0415  # as in `_backend`
+    from octavo.kernels import cpu  # noqa: PLC0415  # as in `_backend`
 
     return cpu.warning
 

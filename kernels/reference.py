@@ -1,14 +1,14 @@
 """The plain definition of every kernel, which each fast version is held to.
 
 Nothing here is fast and nothing is clever: float32 arithmetic, one sequence at a
-time, any shape and any device. What arguments are, `kernels.ops` says.
+time, any shape and any device. What arguments are, `octavo.kernels.ops` says.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.draws import LEAST_TEMPERATURE, Draws
-from kernels.metadata import AttentionMetadata
+from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
+from octavo.kernels.metadata import AttentionMetadata
 
 
 def write_kv(
@@ -21,7 +21,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Writes each token's key and value to its slot of the cache; see `kernels.ops.write_kv`."""
+    """Write each token's key and value to its slot of the cache; see `ops.write_kv`."""
     block_size = key_cache.shape[2]
     key, value = _rounded(key, key_cache, key_scale), _rounded(value, value_cache, value_scale)
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -51,7 +51,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
+    """Rotates queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
     write_kv(
         rotate(key, cos, sin),
         value,
@@ -97,7 +97,7 @@ def paged_attention(
     """Attends causally over keys and values that lie in blocks.
 
     As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
-    `kernels.ops.paged_attention`. A query that may attend to nothing gives zeros.
+    `octavo.kernels.ops.paged_attention`. A query that may attend to nothing gives zeros.
     """
     group = query.shape[1] // key_cache.shape[1]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -135,18 +135,18 @@ def _gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
+    """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks from one cache to another; see `kernels.ops.swap_blocks`."""
+    """Copies whole blocks from one cache to another; see `octavo.kernels.ops.swap_blocks`."""
     for from_block, to_block in pairs.tolist():
         destination[to_block] = source[from_block]
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
-    """Draws a token from each row; see `kernels.ops.draw_tokens`.
+    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`.
 
     Sorts the whole vocabulary and computes in float64.
     """

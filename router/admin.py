@@ -6,10 +6,10 @@ import grpc.aio
 import structlog
 
 from octavo.common import rpc
+from octavo.router.engines.link import EngineLink
+from octavo.router.engines.pool import EnginePool
+from octavo.router.settings import is_address
 from octavo.v1 import admin_pb2, admin_pb2_grpc
-from router.config import is_address
-from router.engine_link import EngineLink
-from router.engine_pool import EnginePool
 
 log = structlog.get_logger(__name__)
 

@@ -17,18 +17,18 @@ from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
 from octavo.common.tracing import Tracing
+from octavo.router.admin import AdminService
+from octavo.router.admission import Admission, QueueLimits
+from octavo.router.balancing import POLICIES
+from octavo.router.engines.discovery import Discovery
+from octavo.router.engines.link import Engine
+from octavo.router.engines.pool import EnginePool
+from octavo.router.http.http_frontend import HttpDoor
+from octavo.router.service import GenerationService
+from octavo.router.settings import DNS_SCHEME, RouterSettings
+from octavo.router.tenants.auth import Gate
+from octavo.router.text.tokenization import Tokenizers, is_local
 from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from router.admin import AdminService
-from router.admission import Admission, QueueLimits
-from router.auth import Gate
-from router.balancing import POLICIES
-from router.config import DNS_SCHEME, RouterSettings
-from router.discovery import Discovery
-from router.engine_link import Engine
-from router.engine_pool import EnginePool
-from router.generation import GenerationService
-from router.http.door import HttpDoor
-from router.tokenization import Tokenizers, is_local
 
 log = structlog.get_logger(__name__)
 

@@ -9,10 +9,10 @@ import grpc.aio
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
 from octavo.common.tracing import CONTEXT_FIELDS, Tracing, epoch_clock, extract, inject
+from octavo.router.engines.session import EngineLostError
+from octavo.router.requests.request import Request
 from octavo.v1 import generation_pb2
 from octavo.v1.sampling_pb2 import FinishReason
-from router.request import Request
-from router.session import EngineLostError
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
 
-from octavo.common import models
+from octavo.common.models import resolve as models
 
 KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
 

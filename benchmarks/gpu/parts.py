@@ -22,7 +22,7 @@ from benchmarks.gpu.shapes import (
 )
 from benchmarks.gpu.steps import time_steps
 from benchmarks.gpu.timing import Timer
-from kernels import ops
+from octavo.kernels import ops
 
 Work = Callable[[Timer, bool], list[Row]]
 ERROR_ALLOWED = 0.02
@@ -150,7 +150,7 @@ def time_cache(timer: Timer, tiny: bool) -> list[Row]:
 
 def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
     """Rotary embedding and write in one kernel, beside both by themselves, eager and compiled."""
-    from kernels.triton import rotate_and_write  # noqa: PLC0415 - absent without a GPU
+    from octavo.kernels.triton import rotate_and_write  # noqa: PLC0415 - absent without a GPU
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=timer.device)
@@ -185,8 +185,8 @@ def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
 
 def time_swap(timer: Timer, tiny: bool) -> list[Row]:
     """Blocks to host memory and back, beside one copy of as many bytes."""
-    from engine.executor.pinned import pin  # noqa: PLC0415 - needs more than kernels do
-    from engine.executor.swap import make_swapper  # noqa: PLC0415 - likewise
+    from octavo.engine.memory.pinned import pin  # noqa: PLC0415 - needs more than kernels do
+    from octavo.engine.memory.swap import make_swapper  # noqa: PLC0415 - likewise
 
     layout = LLAMA_3_8B
     blocks = 8 if tiny else 256

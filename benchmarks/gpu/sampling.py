@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.timing import Timer
-from kernels import ops
-from kernels.draws import Draws
+from octavo.kernels import ops
+from octavo.kernels.draws import Draws
 
 ROWS, VOCAB_SIZE = 64, 128_256  # of Llama 3
 SPREAD = 2.5
@@ -60,7 +60,7 @@ def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0)
 
 
 def draw_by_sorting(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Draws a token from each row; as `kernels.ops.draw_tokens`, in PyTorch with a whole sort."""
+    """Draw a token from each row by a full sort; see `octavo.kernels.ops.draw_tokens`."""
     temperature, top_k, top_p, min_p, uniform = (
         torch.from_numpy(column).to(logits.device)[:, None] for column in draws
     )

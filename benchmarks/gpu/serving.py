@@ -34,9 +34,9 @@ from benchmarks.gpu.serving_floor import Ceilings, floor_seconds
 from benchmarks.gpu.shapes import LLAMA_7B, LLAMA_13B, Layout
 from benchmarks.gpu.static_batches import StaticBatches
 from benchmarks.gpu.timing import Timer
-from engine.executor.cache import memory_bytes
 from octavo import AsyncClient
 from octavo.cli.local_server import local_server
+from octavo.engine.memory.cache_tensors import memory_bytes
 
 MODELS = {layout.model: layout for layout in (LLAMA_7B, LLAMA_13B)}
 RESULTS = Path(__file__).parents[1] / "results"

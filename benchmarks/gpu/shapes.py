@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kernels import ops
-from kernels.metadata import AttentionMetadata
+from octavo.kernels import ops
+from octavo.kernels.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Batch:
         value: as `key`.
         caches: each layer's keys and values in blocks, in random order.
         metadata: of the batch.
-        options: of `kernels.ops.paged_attention`.
+        options: of `octavo.kernels.ops.paged_attention`.
     """
 
     query: torch.Tensor

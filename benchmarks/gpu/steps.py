@@ -50,8 +50,8 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
 def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> Any:  # noqa: ANN401
     """An engine's parts."""
     # Not above: these want more libraries than a machine may have that times the kernels.
-    from engine.config import EngineSettings  # noqa: PLC0415
-    from engine.startup import build  # noqa: PLC0415
+    from octavo.engine.settings import EngineSettings  # noqa: PLC0415
+    from octavo.engine.startup import build  # noqa: PLC0415
 
     settings = EngineSettings(
         model=folder,

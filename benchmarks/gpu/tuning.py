@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, Batch, Layout, make_batch, replan
 from benchmarks.gpu.timing import Timer
-from kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, gpu, tuning_key, use_tiles
+from octavo.kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, gpu, tuning_key, use_tiles
 
 RUNS = 10
 LEAST_GAIN = 0.02

@@ -9,13 +9,13 @@ from benchmarks.memory_study import cost
 from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.measure import MemoryUse, Recorder, RunResult
 from benchmarks.memory_study.traces import Trace
-from engine.batch import Batch, Draw, StepResult
-from engine.beam import BeamState
-from engine.kv_cache import KVCacheManager
-from engine.preemption import PreemptionPolicy
-from engine.request import BeamSearch, Request, SamplingParams
-from engine.scheduler import Scheduler
-from engine.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.scheduling.batch import Batch, Draw, StepResult
+from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.request import BeamSearch, Request, SamplingParams
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 SAMPLE_EVERY = 8
 """Steps from one look at the memory to the next; a look walks every block table."""

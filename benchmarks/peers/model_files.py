@@ -18,7 +18,7 @@ from gguf import (
 )
 from gguf.quants import dequantize, quantize
 
-from octavo.common import demo_model
+from octavo.common.models import demo as demo_model
 
 DIRECTORY = "directory"
 """bf16 safetensors and tokenizer, as `from_pretrained` likes them."""

@@ -120,6 +120,6 @@ def choose(names: str) -> tuple[Peer, ...]:
 
 def default_folder() -> Path:
     """Where environments and model files are kept."""
-    from octavo.common.model_cache import cache_dir  # noqa: PLC0415 - brings in the log's setup
+    from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - brings in the log's setup
 
     return cache_dir() / "peers"

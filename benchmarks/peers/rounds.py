@@ -17,7 +17,7 @@ from benchmarks.peers.results import Result, Sample
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
 from benchmarks.peers.workers.protocol import Setup
 from benchmarks.peers.workloads import Workload
-from octavo.common.models import ModelError
+from octavo.common.models.errors import ModelError
 
 BENCHMARKS = Path(__file__).parents[1]
 CACHE_GIB = 1.0

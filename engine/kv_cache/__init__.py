@@ -1,8 +1,8 @@
 """The paged KV cache's books: which block holds what. Knows no tensors."""
 
-from engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
-from engine.kv_cache.manager import CacheCounters, CacheStats, KVCacheManager, Span
-from engine.kv_cache.transfers import Transfers
+from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
+from octavo.engine.kv_cache.manager import CacheCounters, CacheStats, KVCacheManager, Span
+from octavo.engine.kv_cache.transfers import Transfers
 
 __all__ = [
     "BlockPool",

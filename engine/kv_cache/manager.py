@@ -26,10 +26,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
-from engine.kv_cache.block_table import BlockTable
-from engine.kv_cache.transfers import Transfers
 from octavo.common.prefix import block_key, root_key
+from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
+from octavo.engine.kv_cache.block_table import BlockTable
+from octavo.engine.kv_cache.transfers import Transfers
 
 
 class Span(NamedTuple):

@@ -2,9 +2,9 @@
 
 import logging
 
-from kernels import scores
-from kernels.cpu import fallback, fallback_draws
-from kernels.cpu.native import NativeKernels
+from octavo.kernels import scores
+from octavo.kernels.cpu import fallback, fallback_draws
+from octavo.kernels.cpu.native import NativeKernels
 
 SLOW = (
     "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models stay"

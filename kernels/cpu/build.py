@@ -18,8 +18,8 @@ from pathlib import Path
 
 import platformdirs
 
-from kernels.integrity import SEAL, check_trusted, seal, verify_seal
-from kernels.machine import compiler_target, cpu_identity
+from octavo.kernels.integrity import SEAL, check_trusted, seal, verify_seal
+from octavo.kernels.machine import compiler_target, cpu_identity
 
 SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
@@ -106,7 +106,7 @@ def _library_path(compiler: str) -> Path:
     parts += map(str, _loaded_libraries())
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    # As octavo.common.model_cache has it, which kernels may not import.
+    # As octavo.common.models.cache has it, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
     return Path(cache).expanduser() / LIBRARY.format(digest[:16])
 

@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cpu.fallback import argmax
-from kernels.draws import LEAST_TEMPERATURE, Draws
+from octavo.kernels.cpu.fallback import argmax
+from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
 
 CANDIDATES = 256
 """Most likely tokens that truncation looks at first; seldom does it need more."""
@@ -19,7 +19,7 @@ WIDENING = 8
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
-    """Draws a token from each row; see `kernels.ops.draw_tokens`."""
+    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
     logits = logits.float()
     greedy = draws.temperatures == 0
     truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))

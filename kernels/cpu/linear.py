@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.machine import onednn_has_amx
+from octavo.kernels.machine import onednn_has_amx
 
 PANEL = 32  # outputs; as in linear.h
 GATE = PANEL // 2  # outputs of a gate in a panel; the others go with them

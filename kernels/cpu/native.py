@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu.build import load_library
-from kernels.cpu.linear import LinearKernels
-from kernels.draws import Draws
-from kernels.metadata import AttentionMetadata
-from kernels.scores import Scores
+from octavo.kernels.cpu.build import load_library
+from octavo.kernels.cpu.linear import LinearKernels
+from octavo.kernels.draws import Draws
+from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.scores import Scores
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
@@ -196,7 +196,7 @@ class CompiledInputs(NamedTuple):
 
 
 class NativeKernels:
-    """The kernels of `kernels.ops`, in C++. Several threads may call them.
+    """The kernels of `octavo.kernels.ops`, in C++. Several threads may call them.
 
     Raises:
         OSError: they cannot be compiled here.
@@ -260,7 +260,7 @@ class NativeKernels:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
+        """Writes each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
         cache = self._know_cache(key_cache, value_cache)
         slots = self._know_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
@@ -281,7 +281,7 @@ class NativeKernels:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotates queries and keys and writes; see `kernels.ops.rotate_and_write`."""
+        """Rotates queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
         cache = self._know_cache(key_cache, value_cache)
         slots = self._know_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
@@ -314,7 +314,7 @@ class NativeKernels:
         soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
+        """Attends over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
         cache = self._know_cache(key_cache, value_cache)
         batch = self._know_batch(metadata)
         shape = query.shape
@@ -389,7 +389,7 @@ class NativeKernels:
         return spent
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """Finds the first of each row's greatest elements; see `kernels.ops.argmax`.
+        """Finds the first of each row's greatest elements; see `octavo.kernels.ops.argmax`.
 
         Of 48 rows of 49,152 on 2 cores in 0.5 ms, and torch in 1.9 ms.
         """
@@ -403,7 +403,7 @@ class NativeKernels:
         return places
 
     def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Draws a token from each row; see `kernels.ops.draw_tokens`."""
+        """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         tokens = torch.empty(count, dtype=torch.int64)
@@ -417,7 +417,7 @@ class NativeKernels:
         return tokens
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
-        """Finds log-probabilities; see `kernels.ops.score_tokens`."""
+        """Finds log-probabilities; see `octavo.kernels.ops.score_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         scores = Scores(
@@ -472,11 +472,11 @@ class NativeKernels:
         return cache
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
-        """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
+        """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
         self.swap_blocks(cache, cache, pairs)
 
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-        """Copies whole blocks between caches in CPU memory; see `kernels.ops.swap_blocks`."""
+        """Copy whole blocks between caches in CPU memory; see `ops.swap_blocks`."""
         if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
             raise ValueError(
                 f"blocks of {list(source.shape[1:])} {source.dtype} cannot be copied to blocks "

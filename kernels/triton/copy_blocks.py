@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.host import to_device
+from octavo.kernels.host import to_device
 
 _WORDS = 1024  # words of a block that one program moves at a time
 _MOST_PROGRAMS = 65_535  # of a block: CUDA's limit for all dimensions of a grid but the first
@@ -39,12 +39,12 @@ def _swap_blocks_kernel(  # noqa: PLR0917
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache; see `kernels.ops.copy_blocks`."""
+    """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks between caches on the GPU; see `kernels.ops.swap_blocks`."""
+    """Copies whole blocks between caches on the GPU; see `octavo.kernels.ops.swap_blocks`."""
     numbers = to_device(pairs.t().contiguous().numpy(), source.device)
     source, destination = (x.view(x.shape[0], -1).view(torch.int32) for x in (source, destination))
     block_words = source.shape[1]

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.draws import LEAST_TEMPERATURE, Draws
-from kernels.host import to_device
+from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
+from octavo.kernels.host import to_device
 
 _TILE = 4096  # tokens that a program looks at together
 _WARPS = 32  # rows are few: one program is to keep a multiprocessor busy
@@ -235,12 +235,12 @@ def _draw_tokens_kernel(  # noqa: PLR0917
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Finds the first of each row's greatest elements; see `kernels.ops.argmax`."""
+    """Finds the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
-    """Draws a token from each row; see `kernels.ops.draw_tokens`."""
+    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
     greedy = draws.temperatures == 0
     if greedy.all():
         return argmax(logits)

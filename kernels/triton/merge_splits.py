@@ -12,7 +12,7 @@ where the keys were not shared out.
 import triton
 import triton.language as tl
 
-from kernels.triton.shares import share_of
+from octavo.kernels.triton.shares import share_of
 
 
 @triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "sliding_window", "splits"])

@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.metadata import AttentionMetadata
-from kernels.triton.merge_splits import merge_splits
-from kernels.triton.plan import plan_of
-from kernels.triton.shares import share_of
-from kernels.triton.splits import LEAST_KEYS, choose_splits
-from kernels.triton.tiles import Kind, choose_tiles, count_resident, gpu
+from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.triton.merge_splits import merge_splits
+from octavo.kernels.triton.plan import plan_of
+from octavo.kernels.triton.shares import share_of
+from octavo.kernels.triton.splits import LEAST_KEYS, choose_splits
+from octavo.kernels.triton.tiles import Kind, choose_tiles, count_resident, gpu
 
 SMALL = 2048
 """A tile of at most so many rows times keys takes at most 16 registers of four warps."""
@@ -335,7 +335,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Attends over paged keys and values; see `kernels.ops.paged_attention`."""
+    """Attends over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
     if scale <= 0 or key_scale <= 0:
         raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
     if query.stride(-1) != 1:

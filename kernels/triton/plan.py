@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from kernels.host import to_device
-from kernels.metadata import AttentionMetadata, AttentionPlan
-from kernels.triton.tiles import choose_tiles, gpu
+from octavo.kernels.host import to_device
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.triton.tiles import choose_tiles, gpu
 
 
 def plan_attention(
@@ -20,7 +20,7 @@ def plan_attention(
     device: torch.device,
     splits: int | None = None,
 ) -> AttentionPlan:
-    """Makes the plan of a batch; see `kernels.ops.plan_attention`."""
+    """Makes the plan of a batch; see `octavo.kernels.ops.plan_attention`."""
     group = num_heads // num_kv_heads
     decode_rows, chunk_rows = (
         choose_tiles(

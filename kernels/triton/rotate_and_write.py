@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.write_kv import largest, stored, warps_for
+from octavo.kernels.triton.write_kv import largest, stored, warps_for
 
 
 @triton.jit
@@ -118,7 +118,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotates queries and keys and writes the cache; see `kernels.reference`."""
+    """Rotates queries and keys and writes the cache; see `octavo.kernels.reference`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

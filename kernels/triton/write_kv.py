@@ -84,7 +84,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Writes each token's key and value to its slot; see `kernels.ops.write_kv`."""
+    """Writes each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

@@ -15,8 +15,9 @@ from rich.panel import Panel
 from octavo.cli.local_server import local_server
 from octavo.cli.output import bar, err, fail, failures, out, warning
 from octavo.client import AsyncClient, Delta, Message, Model
-from octavo.common import models
 from octavo.common.background import end, keep_running
+from octavo.common.models import resolve as models
+from octavo.common.models.errors import ModelError
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -62,7 +63,7 @@ def demo(
     """Serve the demo model, ask it several things at once and show it at work."""
     try:
         models.resolve(models.DEMO)
-    except models.ModelError as error:
+    except ModelError as error:
         raise fail(str(error)) from None
     with local_server(models.DEMO, *SERVER) as address, failures(address):
         answers, meter = asyncio.run(_run(address, max_tokens))

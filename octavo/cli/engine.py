@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.config import EngineSettings
 from octavo.cli import running
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
+from octavo.engine.settings import EngineSettings
 
 
 @settings_options(EngineSettings)
@@ -34,8 +34,8 @@ async def run_engine(
     Raises:
         StartError: the settings do not fit each other, the model or the machine.
     """
-    from engine.server import serve  # noqa: PLC0415 - torch takes seconds
-    from engine.startup import StartupError  # noqa: PLC0415
+    from octavo.engine.server import serve  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.startup import StartupError  # noqa: PLC0415
 
     try:
         await serve(settings, on_ready=on_ready, socket=socket)

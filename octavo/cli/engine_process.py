@@ -13,12 +13,12 @@ from typing import Literal, Self
 
 import structlog
 
-from engine.config import EngineSettings
 from octavo.cli.engine import run_engine
 from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
+from octavo.engine.settings import EngineSettings
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.output import err, out
-from router.tenants import NAME, hash_key
+from octavo.router.tenants.tenant import NAME, hash_key
 
 PREFIX = "octavo_"
 """So that whoever finds a key somewhere knows what it is."""

@@ -3,7 +3,7 @@
 from octavo.cli import running
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
-from router.config import RouterSettings
+from octavo.router.settings import RouterSettings
 
 
 @settings_options(RouterSettings)
@@ -16,7 +16,7 @@ def router(flags: Flags) -> None:
 
 async def _router(settings: RouterSettings, progress: running.Progress) -> None:
     progress.stage("Starting the router")
-    from router.server import serve  # noqa: PLC0415 - transformers takes seconds
+    from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 
     def ready(address: str) -> None:
         facts = {"address": address, "engines": ", ".join(settings.engine)}

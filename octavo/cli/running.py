@@ -18,7 +18,7 @@ from rich.table import Table
 
 from octavo.cli.output import INTERRUPTED, fail
 from octavo.common.background import BackgroundError, joined
-from octavo.common.models import ModelError
+from octavo.common.models.errors import ModelError
 from octavo.common.settings import SettingsError
 from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
 from octavo.common.tls import TlsError

@@ -9,14 +9,15 @@ from types import ModuleType
 
 import structlog
 
-from engine.config import EngineSettings
 from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.options import Flags, load, settings_options
-from octavo.common import logging, models
+from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
+from octavo.common.models import resolve as models
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2
-from router.config import RouterSettings
 
 log = structlog.get_logger(__name__)
 
@@ -109,7 +110,7 @@ async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
 def _import_router() -> ModuleType:
     """Imports the router, and what it needs to load a tokenizer, beforehand."""
     importlib.import_module("transformers.models.auto.tokenization_auto")
-    return importlib.import_module("router.server")
+    return importlib.import_module("octavo.router.server")
 
 
 async def _announce(

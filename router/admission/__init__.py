@@ -7,8 +7,8 @@ that each was served (`fairness`). What is measured meanwhile (`rates`) says how
 long the wait will be, and so whom to refuse at once.
 """
 
-from router.admission.admission import Admission, Grant
-from router.admission.refusals import QueueLimits
-from router.admission.ticket import PRIORITY_SECONDS, Progress, Ticket
+from octavo.router.admission.admission import Admission, Grant
+from octavo.router.admission.refusals import QueueLimits
+from octavo.router.admission.ticket import PRIORITY_SECONDS, Progress, Ticket
 
 __all__ = ["PRIORITY_SECONDS", "Admission", "Grant", "Progress", "QueueLimits", "Ticket"]

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from octavo.common import rpc
-from router.admission import refusals
-from router.admission.claims import Claim, Claims
-from router.admission.fairness import TenantCounters
-from router.admission.kept_places import Span, kept_places
-from router.admission.output_lengths import OutputLengths
-from router.admission.queue import FairQueue, Waiter
-from router.admission.rates import Clock, DrainRate, Margin, Pace
-from router.admission.refusals import QueueLimits
-from router.admission.ticket import Ticket
-from router.balancing.policy import Candidate, Policy
+from octavo.router.admission import refusals
+from octavo.router.admission.claims import Claim, Claims
+from octavo.router.admission.fairness import TenantCounters
+from octavo.router.admission.kept_places import Span, kept_places
+from octavo.router.admission.output_lengths import OutputLengths
+from octavo.router.admission.queue import FairQueue, Waiter
+from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
+from octavo.router.admission.refusals import QueueLimits
+from octavo.router.admission.ticket import Ticket
+from octavo.router.balancing.policy import Candidate, Policy
 
 
 class Replica(Candidate, Protocol):

@@ -3,9 +3,9 @@
 from bisect import insort
 from heapq import merge
 
+from octavo.router.admission.output_lengths import LIKELY, OutputLengths
+from octavo.router.admission.ticket import Ticket
 from octavo.v1 import engine_pb2
-from router.admission.output_lengths import LIKELY, OutputLengths
-from router.admission.ticket import Ticket
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0

@@ -18,9 +18,9 @@ The least served of those active finds a place at once: some are kept for it
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from router.admission.claims import Claim
-from router.admission.kept_places import Demand, Span
-from router.tenants import Tenant
+from octavo.router.admission.claims import Claim
+from octavo.router.admission.kept_places import Demand, Span
+from octavo.router.tenants.tenant import Tenant
 
 CREDIT_TOKENS = 4096.0
 """What a tenant may keep of the time that it did not use, in weighted tokens."""

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from router.admission.claims import Claim
-from router.admission.fairness import TenantCounters
-from router.admission.ticket import PRIORITY_SECONDS
+from octavo.router.admission.claims import Claim
+from octavo.router.admission.fairness import TenantCounters
+from octavo.router.admission.ticket import PRIORITY_SECONDS
 
 G = TypeVar("G")
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 
-from router.admission.claims import Claim
+from octavo.router.admission.claims import Claim
 
 Clock = Callable[[], float]
 

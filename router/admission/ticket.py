@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.balancing.prompt import Prompt
-from router.tenants import ANONYMOUS, Tenant
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.tenants.tenant import ANONYMOUS, Tenant
 
 PRIORITY_SECONDS = 10.0
 """What one unit of priority is worth, in seconds of waiting."""

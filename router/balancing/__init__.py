@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Literal
 
-from router.balancing.least_loaded import LeastLoaded
-from router.balancing.policy import Policy
-from router.balancing.prefix_aware import PrefixAware
-from router.balancing.round_robin import RoundRobin
+from octavo.router.balancing.least_loaded import LeastLoaded
+from octavo.router.balancing.policy import Policy
+from octavo.router.balancing.prefix_aware import PrefixAware
+from octavo.router.balancing.round_robin import RoundRobin
 
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
 

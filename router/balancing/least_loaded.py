@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.balancing.policy import C, Demand, occupancy, with_room
+from octavo.router.balancing.policy import C, Demand, occupancy, with_room
 
 
 class LeastLoaded:

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from octavo.router.balancing.prompt import Prompt
 from octavo.v1 import engine_pb2
-from router.balancing.prompt import Prompt
 
 
 class Candidate(Protocol):

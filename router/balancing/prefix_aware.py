@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from router.balancing.policy import C, Demand, batch_share, memory_share, with_room
+from octavo.router.balancing.policy import C, Demand, batch_share, memory_share, with_room
 
 SEQUENCE_TOKENS = 32
 """What a place in a batch is worth, in tokens of prompt to compute. The less, the longer

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from router.balancing.policy import C, Demand, has_room
+from octavo.router.balancing.policy import C, Demand, has_room
 
 
 class RoundRobin:

@@ -13,11 +13,11 @@ from pydantic_core import to_json
 
 from octavo.client import Accepted, AsyncStream, Delta, Error, Event, Finished, TokenLogprob, Usage
 from octavo.common.background import joined
-from router.http.errors import ApiError, from_client
-from router.http.layout import Choice, Layout, usage
-from router.http.link import Link, Metadata
-from router.http.schema import ApiRequest
-from router.http.vocabulary import Vocabulary
+from octavo.router.http.errors import ApiError, from_client
+from octavo.router.http.layout import Choice, Layout, usage
+from octavo.router.http.loopback_client import Link, Metadata
+from octavo.router.http.schema import ApiRequest
+from octavo.router.http.vocabulary import Vocabulary
 
 Vocabularies = Callable[[str], Vocabulary]
 """Returns a model's vocabulary."""

@@ -17,18 +17,18 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.client import Error
 from octavo.common import rpc
+from octavo.router.http import headers, tokens
+from octavo.router.http.answers import Answer, Vocabularies
+from octavo.router.http.body import ClientLeftError, M, parse, while_connected
+from octavo.router.http.chat import ChatLayout
+from octavo.router.http.completions import CompletionLayout
+from octavo.router.http.errors import ApiError, from_client
+from octavo.router.http.loopback_client import Link
+from octavo.router.http.peer_limit import PeerLimit
+from octavo.router.http.schema import ChatRequest, CompletionRequest
+from octavo.router.settings import RouterSettings
+from octavo.router.tenants.auth import Gate
 from octavo.v1 import generation_pb2
-from router.auth import Gate
-from router.config import RouterSettings
-from router.http import headers, tokens
-from router.http.answers import Answer, Vocabularies
-from router.http.body import ClientLeftError, M, parse, while_connected
-from router.http.chat import ChatLayout
-from router.http.completions import CompletionLayout
-from router.http.errors import ApiError, from_client
-from router.http.link import Link
-from router.http.peer_limit import PeerLimit
-from router.http.schema import ChatRequest, CompletionRequest
 
 PLAYGROUND = Path(__file__).parent / "playground"
 PAGE_HEADERS = {

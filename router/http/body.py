@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.common.background import joined
-from router.http.errors import ApiError, from_validation
+from octavo.router.http.errors import ApiError, from_validation
 
 SECONDS = 30.0
 """What a client has to send a body."""

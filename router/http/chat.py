@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo.client import FinishReason, TokenLogprob
-from router.http.layout import Choice, finish_reason, finite
-from router.http.vocabulary import Vocabulary
+from octavo.router.http.layout import Choice, finish_reason, finite
+from octavo.router.http.vocabulary import Vocabulary
 
 
 class ChatLayout:

@@ -16,9 +16,9 @@ from pydantic_core import to_json
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from router.http import body
-from router.http.errors import ApiError
-from router.http.places import Pace, Places
+from octavo.router.http import body
+from octavo.router.http.errors import ApiError
+from octavo.router.http.places import Pace, Places
 
 HEADER_SECONDS = 10.0
 """What a client has for a TLS handshake, and then for a request's line and headers."""

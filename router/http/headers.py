@@ -4,8 +4,8 @@ import math
 
 from starlette.requests import Request
 
-from router.http.errors import ApiError
-from router.http.link import Metadata
+from octavo.router.http.errors import ApiError
+from octavo.router.http.loopback_client import Metadata
 
 FORWARDED = ("authorization", "traceparent", "tracestate")
 """Headers that are the metadata of the gRPC calls, as they stand."""

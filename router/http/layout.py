@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from octavo.client import FinishReason, TokenLogprob, Usage
-from router.http.vocabulary import Vocabulary
+from octavo.router.http.vocabulary import Vocabulary
 
 Choice = dict[str, Any]
 """One entry of `choices`, to be made JSON of."""

@@ -5,7 +5,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.common.peer_limit import RETRY_SECONDS
-from router.http.errors import ApiError
+from octavo.router.http.errors import ApiError
 
 
 class PeerLimit:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from router.quota import Bucket, Clock
+from octavo.router.tenants.quota import Bucket, Clock
 
 UNKNOWN_PER_SECOND = 20.0
 """Requests of callers that are not known, a second and address, that are served without delay."""

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions, Message, Prompt
-from router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
+from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
 
 COMPLETION_TOKENS = 16
 """What /v1/completions makes where max_tokens is not given, as OpenAI's does."""

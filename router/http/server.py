@@ -12,11 +12,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from octavo.common import background
-from router.config import RouterSettings
-from router.http import connection
-from router.http.connection import Connection, Shared
-from router.http.places import Pace, Places
-from router.http.tls import server_context
+from octavo.router.http import connection
+from octavo.router.http.connection import Connection, Shared
+from octavo.router.http.places import Pace, Places
+from octavo.router.http.tls import server_context
+from octavo.router.settings import RouterSettings
 
 log = structlog.get_logger(__name__)
 

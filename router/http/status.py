@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from typing import Any
 
+from octavo.router.engines.link import EngineLink
+from octavo.router.engines.pool import EnginePool
+from octavo.router.service import GenerationService
 from octavo.v1 import engine_pb2
-from router.engine_link import EngineLink
-from router.engine_pool import EnginePool
-from router.generation import GenerationService
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from octavo.client import Prompt
+from octavo.router.http.errors import ApiError
+from octavo.router.http.schema import ChatMessage, Strict
 from octavo.v1 import generation_pb2
-from router.http.errors import ApiError
-from router.http.schema import ChatMessage, Strict
 
 
 class TokenizeRequest(Strict):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.detokenizer import Kind, Pieces
+from octavo.router.text.detokenizer import Kind, Pieces
 
 
 def _byte_alphabet() -> dict[str, int]:

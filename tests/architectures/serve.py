@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import EngineSettings
-from engine.preemption import PreemptionMode, PreemptionPolicy
-from engine.sequence import SequenceGroup
-from engine.startup import StartupError, build
-from octavo.common.models import ModelError
+from octavo.common.models.errors import ModelError
+from octavo.engine.scheduling.sequence import SequenceGroup
+from octavo.engine.scheduling.swap_or_recompute import PreemptionMode, PreemptionPolicy
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import StartupError, build
 from tests.architectures.entries import Entry
 from tests.architectures.tiny import (
     FIRST_TOKEN,

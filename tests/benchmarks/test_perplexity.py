@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.perplexity import Score, agreement, own_logprobs, rows, score, unwrap, verdicts
 from benchmarks.perplexity import windows as cut
-from tests.common import tiny_gguf
+from tests.common.models import tiny_gguf
 
 
 def test_lines_are_joined_and_paragraphs_kept():

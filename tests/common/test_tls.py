@@ -9,11 +9,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
-from engine.config import EngineSettings
 from octavo.common import rpc, tls
 from octavo.common.listening import is_loopback, listen
 from octavo.common.tls import Tls, TlsError
-from router.config import RouterSettings
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 
 HERE = ("ip:127.0.0.1", "dns:localhost")
 

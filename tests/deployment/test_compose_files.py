@@ -9,9 +9,9 @@ import pytest
 import yaml
 from compose_spec import PyCompose, parse_duration
 
-from engine.config import EngineSettings
 from octavo.common.settings import ENV_PREFIX
-from router.config import RouterSettings
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 from tests.deployment.composed import DOCKER, interpolated, process, services
 
 FILES = sorted(path.name for path in DOCKER.glob("compose*.yaml"))

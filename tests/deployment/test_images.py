@@ -68,7 +68,7 @@ def test_a_router_needs_no_pytorch(requirements):
     assert names("cuda") - names("cpu") == {"triton"}
     assert "opentelemetry-sdk" in names("router")
     hidden = "import sys\nfor name in ('torch', 'triton', 'accelerate', 'gguf'):\n"
-    hidden += "    sys.modules[name] = None\nimport router.server"
+    hidden += "    sys.modules[name] = None\nimport octavo.router.server"
     subprocess.run([sys.executable, "-c", hidden], check=True, cwd=ROOT)
 
 

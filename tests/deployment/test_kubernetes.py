@@ -10,10 +10,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from engine.config import EngineSettings
 from octavo.common.rpc import LIVENESS
 from octavo.common.settings import ENV_PREFIX, Settings
-from router.config import RouterSettings
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 from tests.deployment.composed import DOCKER
 
 ROOT = DOCKER.parent / "deploy" / "kubernetes"

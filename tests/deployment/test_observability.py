@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from benchmarks import dashboard
-from octavo.cli import metric_table
 from tests.deployment.composed import DOCKER
+from tools import metric_table
 
 PROMETHEUS = DOCKER / "prometheus"
 GUIDE = DOCKER.parent / "docs" / "operating.md"
@@ -56,11 +56,11 @@ def test_the_dashboard_asks_for_what_there_is(exported):
 
 
 def test_the_dashboard_is_the_script_s():
-    spec = importlib.util.spec_from_file_location("made", DOCKER / "grafana" / "make_dashboard.py")
+    spec = importlib.util.spec_from_file_location("made", DOCKER.parent / "tools" / "dashboard.py")
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     now = json.loads(dashboard.FILE.read_text())
-    assert now == made.dashboard(), "python docker/grafana/make_dashboard.py"
+    assert now == made.dashboard(), "python tools/dashboard.py"
 
 
 def test_panels_do_not_overlap():

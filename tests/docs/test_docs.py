@@ -1,6 +1,7 @@
 """What the documents point at is there, and what they claim of the sources is so."""
 
 import ast
+import graphlib
 import os
 import re
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ DOCUMENTS = sorted(
     ]
 )
 MADE = {"node_modules", "build", "dist", "venv"}
-PACKAGES = ("engine", "kernels", "octavo", "router")
+FOLDERS = ("engine", "kernels", "octavo", "router")
+"""The first, second and fourth are imported as `octavo.engine` and so on."""
 CODE = re.compile(r"```.*?```", re.DOTALL)
 MERMAID = ("sequenceDiagram", "stateDiagram-v2", "flowchart")
 
@@ -95,38 +97,105 @@ def within(name: str, packages) -> bool:
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
+def linked(path: Path) -> bool:
+    """Whether a path leads through `octavo/engine` and its like."""
+    return path.resolve() != path
+
+
+def dotted(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = path.with_suffix("").parts
+    name = ".".join(parts if parts[0] == "octavo" else ("octavo", *parts))
+    return name.removesuffix(".__init__")
+
+
+@cache
 def sources() -> dict[str, Path]:
     """Every module of Octavo's by its dotted name, but for the stubs."""
-    files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    names = {dotted(path.relative_to(ROOT)): path for path in files if not linked(path)}
     return {name: path for name, path in names.items() if not within(name, ["octavo.v1"])}
 
 
-def test_layers_are_those_of_the_table():
+def table() -> dict[str, list[str]]:
+    """The packages of docs/architecture.md and what each may import."""
     text = (ROOT / "docs/architecture.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \|(.*)\|$", text, re.MULTILINE)
-    allowed = {package: re.findall(r"`([\w.]+)`", names) for package, names in rows}
-    assert {"engine", "engine.kv_cache", "kernels", "router", "octavo.cli"} <= set(allowed)
+    rows = re.findall(r"^\| `(octavo\.[\w.]+)` \|(.*)\|$", text, re.MULTILINE)
+    return {package: re.findall(r"`([\w.]+)`", names) for package, names in rows}
+
+
+def home(module: str, packages) -> str | None:
+    """The innermost of the packages that a module is in."""
+    return max((p for p in packages if within(module, [p])), key=len, default=None)
+
+
+def test_layers_are_those_of_the_table():
+    allowed = table()
+    assert {"octavo.engine", "octavo.kernels", "octavo.router", "octavo.cli"} <= set(allowed)
     judged = set()
     for module, path in sources().items():
-        homes = [package for package in allowed if within(module, [package])]
-        if not homes:
+        if (package := home(module, allowed)) is None:
             continue  # octavo/__init__.py and the like
-        home = max(homes, key=len)
-        judged.add(home)
+        judged.add(package)
         for name in imports(path):
-            if within(name, PACKAGES):
-                assert within(name, [home, *allowed[home]]), f"{module} imports {name}"
+            if within(name, ["octavo"]) and name != "octavo":
+                may = [package, *allowed[package]]
+                assert within(name, may), f"{module} imports {name}"
     assert judged == set(allowed)
 
 
+def test_no_two_packages_import_each_other():
+    rooms = set(table())
+    folders = {
+        f"{root}.{name}"
+        for root in ("octavo.engine", "octavo.router")
+        for name in (
+            p.name for p in (ROOT / root.split(".")[1]).iterdir() if (p / "__init__.py").exists()
+        )
+    }
+    assert folders <= rooms, "every folder of engine and router has a row"
+    needs = {}
+    for module, path in sources().items():
+        needs[module] = {name for name in map(longest_module, imports(path)) if name}
+    for graph in (needs, by_package(needs, rooms)):
+        tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def longest_module(name: str) -> str | None:
+    """The module that a dotted name is of or in, if it is one of Octavo's."""
+    known = sources()
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name if name not in {"", "octavo"} else None
+
+
+def by_package(needs, rooms):
+    """Which packages import which; modules in no folder count for themselves."""
+    whole = rooms - {"octavo.engine", "octavo.router"}
+    graph = {}
+    for module, names in needs.items():
+        here = home(module, whole) or module
+        graph.setdefault(here, set()).update({home(name, whole) or name for name in names} - {here})
+    return graph
+
+
 def test_pytorch_stays_where_it_is_said_to():
-    homes = ["kernels", "engine.executor", "engine.startup", "octavo.common.gguf"]
     text = (ROOT / "docs/architecture.md").read_text()
-    assert all(f"`{home}`" in text for home in homes)
+    (said,) = re.findall(
+        r"^PyTorch is imported only in ([^.]*(?:\.\w[^.]*)*)\.$", text, re.MULTILINE
+    )
+    homes = re.findall(r"`([\w.]+)`", said)
     for module, path in sources().items():
         if any(within(name, ["torch"]) for name in imports(path)):
             assert within(module, homes), module
+
+
+def test_nobody_imports_by_the_bare_names():
+    """`import kernels` would be Hugging Face's package, or this folder by accident."""
+    folders = ("octavo", "engine", "router", "kernels", "tests", "benchmarks", "tools", "examples")
+    for path in (p for folder in folders for p in (ROOT / folder).rglob("*.py")):
+        for name in imports(path):
+            assert not within(name, ["engine", "router", "kernels"]), f"{path} imports {name}"
 
 
 # docs/extending.md

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.config import EngineSettings
-from engine.executor import executor
-from engine.startup import build
-from kernels import ops
+from octavo.engine.running import executor
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from octavo.kernels import ops
 from tests.engine.stepper import Stepper
 
 
@@ -50,7 +50,7 @@ def tiny_model(tmp_path_factory):
 @pytest.fixture
 def on_triton(monkeypatch):
     """Has the CPU stand for a GPU: attention, writes and copies are the Triton kernels."""
-    triton = pytest.importorskip("kernels.triton")
+    triton = pytest.importorskip("octavo.kernels.triton")
     monkeypatch.setattr(ops, "_backend", lambda _: triton)
     monkeypatch.setattr(ops, "_check_cache_dtype", lambda *_: None)
     monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)

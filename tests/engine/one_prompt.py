@@ -2,9 +2,9 @@
 
 import torch
 
-from engine.executor.calibration import BLOCK_SIZE
-from engine.executor.paged_attention import PagedStep, attending
-from kernels.metadata import AttentionMetadata
+from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.models.quantization.calibration import BLOCK_SIZE
+from octavo.kernels.metadata import AttentionMetadata
 
 
 def logits(step, shape, inputs):

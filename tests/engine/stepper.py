@@ -3,11 +3,11 @@
 import itertools
 import time
 
-from engine.beam import BeamState
-from engine.pipeline import Pipeline
-from engine.request import Request, SamplingParams
-from engine.sequence import Sequence, SequenceGroup
-from engine.startup import Parts
+from octavo.engine.pipeline import Pipeline
+from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.engine.startup import Parts
 
 
 class Stepper:

@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 
-from engine.config import EngineSettings
-from engine.core import EngineCore, EngineFailedError
-from engine.events import Failure, FailureCode, Output, Started
-from engine.metrics import EngineMetrics
-from engine.request import FinishReason, Request, SamplingParams
-from engine.server import _drain
-from engine.startup import build
+from octavo.engine.core import EngineCore, EngineFailedError
+from octavo.engine.events import Failure, FailureCode, Output, Started
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
+from octavo.engine.server import _drain
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
 
 PATIENCE = 30.0
 

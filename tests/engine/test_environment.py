@@ -7,7 +7,7 @@ import sys
 import pytest
 
 # As an engine begins: by its settings, then torch.
-BEGINNING = "import engine.config, torch"
+BEGINNING = "import octavo.engine.settings, torch"
 
 
 @pytest.mark.parametrize(("named", "expected"), [(None, "10000"), ("77", "77")])

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from engine.config import EngineSettings
-from engine.executor.launched import Launched
-from engine.pipeline import Pipeline
-from engine.request import BeamSearch, FinishReason
-from engine.startup import build
+from octavo.engine.pipeline import Pipeline
+from octavo.engine.running.pending_step import Launched
+from octavo.engine.scheduling.request import BeamSearch, FinishReason
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
 from tests.engine.stepper import Stepper
 
 WAYS = (

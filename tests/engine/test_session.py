@@ -7,14 +7,14 @@ from functools import partial
 import grpc
 import pytest
 
-from engine.config import EngineSettings
-from engine.core import EngineCore
-from engine.metrics import EngineMetrics
-from engine.session import Session, to_load
-from engine.startup import build
-from engine.validation import to_request
 from octavo.common.prefix import reusable_keys, short_key
 from octavo.common.rpc import RpcError
+from octavo.engine.core import EngineCore
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.session import Session, to_load
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from octavo.engine.validation import to_request
 from octavo.v1 import engine_pb2
 from octavo.v1.sampling_pb2 import FinishReason
 

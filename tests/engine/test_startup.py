@@ -4,11 +4,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from engine.config import EngineSettings
-from engine.scheduler import MAX_SCORED_TOKENS
-from engine.startup import StartupError, build, largest_batch
 from octavo.common import resources
 from octavo.common.resources import Memory
+from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import StartupError, build, largest_batch
 
 
 def settings(model, **given):

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from engine.validation import to_request
 from octavo.common.limits import Limits
 from octavo.common.rpc import RpcError
+from octavo.engine.validation import to_request
 from octavo.v1 import engine_pb2
 
 LIMITS = Limits(

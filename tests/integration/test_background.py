@@ -8,7 +8,7 @@ import pytest
 
 import octavo
 from octavo.common.ports import free_port
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 from tests.integration.saboteur import KilledByTestError

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo.common import demo_model as demo
-from tests.common import tiny_gguf
+from octavo.common.models import demo
+from tests.common.models import tiny_gguf
 from tests.integration.conftest import SMALL
 
 CHAT = [octavo.Message("user", "Name 3 things that are blue, and 12 more.")]

@@ -14,7 +14,7 @@ import pytest
 
 import octavo
 from benchmarks import fleet
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 from tests.conftest import Authority
 from tests.integration.harness import Server, wait_until
 

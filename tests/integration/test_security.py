@@ -16,7 +16,7 @@ WORD = "zanzibarquokka"
 
 
 def tenants(**tables):
-    from router.tenants import hash_key
+    from octavo.router.tenants.tenant import hash_key
 
     return "".join(
         f'[{name}]\nkeys = ["{hash_key(f"{name}-key")}"]\n{more}\n' for name, more in tables.items()

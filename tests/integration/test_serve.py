@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import octavo
-from kernels.cpu import build
+from octavo.kernels.cpu import build
 from tests.integration.conftest import SMALL
 from tests.integration.harness import READY_SECONDS, wait_until
 

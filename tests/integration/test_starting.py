@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from octavo.common.model_cache import cache_dir
+from octavo.common.models.cache import cache_dir
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 

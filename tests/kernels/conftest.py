@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.draws import Draws
-from kernels.metadata import AttentionMetadata
+from octavo.kernels import reference
+from octavo.kernels.draws import Draws
+from octavo.kernels.metadata import AttentionMetadata
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Powers of two: what an fp8 cache holds, any dtype holds exactly.

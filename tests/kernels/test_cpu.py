@@ -14,11 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu import build, fallback, fallback_draws
-from kernels.cpu.fallback_draws import CANDIDATES
-from kernels.cpu.native import NativeKernels
-from kernels.draws import Draws
-from kernels.reference import rotate
+from octavo.kernels.cpu import build, fallback, fallback_draws
+from octavo.kernels.cpu.fallback_draws import CANDIDATES
+from octavo.kernels.cpu.native import NativeKernels
+from octavo.kernels.draws import Draws
+from octavo.kernels.reference import rotate
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 fixtures_are_shared = settings(
@@ -330,7 +330,7 @@ def test_without_a_compiler(tmp_path):
         "                 cache[:, 0, 1], torch.tensor([9]))\n"
         "assert cache.sum() == 64, cache.sum()\n"
         "from kernels import cpu\n"
-        "assert cpu.write_kv.__module__ == 'kernels.cpu.fallback'\n"
+        "assert cpu.write_kv.__module__ == 'octavo.kernels.cpu.fallback'\n"
     )
     environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     root = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cpu, integrity
-from kernels.cpu import build
-from kernels.integrity import DamagedFileError, UntrustedFileError
+from octavo.kernels import cpu, integrity
+from octavo.kernels.cpu import build
+from octavo.kernels.integrity import DamagedFileError, UntrustedFileError
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels import triton as kernels
-from kernels.draws import Draws
-from kernels.metadata import AttentionMetadata
+from octavo.kernels import triton as kernels
+from octavo.kernels.draws import Draws
+from octavo.kernels.metadata import AttentionMetadata
 
 LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 KERNELS = {
@@ -45,7 +45,7 @@ def launches(monkeypatch):
     found = []
     for module, names in KERNELS.items():
         for name in names:
-            path = importlib.import_module(f"kernels.triton.{module}")
+            path = importlib.import_module(f"octavo.kernels.triton.{module}")
             monkeypatch.setattr(path, name, Kernel(found))
     return found
 

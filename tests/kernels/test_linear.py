@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.cpu import linear as kernels
-from kernels.cpu.linear import GROUP, PANEL, interleave, pad_outputs
+from octavo.kernels.cpu import linear as kernels
+from octavo.kernels.cpu.linear import GROUP, PANEL, interleave, pad_outputs
 
 pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from kernels import ops
+from octavo.kernels import ops
 
 SUPPORTED = {
     "num_heads": 9,

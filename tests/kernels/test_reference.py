@@ -14,8 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kernels import reference
-from kernels.draws import Draws
+from octavo.kernels import reference
+from octavo.kernels.draws import Draws
 
 
 def contiguous(batch, seq):

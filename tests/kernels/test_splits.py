@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kernels.triton.splits import LEAST_KEYS, MAX_SPLITS, choose_splits
+from octavo.kernels.triton.splits import LEAST_KEYS, MAX_SPLITS, choose_splits
 
 H100 = 2 * 132  # places, of decodes
 

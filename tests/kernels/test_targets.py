@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kernels import machine
-from kernels.cpu import build
+from octavo.kernels import machine
+from octavo.kernels.cpu import build
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(build.__file__).parent
@@ -210,7 +210,7 @@ def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
 INT8 = """
 import torch
 from torch import nn
-from engine.executor.quantization import Int8Linear
+from octavo.engine.models.quantization.quantize import Int8Linear
 torch.manual_seed(0)
 whole = torch.randint(-127, 128, (64, 576), dtype=torch.int8)
 layer = Int8Linear(nn.Linear(576, 64, False), whole, torch.full((64,), 0.01), torch.ones(576))

@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import reference
-from kernels.draws import Draws
+from octavo.kernels import reference
+from octavo.kernels.draws import Draws
 
 pytest.importorskip("triton")
 
@@ -39,7 +39,7 @@ fixtures_are_shared = settings(
 
 @pytest.fixture(scope="session")
 def kernels():
-    from kernels import triton
+    from octavo.kernels import triton
 
     return triton
 
@@ -144,7 +144,7 @@ def test_draws_from_a_row_of_several_tiles(harness, kernels):
 
 @pytest.mark.parametrize("programs", [1, 2])
 def test_copies_of_blocks_larger_than_a_grid(kernels, monkeypatch, programs):
-    module = importlib.import_module("kernels.triton.copy_blocks")
+    module = importlib.import_module("octavo.kernels.triton.copy_blocks")
     monkeypatch.setattr(module, "_MOST_PROGRAMS", programs)
     words = 5 * module._WORDS + 3
     cache = torch.randn((4, words), generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -18,18 +18,13 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels.triton.copy_blocks import _swap_blocks_kernel  # noqa: E402
-from kernels.triton.draw_tokens import (  # noqa: E402
-    _INFINITY,
-    _TILE,
-    _WARPS,
-    _draw_tokens_kernel,
-)
-from kernels.triton.merge_splits import merge_splits  # noqa: E402
-from kernels.triton.paged_attention import SMALL, _operands, _paged_attention_kernel  # noqa: E402
-from kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
-from kernels.triton.tiles import Gpu, choose_tiles, count_resident  # noqa: E402
-from kernels.triton.write_kv import _write_kv_kernel, warps_for  # noqa: E402
+from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel  # noqa: E402
+from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _WARPS, _draw_tokens_kernel  # noqa: E402
+from octavo.kernels.triton.merge_splits import merge_splits  # noqa: E402
+from octavo.kernels.triton.paged_attention import SMALL, _operands, _paged_attention_kernel  # noqa: E402
+from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel  # noqa: E402
+from octavo.kernels.triton.tiles import Gpu, choose_tiles, count_resident  # noqa: E402
+from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
-from router.tenants import hash_key, read_tenants
+from octavo.router.tenants.tenant import hash_key, read_tenants
 
 runner = CliRunner()
 
@@ -132,7 +132,7 @@ def test_wrong_variable_is_named(monkeypatch):
 def test_commands_start_without_torch():
     code = (
         "import sys, octavo.cli; "
-        "print([m for m in ('torch', 'transformers', 'engine.server') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'octavo.engine.server') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,8 +5,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import octavo as package
-from octavo.cli import flag_table
-from router.tenants import hash_key, read_tenants
+from octavo.router.tenants.tenant import hash_key, read_tenants
+from tools import flag_table
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 from octavo.common import rpc, tls
 from octavo.common.listening import listen
 from octavo.common.tls import Tls
+from octavo.router.server import Router
+from octavo.router.settings import RouterSettings
 from octavo.v1 import engine_pb2, engine_pb2_grpc, generation_pb2_grpc
 from octavo.v1.sampling_pb2 import FinishReason
-from router.config import RouterSettings
-from router.server import Router
 
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

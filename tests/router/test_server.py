@@ -9,9 +9,9 @@ import grpc.aio
 import pytest
 
 from octavo.common.ports import free_port
+from octavo.router.server import serve
+from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2, generation_pb2_grpc
-from router.config import RouterSettings
-from router.server import serve
 
 
 class Process:

@@ -6,15 +6,15 @@ import pytest
 import structlog.testing
 from pydantic import ValidationError
 
-import router.auth
-import router.engine_link
-import router.server
+import octavo.router.engines.link
+import octavo.router.server
+import octavo.router.tenants.auth
 from octavo.common.ports import free_port
 from octavo.common.tls import Tls, TlsError
+from octavo.router.server import Router
+from octavo.router.settings import RouterSettings
+from octavo.router.tenants.tenant import hash_key
 from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
-from router.config import RouterSettings
-from router.server import Router
-from router.tenants import hash_key
 
 HERE = ("ip:127.0.0.1", "dns:localhost")
 UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
@@ -55,7 +55,7 @@ async def test_an_engine_takes_only_its_routers_and_a_router_only_its_engines(
     scripted, stand, authority, impostor, monkeypatch
 ):
     log = structlog.testing.CapturingLogger()
-    monkeypatch.setattr(router.engine_link, "log", log)
+    monkeypatch.setattr(octavo.router.engines.link, "log", log)
     picky = await scripted().start(tls=Tls(authority.ca, *authority.issue("engine", *HERE)))
     false = await scripted().start(tls=Tls(None, *impostor.issue("engine", *HERE)))
     elsewhere = await scripted().start(tls=Tls(None, *authority.issue("x", "dns:x.example")))
@@ -99,7 +99,7 @@ async def test_new_connections_to_engines_use_new_files(scripted, stand, authori
 async def test_a_certificate_says_who_asks(
     scripted, stand, authority, port_files, tmp_path, open_channel, monkeypatch
 ):
-    monkeypatch.setattr(router.auth, "POLL_SECONDS", 60)
+    monkeypatch.setattr(octavo.router.tenants.auth, "POLL_SECONDS", 60)
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(f"""
 [alice]
@@ -191,7 +191,7 @@ async def test_what_is_open_to_others_is_said(
     stand, given, said, port_files, tmp_path, monkeypatch
 ):
     log = structlog.testing.CapturingLogger()
-    monkeypatch.setattr(router.server, "log", log)
+    monkeypatch.setattr(octavo.router.server, "log", log)
     given = dict(given)
     if given.pop("tenants", False):
         given["tenants"] = tmp_path / "tenants.toml"

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from octavo.common import rpc
+from octavo.router.admission import Admission, QueueLimits, Ticket
+from octavo.router.admission.claims import Claim, Claims
+from octavo.router.balancing import LeastLoaded
 from octavo.v1 import engine_pb2
-from router.admission import Admission, QueueLimits, Ticket
-from router.admission.claims import Claim, Claims
-from router.balancing import LeastLoaded
 
 BLOCK = 16
 PLENTY = QueueLimits(requests=100, tokens=1 << 20, seconds=600.0)

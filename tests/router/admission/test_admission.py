@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.common import rpc
+from octavo.router.admission import PRIORITY_SECONDS, QueueLimits, Ticket
+from octavo.router.admission.claims import Claim
+from octavo.router.admission.ticket import NoProgress
+from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2
-from router.admission import PRIORITY_SECONDS, QueueLimits, Ticket
-from router.admission.claims import Claim
-from router.admission.ticket import NoProgress
-from router.tenants import Tenant
 from tests.router.admission.stand import BLOCK, BLOCKS, Gate, Replica, settle, ticket
 
 

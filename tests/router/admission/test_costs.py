@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.v1 import engine_pb2
-from router.admission.claims import Claim, Claims
-from router.admission.output_lengths import ENOUGH, SAFE, UNKNOWN, WINDOW, OutputLengths
-from router.admission.rates import (
+from octavo.router.admission.claims import Claim, Claims
+from octavo.router.admission.output_lengths import ENOUGH, SAFE, UNKNOWN, WINDOW, OutputLengths
+from octavo.router.admission.rates import (
     ALLOWED_MISSES,
     LEAST_MARGIN,
     MOST_MARGIN,
@@ -16,7 +15,8 @@ from router.admission.rates import (
     Margin,
     Pace,
 )
-from router.admission.ticket import NoProgress, Ticket
+from octavo.router.admission.ticket import NoProgress, Ticket
+from octavo.v1 import engine_pb2
 
 BLOCK = 16
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
-from router.admission.fairness import ACTIVE_SECONDS, TenantCounters
-from router.admission.output_lengths import OutputLengths
-from router.admission.queue import FairQueue, Waiter
-from router.admission.ticket import PRIORITY_SECONDS, NoProgress, Ticket
-from router.tenants import Tenant
+from octavo.router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
+from octavo.router.admission.fairness import ACTIVE_SECONDS, TenantCounters
+from octavo.router.admission.output_lengths import OutputLengths
+from octavo.router.admission.queue import FairQueue, Waiter
+from octavo.router.admission.ticket import PRIORITY_SECONDS, NoProgress, Ticket
+from octavo.router.tenants.tenant import Tenant
 
 MOST = 40
 """Tokens of the longest prompts and outputs here."""

@@ -7,9 +7,9 @@ from statistics import quantiles
 
 import pytest
 
-from router.admission import QueueLimits
-from router.admission.ticket import NoProgress
-from router.tenants import Tenant
+from octavo.router.admission import QueueLimits
+from octavo.router.admission.ticket import NoProgress
+from octavo.router.tenants.tenant import Tenant
 from tests.router.admission.stand import BLOCK, Gate, Replica, settle, ticket
 
 PLACES = 32

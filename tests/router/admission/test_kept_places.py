@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.kept_places import MOST_KEPT, REMEMBERED, SPARE, Demand, kept_places
+from octavo.router.admission.kept_places import MOST_KEPT, REMEMBERED, SPARE, Demand, kept_places
 
 PLACES = 48
 SPARED = 4

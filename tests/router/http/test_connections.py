@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.http import connection
-from router.tenants import hash_key
+from octavo.router.http import connection
+from octavo.router.tenants.tenant import hash_key
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Half: "
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -1,6 +1,6 @@
 """Who gives way to a new connection, and who has to wait."""
 
-from router.http.places import (
+from octavo.router.http.places import (
     MAX_ADDRESSES,
     MAX_HOLD_SECONDS,
     UNKNOWN_AT_ONCE,

@@ -8,8 +8,8 @@ import pytest
 
 from octavo.common import rpc
 from octavo.common.ports import free_port
-from router.config import RouterSettings
-from router.server import Router
+from octavo.router.server import Router
+from octavo.router.settings import RouterSettings
 
 
 async def test_models(door, scripted):

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from router.tenants import hash_key
+from octavo.router.tenants.tenant import hash_key
 
 
 @pytest.fixture

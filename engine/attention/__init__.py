@@ -1,0 +1,1 @@
+"""Paged attention as transformers and PyTorch call it."""

@@ -1,0 +1,159 @@
+"""Paged attention as an operator of PyTorch's: `octavo::paged_attention`.
+
+So the compiler takes a model whole, attention and all. The operator takes a
+layer's number and no cache: the step in hand is set around the model by
+`attending`. Were cache and block tables arguments, a compiled graph would hold
+thirty functional copies of one tensor to be reasoned away, and each call would
+wrap seven tensors more.
+
+Nothing here needs transformers: a compiled step starts without it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+import torch
+from torch.library import Library, register_fake
+
+from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.ops import paged_attention, rotate_and_write, write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class PagedStep:
+    """What every layer needs to know of the step in hand.
+
+    Attributes:
+        metadata: the batch's sequences and where their K/V lie.
+        layers: each layer's (key cache, value cache), both `[num_blocks,
+            num_kv_heads, block_size, head_dim]`.
+        kv_scales: each layer's (key scale, value scale), where the caches are fp8.
+    """
+
+    metadata: AttentionMetadata
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    kv_scales: list[tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Set in place of a step where attention has no cache and gives zeros.
+
+    Attributes:
+        calls: the layers that attended, in order.
+    """
+
+    calls: list[int] = field(default_factory=list)
+
+
+_step: ContextVar[PagedStep | DryRun] = ContextVar("octavo_paged_step")
+
+
+@contextmanager
+def attending(step: PagedStep | DryRun) -> Iterator[None]:
+    """Has the model that runs inside attend within `step`."""
+    token = _step.set(step)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+def current_step() -> PagedStep:
+    """The step that this thread attends within.
+
+    Raises:
+        LookupError: there is none.
+    """
+    step = _step.get()
+    assert isinstance(step, PagedStep)
+    return step
+
+
+class Scales(TypedDict):
+    """What an fp8 cache's keys and values are divided by."""
+
+    key_scale: float
+    value_scale: float
+
+
+def _attend(  # noqa: PLR0917 - an operator's arguments have places
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`octavo::paged_attention`: one layer's part of the step in hand.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`.
+        key: `[num_tokens, num_kv_heads, head_dim]`.
+        value: as key.
+        layer: whose cache.
+        scale: of the logits.
+        sliding_window: as for `octavo.kernels.ops.paged_attention`.
+        soft_cap: likewise.
+        cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, where query
+            and key are yet to be rotated.
+        sin: as `cos`.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim]`.
+    """
+    step = _step.get()
+    if isinstance(step, DryRun):
+        step.calls.append(layer)
+        return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
+    key_cache, value_cache = step.layers[layer]
+    metadata = step.metadata
+    key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
+    cache = (key_cache, value_cache, metadata.slot_mapping)
+    scales = Scales(key_scale=key_scale, value_scale=value_scale)
+    if cos is not None and sin is not None:
+        query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
+    else:
+        write_kv(key, value, *cache, **scales)
+    return paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        **scales,
+    )
+
+
+def _fake(  # noqa: PLR0917 - as the operator
+    query: torch.Tensor,
+    key: torch.Tensor,  # noqa: ARG001
+    value: torch.Tensor,
+    layer: int,  # noqa: ARG001
+    scale: float,  # noqa: ARG001
+    sliding_window: int | None,  # noqa: ARG001
+    soft_cap: float | None,  # noqa: ARG001
+    cos: torch.Tensor | None = None,  # noqa: ARG001
+    sin: torch.Tensor | None = None,  # noqa: ARG001
+) -> torch.Tensor:
+    """The operator's output without its values, for the compiler."""
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
+    " int? sliding_window, float? soft_cap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
+)
+_library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+register_fake("octavo::paged_attention", _fake)
+# It writes the cache, which no argument of its shows: no call may be dropped or merged.
+torch.fx.node.has_side_effect(torch.ops.octavo.paged_attention.default)

@@ -1,0 +1,99 @@
+"""Has attention rotate queries and keys itself, as it writes keys to the cache.
+
+By itself inductor would have every head of every layer compute the sines and cosines of
+its angles anew; so they are computed once, in float32, rounded as the model rounds them.
+"""
+
+import torch
+from torch import fx
+from torch.fx import Graph
+
+from octavo.engine.compilation.patterns import Node, matches
+
+aten = torch.ops.aten
+octavo = torch.ops.octavo
+
+END = (1 << 63) - 1
+"""Where a slice without an end ends."""
+
+
+def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:
+    turned = aten.cat.default(
+        [aten.neg.default(aten.slice.Tensor(x, 3, half, END)), aten.slice.Tensor(x, 3, 0, half)],
+        -1,
+    )
+    return aten.add.Tensor(aten.mul.Tensor(x, cos), aten.mul.Tensor(turned, sin))
+
+
+def fuse_rotary_embeddings(graph: Graph) -> None:
+    """Does that wherever a rotation looks as it does in most of transformers' decoders.
+
+    Args:
+        graph: a step's, as captured; changed in place.
+    """
+    rotations = matches(graph, _rotated)
+    angles: dict[Node, Node] = {}  # as attention takes them
+    for attention in graph.find_nodes(op="call_function", target=octavo.paged_attention.default):
+        queries, keys = (rotations.get(_heads(tokens)) for tokens in attention.args[:2])
+        if queries is None or keys is None:
+            continue
+        (query, cos, sin, half), (key, *same) = queries, keys
+        if (
+            same != [cos, sin, half]
+            or 2 * half != query.meta["val"].shape[-1]
+            or not all(map(_is_doubled, (cos, sin)))
+        ):
+            continue
+        own = [_angle(node) for node in (cos, sin)]
+        for angle in own:
+            if angle not in angles:
+                angles[angle] = _in_float32(graph, angle)
+        with graph.inserting_before(attention):
+            raw = [
+                graph.call_function(
+                    aten.transpose.int,
+                    (graph.call_function(aten.select.int, (heads, 0, 0)), 0, 1),
+                )
+                for heads in (query, key)
+            ]
+        attention.args = (*raw, *attention.args[2:7], *(angles[angle] for angle in own))
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _heads(tokens: Node) -> Node | None:
+    """`[1, heads, tokens, head_dim]` of the tokens' rows that attention takes."""
+    if tokens.target is not aten.transpose.int or tokens.args[1:] != (0, 1):
+        return None
+    selected = tokens.args[0]
+    if selected.target is not aten.select.int or selected.args[1:] != (0, 0):
+        return None
+    return selected.args[0]
+
+
+def _angle(node: Node) -> Node | None:
+    """A step's angles, `[1, tokens, head_dim]`, of those that are multiplied with heads."""
+    whole = node.target is aten.unsqueeze.default and node.args[1] == 1
+    return node.args[0] if whole else None
+
+
+def _is_doubled(node: Node) -> bool:
+    """Whether the second half of the angles is the first one once more."""
+    angle = _angle(node)
+    while angle is not None and angle.target is not aten.cat.default:
+        if angle.target not in {
+            *(aten.to.dtype, aten.mul.Tensor, aten.cos.default, aten.sin.default)
+        }:
+            return False
+        if any(isinstance(other, fx.Node) for other in angle.args[1:]):
+            return False
+        angle = angle.args[0]
+    return angle is not None and len(angle.args[0]) == 2 and len(set(angle.args[0])) == 1
+
+
+def _in_float32(graph: Graph, angle: Node) -> Node:
+    """Angles as `[tokens, head_dim]` float32: as the model rounds them."""
+    with graph.inserting_after(angle):
+        wide = graph.call_function(aten.to.dtype, (angle, torch.float32))
+    with graph.inserting_after(wide):
+        return graph.call_function(aten.select.int, (wide, 0, 0))

@@ -1,1 +1,0 @@
-"""Runs batches on a transformers model over a paged KV cache. Knows no policy."""

@@ -1,0 +1,1 @@
+"""The tensors of the KV cache, on the device and in swap space, and copies between them."""

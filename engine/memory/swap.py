@@ -1,0 +1,247 @@
+"""Copies blocks between the device's cache and swap space in host memory.
+
+On a GPU the copies go through staging buffers and a stream of their own:
+
+    compute   ... gather | model's step ...               wait, scatter | model's step ...
+    side                 wait, copy to the host ...  copy to the device |
+
+So a swap-out overlaps the step, which may overwrite the blocks at once, and only
+what a swap-in brings is waited for. The side stream does its copies in the order
+of the calls: what is written to swap space is there for whoever reads it later,
+and is not overwritten before it was read. Pairs go in the order of their places in
+swap space: what lies there in a row crosses the bus in one copy, and whoever gives
+out the places has them in a row where it can. To have one copy always, a second set
+of buffers in host memory would do, but then the host had to move each block between
+them and its place, and for a swap-in to wait for that before the step. A buffer is
+used again after the moment that its last user recorded. The host never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+from octavo.kernels.ops import swap_blocks
+
+if TYPE_CHECKING:  # so that swaps can be timed on a machine that has little but torch
+    from octavo.engine.kv_cache.transfers import BlockPairs
+
+STAGING_BYTES = 128 << 20
+"""Most of a staging buffer, of which there are two: a swap-out larger than both
+makes the compute stream wait for the bus."""
+
+
+class CopyTime(NamedTuple):
+    """How long copying so many blocks over the bus took."""
+
+    blocks: int
+    seconds: float
+
+
+class Swapper(Protocol):
+    """Does a step's swaps. Calls take effect one after the other, as the step sees it."""
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs."""
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies that ended since the last call."""
+
+
+class HostSwapper:
+    """Where the device is the host: a copy is done when the call returns."""
+
+    def __init__(self, device: torch.Tensor, swap: torch.Tensor) -> None:
+        self._device = device
+        self._swap = swap
+        self._times: list[CopyTime] = []
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs."""
+        self._copy(self._device, self._swap, pairs)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs."""
+        self._copy(self._swap, self._device, pairs)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
+        began = time.perf_counter()
+        swap_blocks(source, target, torch.tensor(pairs))
+        self._times.append(CopyTime(len(pairs), time.perf_counter() - began))
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies since the last call."""
+        times, self._times = self._times, []
+        return times
+
+
+class CudaStream:
+    """Does work on a GPU in the order in which it is given."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """Stands for `stream`, or for whichever is the current one."""
+        self._device = device
+        self._own = stream
+
+    @property
+    def _stream(self) -> torch.cuda.Stream:
+        return self._own or torch.cuda.current_stream(self._device)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Gives it what `work` launches."""
+        with torch.cuda.stream(self._stream):
+            work()
+
+    def record(self) -> torch.cuda.Event:
+        """The moment when all that it was given until now is done."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Lets it do nothing that it is given from now on before `event`."""
+        self._stream.wait_event(event)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """Room for blocks on the device, and the moment from which it may be used again."""
+
+    blocks: torch.Tensor
+    free: torch.cuda.Event
+
+
+class StreamSwapper:
+    """Where the device is a GPU: copies run beside the model, see above."""
+
+    def __init__(
+        self,
+        device: torch.Tensor,
+        swap: torch.Tensor,
+        *,
+        compute: CudaStream,
+        side: CudaStream,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        """Takes memory for the buffers.
+
+        Args:
+            device: `[num_blocks, ...]`, the cache on the GPU.
+            swap: `[num_swap_blocks, ...]` in pinned memory, which nobody else touches.
+            compute: what the model runs on.
+            side: what nobody else uses.
+            staging_bytes: most of a buffer, which holds at least a block.
+        """
+        self._device = device
+        self._swap = swap
+        self._compute = compute
+        self._side = side
+        self._capacity = _capacity(len(swap), device[0].nbytes, staging_bytes)
+        self._buffers = [
+            _Buffer(device.new_empty((self._capacity, *device.shape[1:])), compute.record())
+            for _ in range(2)
+        ]
+        self._running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def swap_out(self, pairs: BlockPairs) -> None:
+        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+        for chunk, buffer in self._chunks(sorted(pairs, key=itemgetter(1))):
+            gathered = torch.tensor([(block, i) for i, (block, _) in enumerate(chunk)])
+            self._compute.wait(buffer.free)
+            self._compute.run(partial(swap_blocks, self._device, buffer.blocks, gathered))
+            self._side.wait(self._compute.record())
+            places = [block for _, block in chunk]
+            buffer.free = self._carry(_unload, buffer, places)
+
+    def swap_in(self, pairs: BlockPairs) -> None:
+        """Copies (swap block, device block) pairs; the compute stream waits for them."""
+        for chunk, buffer in self._chunks(sorted(pairs)):
+            self._side.wait(buffer.free)
+            places = [block for block, _ in chunk]
+            arrived = self._carry(_load, buffer, places)
+            self._compute.wait(arrived)
+            scattered = torch.tensor([(i, block) for i, (_, block) in enumerate(chunk)])
+            self._compute.run(partial(swap_blocks, buffer.blocks, self._device, scattered))
+            buffer.free = self._compute.record()
+
+    def _chunks(self, pairs: BlockPairs) -> Iterator[tuple[BlockPairs, _Buffer]]:
+        """Pairs that fit into a buffer, each time with the buffer that was used longest ago."""
+        for first in range(0, len(pairs), self._capacity):
+            buffer = self._buffers.pop(0)
+            self._buffers.append(buffer)
+            yield pairs[first : first + self._capacity], buffer
+
+    def _carry(
+        self,
+        copy: Callable[[torch.Tensor, torch.Tensor, list[int]], None],
+        buffer: _Buffer,
+        places: list[int],
+    ) -> torch.cuda.Event:
+        """Gives the side stream a copy over the bus; returns the moment when it is done."""
+        began = self._side.record()
+        self._side.run(partial(copy, buffer.blocks, self._swap, places))
+        ended = self._side.record()
+        self._running.append((len(places), began, ended))
+        return ended
+
+    def take_times(self) -> list[CopyTime]:
+        """Of the copies that are known to have ended since the last call; waits for none."""
+        times = []
+        while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
+            blocks, began, ended = self._running.popleft()
+            times.append(CopyTime(blocks, began.elapsed_time(ended) / 1e3))
+        return times
+
+
+def _capacity(num_swap_blocks: int, block_bytes: int, staging_bytes: int) -> int:
+    """Blocks that a buffer holds."""
+    return min(num_swap_blocks, max(1, staging_bytes // block_bytes))
+
+
+def staging_memory(num_swap_blocks: int, block_bytes: int) -> int:
+    """Bytes that `make_swapper` takes on a GPU."""
+    return 2 * _capacity(num_swap_blocks, block_bytes, STAGING_BYTES) * block_bytes
+
+
+def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
+    """Copies a buffer's blocks to their places, one copy for those that lie side by side."""
+    for run, place in _runs(places):
+        swap[place : place + len(run)].copy_(buffer[run.start : run.stop], non_blocking=True)
+
+
+def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
+    """Copies blocks from their places into a buffer, as `_unload`."""
+    for run, place in _runs(places):
+        buffer[run.start : run.stop].copy_(swap[place : place + len(run)], non_blocking=True)
+
+
+def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
+    """Where in rising `places` each stretch of numbers in a row is, and its first number."""
+    first = 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or places[i] != places[i - 1] + 1:
+            yield range(first, i), places[first]
+            first = i
+
+
+def make_swapper(device: torch.Tensor, swap: torch.Tensor) -> Swapper:
+    """The one for where `device` is."""
+    if device.device.type != "cuda":
+        return HostSwapper(device, swap)
+    side = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+    return StreamSwapper(
+        device,
+        swap,
+        compute=CudaStream(device.device),
+        side=CudaStream(device.device, side),
+    )

@@ -1,0 +1,1 @@
+"""Load transformers' decoders and change them for Octavo's kernels."""

@@ -1,0 +1,1 @@
+"""Checks that a model must pass before it serves."""

@@ -1,0 +1,1 @@
+"""Linear layers: packed for CPU kernels, fused, with float32 output."""

@@ -1,0 +1,1 @@
+"""Quantization of linear layers at load."""

@@ -1,0 +1,1 @@
+"""Run batches on a model over a paged KV cache. Knows no policy."""

@@ -1,0 +1,210 @@
+"""Decodes as CUDA graphs: the host gives the GPU a whole step of the model at once.
+
+A graph is recorded for each of a ladder of batch sizes, over inputs that stay where
+they are; a step copies its own in, padded to the next rung. A padded row is a
+sequence of no tokens: it attends to nothing, is written nowhere, and its logits are
+cut off. Steps with chunks of prompts, and batches beyond the ladder, run as ever.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+
+from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.models.step import Step
+from octavo.engine.running.inputs import Plan, StepInputs
+from octavo.kernels.metadata import AttentionMetadata
+
+Replay = Callable[[], torch.Tensor]
+Record = Callable[[Replay], Replay]
+"""Turns work whose inputs stay where they are into what does it again."""
+
+WARM_UPS = 2
+MAX_BATCH = 256
+"""Where a step's own work is long enough to hide what launching it takes."""
+
+
+def ladder(max_num_seqs: int) -> list[int]:
+    """The batch sizes that are recorded, rising: padding adds 7 rows, or a quarter, at most.
+
+    From 2: one token alone would not run compiled, see `compilation.jit`.
+    """
+    most = min(max(max_num_seqs, 2), MAX_BATCH)
+    rungs = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
+    return [*(rung for rung in rungs if rung < most), most]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDecode:
+    """One recorded batch size.
+
+    A graph holds addresses. It keeps none of the tensors alive that it reads, so they are
+    kept here.
+
+    Attributes:
+        replay: runs the step again.
+        paged: the metadata and the caches that attention reads.
+        inputs: tokens, positions and logit rows.
+    """
+
+    replay: Replay
+    paged: PagedStep
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class DecodeGraphs:
+    """A model's decodes, recorded.
+
+    All sizes write their logits to one buffer: an output for each size would take 0.8 GB
+    where the vocabulary has 128k tokens.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_scales: list[tuple[float, float]] | None,
+        *,
+        sizes: list[int],
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        plan: Plan,
+        record: Record,
+    ) -> None:
+        """Records a graph for each size.
+
+        Args:
+            step: the model.
+            layers: the cache, as in `PagedStep`.
+            kv_scales: likewise.
+            sizes: of batches, rising.
+            max_model_len: most tokens of a sequence.
+            block_size: of the cache.
+            device: where the model is.
+            plan: makes attention's plans.
+            record: records; `cuda_recorder` on a GPU.
+        """
+        most = sizes[-1]
+        self._step = step
+        self._sizes = sizes
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
+        width = -(-max_model_len // block_size)
+        self._tables = torch.zeros((most, width), dtype=torch.int32, device=device)
+        self._logits: torch.Tensor | None = None
+        self._recorded: dict[int, RecordedDecode] = {}
+        rows = torch.arange(most + 1, device=device)
+        query_starts = rows.int()
+        for size in reversed(sizes):  # the smaller fit into the memory of the larger
+            metadata = AttentionMetadata(
+                query_starts=query_starts[: size + 1],
+                seq_lens=self._seq_lens[:size],
+                block_tables=self._tables[:size],
+                slot_mapping=self._slots[:size],
+                max_query_len=1,
+                max_seq_len=max_model_len,
+                plan=plan(np.ones(size, np.int32), np.full(size, max_model_len, np.int32)),
+            )
+            paged = PagedStep(metadata, layers, kv_scales)
+            inputs = self._tokens[:size][None], self._positions[:size][None], rows[:size]
+            replay = record(partial(self._work, paged, inputs))
+            self._recorded[size] = RecordedDecode(replay, paged, inputs)
+
+    def _work(
+        self, paged: PagedStep, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """Run the step and return its logits, as the first rows of the shared buffer."""
+        with attending(paged):
+            logits = self._step(*inputs)
+        if self._logits is None:  # the first is the largest, and runs before it is recorded
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Logits of a step, one row a sequence; none if it is not all decodes, or too many.
+
+        The logits are overwritten by the next step.
+        """
+        count = inputs.token_ids.shape[1]
+        decodes = inputs.metadata.max_query_len == 1 and len(inputs.sampled) == count
+        if not decodes or inputs.scored or count > self._sizes[-1]:
+            return None
+        size = next(size for size in self._sizes if size >= count)
+        tables = inputs.metadata.block_tables
+        self._tokens[:count] = inputs.token_ids[0]
+        self._positions[:count] = inputs.positions[0]
+        self._seq_lens[:count] = inputs.metadata.seq_lens
+        self._seq_lens[count:size] = 0
+        self._slots[:count] = inputs.metadata.slot_mapping
+        self._slots[count:size] = -1
+        self._tables[:count, : tables.shape[1]] = tables
+        return self._recorded[size].replay()[:count]
+
+
+def cuda_recorder(*, check_inputs: bool = False) -> Record:
+    """Return what records CUDA graphs that share their memory.
+
+    Args:
+        check_inputs: raise at a replay if a tensor that PyTorch saw the graph read was freed.
+            For tests of uncompiled models. PyTorch sees them by a mode in which compiled
+            steps run uncompiled, and looks at each one before each replay. It has no effect
+            before PyTorch 2.13.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    options: dict[str, Any] = {}
+    if check_inputs and "check_input_liveness" in signature(torch.cuda.graph).parameters:
+        options["check_input_liveness"] = True
+
+    def record(work: Replay) -> Replay:
+        for _ in range(WARM_UPS):  # what is compiled or allocated once is so before
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, **options):
+            output = work()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+    return record
+
+
+def graph_memory(
+    sizes: list[int],
+    record_sizes: Callable[[list[int], Record], object],
+    record: Record,
+    free: Callable[[], int],
+) -> int:
+    """Return the bytes of the device that graphs of all `sizes` take.
+
+    It records two of them. The largest takes the memory that all sizes share, and the
+    smallest only what each graph takes of its own.
+
+    Args:
+        sizes: of batches, rising.
+        record_sizes: makes `DecodeGraphs` of some sizes; they are dropped at the end.
+        record: as for `DecodeGraphs`.
+        free: returns the bytes that are free on the device.
+    """
+    left = [free()]
+
+    def measured(work: Replay) -> Replay:
+        replay = record(work)
+        left.append(free())
+        return replay
+
+    recorded = record_sizes(sorted({sizes[0], sizes[-1]}), measured)
+    del recorded
+    whole, own = left[0] - left[1], left[1] - left[-1]
+    return max(0, whole) + (len(sizes) - 1) * max(0, own)

@@ -1,0 +1,1 @@
+"""Sequences, batches, and the rules that choose each step's batch."""

@@ -1,0 +1,123 @@
+"""Beam search: which hypotheses go on, which are finished, and when it ends.
+
+Pure bookkeeping over scores; blocks are forked and freed by the scheduler. The
+rules are those of transformers' `generate(num_beams=...)`, so that outputs and
+scores are the same: a hypothesis' score is the sum of its tokens' natural-log
+probabilities divided by its length to the power of `length_penalty`, its
+end-of-sequence token counted.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from octavo.engine.scheduling.request import BeamSearch
+
+
+class Candidate(NamedTuple):
+    """A way to go on: one running beam and one more token.
+
+    Attributes:
+        score: the sum of log-probabilities, the token's included.
+        beam: the place of the beam among the running ones.
+        token_id: the token.
+    """
+
+    score: float
+    beam: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished output.
+
+    Attributes:
+        score: normalised by its length.
+        token_ids: without the prompt.
+    """
+
+    score: float
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class BeamState:
+    """One search.
+
+    Attributes:
+        params: as asked for.
+        scores: of the running beams, in the order of the group's sequences.
+        hypotheses: the best finished ones, best first; at most `params.width`.
+    """
+
+    params: BeamSearch
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    hypotheses: list[Hypothesis] = field(default_factory=list)
+
+    def candidates_for(self, num_stopping: int) -> int:
+        """Candidates to look at: enough to go on with if the best ones all end."""
+        return max(2, 1 + num_stopping) * self.params.width
+
+    def advance(
+        self,
+        outputs: list[list[int]],
+        continuations: list[list[tuple[int, float]]],
+        *,
+        stopping: Collection[int],
+        max_tokens: int,
+    ) -> list[Candidate]:
+        """Takes one step.
+
+        Args:
+            outputs: each running beam's tokens so far, without the prompt.
+            continuations: each running beam's most likely next tokens with
+                their log-probabilities, `candidates_for` of them.
+            stopping: tokens that finish a hypothesis.
+            max_tokens: the length at which every hypothesis is finished.
+
+        Returns:
+            How to go on, best first; empty when the search is over.
+        """
+        length = len(outputs[0]) + 1
+        ranked = sorted(
+            (
+                Candidate(score + logprob, beam, token)
+                for beam, (score, tokens) in enumerate(zip(self.scores, continuations, strict=True))
+                for token, logprob in tokens
+            ),
+            key=lambda candidate: -candidate.score,
+        )[: self.candidates_for(len(stopping))]
+        ends = length >= max_tokens
+        norm = length**self.params.length_penalty
+        self._finish(
+            [
+                Hypothesis(c.score / norm, [*outputs[c.beam], c.token_id])
+                for c in ranked[: self.params.width]
+                if ends or c.token_id in stopping
+            ]
+        )
+        running = [c for c in ranked if not ends and c.token_id not in stopping]
+        running = running[: self.params.width]
+        self.scores = [candidate.score for candidate in running]
+        return [] if self._over(length) else running
+
+    def _finish(self, found: list[Hypothesis]) -> None:
+        """Keeps the best `width` of the finished; the full list of an early stop is final."""
+        if self._full and self.params.early_stopping:
+            return
+        merged = sorted([*self.hypotheses, *found], key=lambda hypothesis: -hypothesis.score)
+        self.hypotheses = merged[: self.params.width]
+
+    @property
+    def _full(self) -> bool:
+        return len(self.hypotheses) == self.params.width
+
+    def _over(self, length: int) -> bool:
+        """Whether nothing is left to run or no running beam can come out better."""
+        if not self.scores:
+            return True
+        if not self._full:
+            return False
+        best = self.scores[0] / length**self.params.length_penalty
+        return self.params.early_stopping or best <= self.hypotheses[-1].score

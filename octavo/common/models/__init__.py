@@ -1,0 +1,1 @@
+"""Find a model's files: hub, directory, GGUF or the demo model."""

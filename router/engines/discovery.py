@@ -1,0 +1,89 @@
+"""Follows DNS names: every address behind one is an engine, for as long as it is."""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+
+from octavo.router.engines.pool import EnginePool
+from octavo.router.settings import DNS_SCHEME
+
+log = structlog.get_logger(__name__)
+
+Resolve = Callable[[str, int], Awaitable[set[str]]]
+
+
+async def resolve(name: str, port: int) -> set[str]:
+    """Returns HOST:PORT for every address of a DNS name.
+
+    Raises:
+        OSError: The name cannot be resolved now.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in found}
+    return {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
+
+
+class Discovery:
+    """Adds to a pool what comes to stand behind names, and retires what no longer does.
+
+    An address that is gone gets no new requests, and is forgotten when it has
+    none. While a name cannot be resolved, what it last stood for stays: engines
+    that really are gone are noticed by their connections. What the pool has
+    from elsewhere is left alone, and so is what others removed from it.
+
+    Args:
+        targets: Names with `DNS_SCHEME` and port.
+        pool: Where engines are added.
+        interval: Seconds between look-ups.
+        resolve: Looks a name up; HOST:PORT for each address.
+    """
+
+    def __init__(
+        self,
+        targets: Iterable[str],
+        pool: EnginePool,
+        interval: float,
+        resolve: Resolve = resolve,
+    ) -> None:
+        self._found: dict[str, set[str]] = {target: set() for target in targets}
+        self._pool = pool
+        self._interval = interval
+        self._resolve = resolve
+        self._own: set[str] = set()
+
+    async def run(self) -> None:
+        """Looks all names up again and again, until cancelled."""
+        while self._found:
+            await self.look()
+            await asyncio.sleep(self._interval)
+
+    async def look(self) -> None:
+        """Looks all names up once, and brings the pool up to date."""
+        before = set().union(*self._found.values())
+        for target in self._found:
+            name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
+            try:
+                self._found[target] = await self._resolve(name, int(port))
+            except OSError as error:
+                log.warning("name_unresolved", name=target, reason=str(error))
+        after = set().union(*self._found.values())
+        for address in after - before:
+            self._take(address)
+        self._own = {address for address in self._own if address in self._pool}
+        for address in self._own - after:
+            await self._retire(address)
+
+    def _take(self, address: str) -> None:
+        if address in self._own or address not in self._pool:
+            log.info("engine_discovered", engine=address)
+            self._pool.add(address)
+            self._own.add(address)
+
+    async def _retire(self, address: str) -> None:
+        link = self._pool.drain(address)
+        if not link.sequences:
+            log.info("engine_retired", engine=address)
+            await self._pool.remove(address)

@@ -1,0 +1,262 @@
+"""One engine's address: connecting to it, knowing what it serves, noticing when it is gone."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
+from tenacity.wait import wait_random_exponential
+
+from octavo.common import rpc, tls
+from octavo.router.admission.claims import Claims
+from octavo.router.balancing.prefixes import Prefixes
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.engines.breaker import CircuitBreaker
+from octavo.router.engines.session import Session
+from octavo.router.settings import RouterSettings
+from octavo.router.text.tokenization import Tokenizer, TokenizerError, Tokenizers
+from octavo.v1 import engine_pb2, engine_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
+"""Seconds between attempts to connect: short, as an engine that comes back is needed."""
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One connection to one engine, from its opening to its end.
+
+    Attributes:
+        address: Where it is.
+        info: What it said it is.
+        tokenizer: Its model's tokenizer.
+        load: What it reported last.
+        session: The stream.
+        claims: The requests given to it that have not ended.
+        prefixes: What its prefix cache is believed to hold.
+        up: Whether it can be used: from its core's first sign of life to the
+            connection's end.
+    """
+
+    address: str
+    info: engine_pb2.GetEngineInfoResponse
+    tokenizer: Tokenizer
+    load: engine_pb2.Load
+    session: Session
+    claims: Claims
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    up: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences given to it that have not ended."""
+        return self.claims.sequences
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in its running batch."""
+        return self.info.max_num_seqs
+
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Returns how many of a prompt's tokens it is believed to have in its cache."""
+        if not self.info.features.prefix_caching:
+            return 0
+        keys = prompt.keys(self.info.block_size)
+        return self.prefixes.match(keys) * self.info.block_size
+
+    def expect(self, prompt: Prompt) -> None:
+        """Believes from now on that it has the prompt in its cache: it is to compute it."""
+        if self.info.features.prefix_caching:
+            self.prefixes.expect(prompt.keys(self.info.block_size))
+
+
+class _DisconnectedError(Exception):
+    """An engine could not be reached, or gave no sign of life."""
+
+
+class EngineLink:
+    """Keeps the router connected to one address.
+
+    Attributes:
+        address: HOST:PORT.
+        engine: The connection, or the last one there was; None before the first.
+        draining: Whether the router gives it no new requests, whatever it says itself.
+        breaker: For how long others are to be preferred, as it failed of late.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        settings: RouterSettings,
+        tokenizers: Tokenizers,
+        on_change: Callable[[str], None],
+        on_load: Callable[[str], None],
+    ) -> None:
+        self.address = address
+        self.engine: Engine | None = None
+        self.draining = False
+        self._settings = settings
+        self._tokenizers = tokenizers
+        self._on_change = on_change
+        self._on_load = on_load
+        self.breaker = CircuitBreaker()
+        self._options = rpc.channel_options(
+            keepalive_time=settings.keepalive_time, keepalive_timeout=settings.keepalive_timeout
+        )
+
+    @property
+    def up(self) -> Engine | None:
+        """The connection, if it lives."""
+        engine = self.engine
+        return engine if engine is not None and engine.up and not engine.session.broken else None
+
+    @property
+    def taking(self) -> Engine | None:
+        """The connection, if it lives and requests may go to it."""
+        engine = self.up
+        drains = self.draining or (engine is not None and engine.load.draining)
+        return None if drains else engine
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether others are to be preferred: it failed of late, or its step may hang."""
+        if self.breaker.remaining:
+            return True
+        limit = self._settings.heartbeat_timeout
+        return self.engine is not None and self.engine.load.step_running_seconds > limit
+
+    @property
+    def sequences(self) -> int:
+        """Sequences given to it that have not ended."""
+        return self.engine.sequences if self.engine is not None else 0
+
+    async def run(self) -> None:
+        """Connects, again and again, until cancelled."""
+        while True:
+            async for attempt in AsyncRetrying(
+                wait=BACKOFF,
+                retry=retry_if_exception_type(_DisconnectedError),
+                before_sleep=self._tell,
+            ):
+                with attempt:
+                    await self._hold()
+
+    async def _hold(self) -> None:
+        """Connects and stays connected. Returns when a connection that was of use ends.
+
+        Raises:
+            _DisconnectedError: The engine never came up.
+        """
+        async with self._open_channel() as channel:
+            engine = await self._connect(channel)
+            try:
+                reason = await engine.session.run()
+            finally:
+                was_up, engine.up = engine.up, False
+                if was_up:
+                    self._on_change(engine.info.model)
+        if not was_up:
+            raise _DisconnectedError(reason)
+        if not engine.load.draining:
+            self.breaker.trip()
+        passed_over = round(self.breaker.remaining, 1)
+        log.warning("engine_down", engine=self.address, reason=reason, passed_over=passed_over)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        """Makes a channel with the certificates that there are now.
+
+        Raises:
+            _DisconnectedError: They cannot be used.
+        """
+        files = self._settings.engine_tls
+        if files is None:
+            return grpc.aio.insecure_channel(self.address, options=self._options)
+        try:
+            credentials = tls.channel_credentials(files)
+        except tls.TlsError as error:
+            raise _DisconnectedError(str(error)) from error
+        options = [*self._options, *tls.channel_options(files)]
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
+
+    async def _connect(self, channel: grpc.aio.Channel) -> Engine:
+        stub: engine_pb2_grpc.EngineServiceAsyncStub
+        stub = engine_pb2_grpc.EngineServiceStub(channel)  # type: ignore[assignment]
+        try:
+            info = await stub.GetEngineInfo(
+                engine_pb2.GetEngineInfoRequest(), timeout=self._settings.connect_timeout
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _DisconnectedError(f"{error.code().name}: {error.details()}") from error
+        source = self._settings.tokenizer or info.tokenizer
+        try:
+            tokenizer = await self._tokenizers.load(source)
+        except TokenizerError as error:
+            raise _DisconnectedError(str(error)) from error
+        call: Any = stub.Session()
+        session = Session(
+            call,
+            self.address,
+            lambda response: self._note(engine, response),
+            lambda: self._fault(engine),
+            self._settings.heartbeat_timeout,
+        )
+        claims = Claims(info.block_size)
+        engine = Engine(self.address, info, tokenizer, info.load, session, claims)
+        return engine
+
+    def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
+        """Takes in what an engine says of itself."""
+        engine.prefixes.apply(response.prefixes)
+        if not response.HasField("load"):
+            return
+        drains = response.load.draining and not engine.load.draining
+        engine.load = response.load
+        if not engine.up:
+            self._use(engine)
+        elif drains:
+            log.info("engine_draining", engine=self.address)
+            self._on_change(engine.info.model)
+        else:
+            self._on_load(engine.info.model)
+
+    def _fault(self, engine: Engine) -> None:
+        """A step failed on an engine: others are preferred for a while."""
+        self.breaker.fault()
+        passed_over = round(self.breaker.remaining, 1)
+        log.warning("engine_fault", engine=self.address, passed_over=passed_over)
+        self._change_when_closed(engine)
+
+    def _change_when_closed(self, engine: Engine) -> None:
+        """Tells when the breaker closes: those who wait for other engines may come here then."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.breaker.remaining, self._on_change, engine.info.model)
+
+    def _use(self, engine: Engine) -> None:
+        """The engine has shown life: requests may go to it."""
+        log.info(
+            "engine_up",
+            engine=self.address,
+            model=engine.info.model,
+            device=engine.info.device,
+            version=engine.info.version,
+            blocks=engine.load.total_blocks,
+        )
+        engine.up = True
+        self.breaker.connected()
+        before, self.engine = self.engine, engine
+        if before is not None and before.info.model != engine.info.model:
+            self._on_change(before.info.model)
+        self._on_change(engine.info.model)
+        if self.breaker.remaining:
+            self._change_when_closed(engine)
+
+    def _tell(self, state: RetryCallState) -> None:
+        """Logs why there is no connection: once, not at every attempt."""
+        error = state.outcome.exception() if state.outcome else None
+        write = log.warning if state.attempt_number == 1 else log.debug
+        write("engine_unreachable", engine=self.address, reason=str(error), retrying=True)

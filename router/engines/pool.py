@@ -1,0 +1,241 @@
+"""The engines: which there are, which can be used, what they can take together."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+
+import grpc
+
+from octavo.common import rpc
+from octavo.common.background import end, keep_running
+from octavo.common.limits import Limits
+from octavo.router.engines.link import Engine, EngineLink
+from octavo.router.settings import RouterSettings
+from octavo.router.text.tokenization import Tokenizer, Tokenizers
+from octavo.v1 import generation_pb2
+
+
+class EnginePool:
+    """Holds a connection to every engine that it is told of.
+
+    Args:
+        settings: Timeouts.
+        tokenizers: Where engines' tokenizers are loaded.
+        on_change: Called with a model's name whenever one of its engines comes,
+            goes or starts to drain.
+        on_load: Called with a model's name whenever one of its engines has
+            reported its load.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        tokenizers: Tokenizers,
+        on_change: Callable[[str], None],
+        on_load: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._tokenizers = tokenizers
+        self._on_change = on_change
+        self._on_load = on_load
+        self._links: dict[str, EngineLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __contains__(self, address: str) -> bool:
+        return address in self._links
+
+    @property
+    def links(self) -> list[EngineLink]:
+        """Every engine, connected or not, by address."""
+        return [self._links[address] for address in sorted(self._links)]
+
+    def add(self, address: str) -> EngineLink:
+        """Begins to connect to an engine; one that is drained takes requests again.
+
+        Raises:
+            rpc.RpcError: ALREADY_EXISTS if it is there and not drained.
+        """
+        link = self._links.get(address)
+        if link is None:
+            link = EngineLink(
+                address, self._settings, self._tokenizers, self._on_change, self._on_load
+            )
+            self._links[address] = link
+            self._tasks[address] = keep_running(link.run, name=f"engine:{address}")
+        elif link.draining:
+            link.draining = False
+            self._changed(link)
+        else:
+            raise rpc.RpcError(
+                grpc.StatusCode.ALREADY_EXISTS,
+                f"engine {address} is there already",
+                field="address",
+            )
+        return link
+
+    def drain(self, address: str) -> EngineLink:
+        """Gives an engine no new requests; those that it has go on there.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        link = self._link(address)
+        link.draining = True
+        self._changed(link)
+        return link
+
+    async def remove(self, address: str) -> None:
+        """Forgets an engine; requests that it has go on at others.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        link = self._link(address)
+        task = self._tasks.pop(address)
+        del self._links[address]
+        await end(task)
+        self._changed(link)
+
+    async def close(self) -> None:
+        """Closes every connection."""
+        await end(*self._tasks.values())
+
+    def up(self, model: str | None = None) -> list[Engine]:
+        """Returns the engines that are connected, of one model or of all."""
+        engines = (link.up for link in self._links.values())
+        return [e for e in engines if e and model in {None, e.info.model}]
+
+    def models(self) -> list[str]:
+        """Returns the names of the models that engines serve, or served when last seen."""
+        return sorted({link.engine.info.model for link in self.links if link.engine})
+
+    def resolve(self, name: str, among: Collection[str] | None = None) -> str:
+        """Returns the model that a request's `model` means.
+
+        Args:
+            name: What it says; empty: the only one.
+            among: Models that there are for who asks; None: all.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND for an unknown one, INVALID_ARGUMENT for none
+                among several, UNAVAILABLE while no engine has ever been up.
+        """
+        models = [model for model in self.models() if among is None or model in among]
+        if not models:
+            raise self._none_up("")
+        if not name and len(models) == 1:
+            return models[0]
+        served = ", ".join(models)
+        if not name:
+            raise rpc.invalid("model", f"model must be set, as several are served: {served}")
+        if name not in models:
+            raise rpc.not_found("model", f"model {name[:128]!r} is not served; there is: {served}")
+        return name
+
+    def candidates(self, model: str) -> Sequence[Engine]:
+        """Returns the engines of `model` that take new requests.
+
+        Those that failed of late, or whose step may hang, are among them only where there
+        are no others.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if there are none.
+        """
+        taking = [
+            (engine, link.doubtful)
+            for link in self._links.values()
+            if (engine := link.taking) is not None and engine.info.model == model
+        ]
+        if not taking:
+            raise self._none_up(model)
+        return [engine for engine, doubtful in taking if not doubtful] or [e for e, _ in taking]
+
+    def has_other(self, engine: Engine) -> bool:
+        """Returns whether another engine of the same model takes requests."""
+        taking = (link.taking for link in self._links.values())
+        return any(e and e is not engine and e.info.model == engine.info.model for e in taking)
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        """Returns the tokenizer of a resolved model."""
+        return self._known(model)[0].tokenizer
+
+    def eos_token_ids(self, model: str) -> frozenset[int]:
+        """Returns the tokens that end an output of a resolved model."""
+        return frozenset(self._known(model)[0].info.eos_token_ids)
+
+    def limits(self, model: str) -> Limits:
+        """Returns what every engine of a resolved model can take.
+
+        Where engines differ the smallest limit holds, so that any of them can
+        have any request.
+        """
+        engines = self._known(model)
+        infos = [engine.info for engine in engines]
+        # Counted in the largest blocks, which waste the most, whatever an engine's own are.
+        block_size = max(info.block_size for info in infos)
+        capacity = min(e.load.total_blocks * e.info.block_size for e in engines)
+        return Limits(
+            max_model_len=min(info.max_model_len for info in infos),
+            vocab_size=min(info.vocab_size for info in infos),
+            max_outputs=min(info.max_outputs for info in infos),
+            block_size=block_size,
+            total_blocks=capacity // block_size,
+            beam_search=all(info.features.beam_search for info in infos),
+        )
+
+    def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
+        """Returns what clients are told of a model; `queued` wait in the router."""
+        engines = self.up(model)
+        limits = self.limits(model)
+        loads = [engine.load for engine in engines]
+        return generation_pb2.ModelCard(
+            name=model,
+            max_model_len=limits.max_model_len,
+            vocab_size=limits.vocab_size,
+            engines=len(engines),
+            block_size=limits.block_size,
+            total_blocks=sum(load.total_blocks for load in loads),
+            free_blocks=sum(load.free_blocks + load.cached_blocks for load in loads),
+            running=sum(load.running for load in loads),
+            waiting=queued + sum(load.waiting for load in loads),
+            swapped=sum(load.swapped for load in loads),
+            cached_blocks=sum(load.cached_blocks for load in loads),
+            shared_blocks=sum(load.shared_blocks for load in loads),
+            wasted_slots=sum(load.wasted_slots for load in loads),
+            total_swap_blocks=sum(load.total_swap_blocks for load in loads),
+            used_swap_blocks=sum(load.used_swap_blocks for load in loads),
+            warnings=sorted({text for engine in engines for text in engine.info.warnings}),
+        )
+
+    def _known(self, model: str) -> list[Engine]:
+        """Returns the model's engines that are up, or else those that last were.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if there are none.
+        """
+        engines = [link.engine for link in self.links if link.engine]
+        known = self.up(model) or [e for e in engines if e.info.model == model]
+        if not known:  # it was removed a moment ago
+            raise self._none_up(model)
+        return known
+
+    def _link(self, address: str) -> EngineLink:
+        if address not in self._links:
+            there = ", ".join(sorted(self._links)) or "none"
+            raise rpc.not_found(
+                "address", f"there is no engine {address[:256]!r}; there is: {there}"
+            )
+        return self._links[address]
+
+    def _changed(self, link: EngineLink) -> None:
+        """Tells that an engine takes requests again, or no more."""
+        if link.engine is not None:
+            self._on_change(link.engine.info.model)
+
+    def _none_up(self, model: str) -> rpc.RpcError:
+        """For clients: engines' addresses are for the log and AdminService."""
+        name = f" for model {model!r}" if model else ""
+        return rpc.unavailable(
+            f"no engine is up{name}; {len(self._links)} configured; "
+            "retry when one is, or start one with `octavo engine`",
+            retry_after=1.0,
+        )

@@ -1,0 +1,1 @@
+"""A request in the router: validation, outputs, pacing."""

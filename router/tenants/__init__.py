@@ -1,0 +1,1 @@
+"""Tenants: authentication, permissions and quotas."""

@@ -1,0 +1,244 @@
+"""What tenants may use of the service: calls, tokens, places; and what they used."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from octavo.common import rpc
+from octavo.router.metrics import RouterMetrics
+from octavo.router.tenants.tenant import Tenant
+
+BUSY_SECONDS = 1.0
+"""When one may come again who has too many requests in progress: nothing tells when one ends."""
+
+MIN_TOKENS = 2
+"""Fewest tokens of a request: one of the prompt and one of the output."""
+
+Clock = Callable[[], float]
+
+
+class Bucket:
+    """Something that comes at a rate, is kept up to a capacity, and may be owed.
+
+    Args:
+        rate: What comes a second.
+        capacity: What is kept at most, and there at first.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, rate: float, capacity: float, clock: Clock = time.monotonic) -> None:
+        self._rate = rate
+        self._capacity = capacity
+        self._clock = clock
+        self._level = capacity
+        self._time = clock()
+
+    @property
+    def capacity(self) -> float:
+        """What is kept at most."""
+        return self._capacity
+
+    @property
+    def level(self) -> float:
+        """What is there; below nothing, what is owed."""
+        now = self._clock()
+        self._level = min(self._level + (now - self._time) * self._rate, self._capacity)
+        self._time = now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Takes an amount, whether it is there or not; a negative one is given back."""
+        self._level = self.level - amount
+
+    def seconds_until(self, level: float) -> float:
+        """Returns when, at the earliest, so much is there; at most the capacity."""
+        return max(level - self.level, 0.0) / self._rate
+
+    def resize(self, rate: float, capacity: float) -> None:
+        """Changes both from now on; what is owed stays owed."""
+        self._level = min(self.level, capacity)
+        self._rate, self._capacity = rate, capacity
+
+
+class Account:
+    """What one tenant uses."""
+
+    def __init__(self, tenant: Tenant, metrics: RouterMetrics, clock: Clock) -> None:
+        self._requests = metrics.tenant_requests
+        self._prompts = metrics.tenant_tokens.labels(tenant.name, "prompt")
+        self._outputs = metrics.tenant_tokens.labels(tenant.name, "output")
+        self._clock = clock
+        self._running = 0
+        self._calls: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.tenant = tenant
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose it is, with the limits that hold now."""
+        return self._tenant
+
+    @tenant.setter
+    def tenant(self, tenant: Tenant) -> None:
+        self._tenant = tenant
+        calls, tokens = tenant.requests_per_second, tenant.tokens_per_minute
+        self._calls = self._sized(self._calls, calls, max(calls or 0.0, 1.0))
+        self._tokens = self._sized(self._tokens, tokens and tokens / 60, tokens or 0.0)
+
+    @contextmanager
+    def request(self) -> Iterator["Usage"]:
+        """Counts a request from its beginning to its end; gives what counts its tokens.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
+        """
+        most = self._tenant.max_concurrency
+        if most is not None and self._running >= most:
+            raise self._over(f"has {most} requests in progress (max_concurrency)", BUSY_SECONDS)
+        self.check_tokens(MIN_TOKENS)  # before the work of counting them
+        self.call()
+        self._running += 1
+        usage = Usage(self)
+        try:
+            yield usage
+        finally:
+            self._running -= 1
+            usage.settle()
+
+    def call(self) -> None:
+        """Counts a call.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if there were too many of late.
+        """
+        if self._calls is None:
+            return
+        wait = self._calls.seconds_until(1)
+        if wait:
+            limit = f"{self._tenant.requests_per_second:g} a second (requests_per_second)"
+            raise self._over(f"has made more calls than {limit}", wait)
+        self._calls.take(1)
+
+    def ended(self, code: grpc.StatusCode) -> None:
+        """Counts how a request ended."""
+        self._requests.labels(self._tenant.name, code.name).inc()
+
+    @property
+    def tokens(self) -> Bucket | None:
+        """The tokens that the tenant may use now; None: any number."""
+        return self._tokens
+
+    def check_tokens(self, wanted: int) -> None:
+        """Checks that a request of so many tokens may begin.
+
+        One of more than a minute's worth may begin when a whole minute's is there.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if not now.
+        """
+        if self._tokens is None:
+            return
+        wait = self._tokens.seconds_until(min(wanted, self._tokens.capacity))
+        if wait:
+            limit = f"{self._tenant.tokens_per_minute:g} tokens a minute (tokens_per_minute)"
+            left = max(math.floor(self._tokens.level), 0)
+            raise self._over(f"has {left} left of {limit}, too few for this request", wait)
+
+    def count(self, *, prompt: int = 0, output: int = 0) -> None:
+        """Shows tokens that were used in the metrics."""
+        self._prompts.inc(prompt)
+        self._outputs.inc(output)
+
+    def _sized(self, bucket: Bucket | None, rate: float | None, capacity: float) -> Bucket | None:
+        if rate is None:
+            return None
+        if bucket is None:
+            return Bucket(rate, capacity, self._clock)
+        bucket.resize(rate, capacity)
+        return bucket
+
+    def _over(self, what: str, seconds: float) -> rpc.RpcError:
+        seconds = math.ceil(seconds * 10) / 10
+        return rpc.exhausted(
+            f"tenant {self._tenant.name!r} {what}; retry in {seconds:g} s", seconds
+        )
+
+
+class Usage:
+    """The tokens of one request: set aside when it is admitted, settled when it ends.
+
+    Args:
+        account: Its tenant's.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self._bucket: Bucket | None = None
+        self._reserved = 0
+        self._used = 0
+
+    @property
+    def tenant(self) -> Tenant:
+        """Whose the request is."""
+        return self._account.tenant
+
+    def reserve(self, tokens: int) -> None:
+        """Sets aside what the request may take; once, before it uses any.
+
+        Raises:
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has not so much left.
+        """
+        self._account.check_tokens(tokens)
+        self._bucket = self._account.tokens
+        if self._bucket is not None:
+            self._reserved = tokens
+            self._bucket.take(tokens)
+
+    def prompt(self, tokens: int) -> None:
+        """Counts the prompt, of which the computing has begun."""
+        self._account.count(prompt=tokens)
+        self._use(tokens)
+
+    def output(self, tokens: int) -> None:
+        """Counts tokens that were drawn."""
+        self._account.count(output=tokens)
+        self._use(tokens)
+
+    def settle(self) -> None:
+        """Gives back what was set aside and not used: the request has ended."""
+        if self._bucket is not None and self._used < self._reserved:
+            self._bucket.take(self._used - self._reserved)
+        self._bucket = None
+
+    def _use(self, tokens: int) -> None:
+        """Takes what goes beyond what was set aside."""
+        self._used += tokens
+        beyond = min(self._used - self._reserved, tokens)
+        if self._bucket is not None and beyond > 0:
+            self._bucket.take(beyond)
+
+
+class Accounts:
+    """Every tenant's account, by name: a tenant with new limits keeps what it used.
+
+    Args:
+        metrics: Where use is shown.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+
+    def of(self, tenant: Tenant) -> Account:
+        """Returns a tenant's account, with the limits that it has now."""
+        account = self._accounts.get(tenant.name)
+        if account is None:
+            account = self._accounts[tenant.name] = Account(tenant, self._metrics, self._clock)
+        elif account.tenant is not tenant:
+            account.tenant = tenant
+        return account

@@ -1,0 +1,268 @@
+"""Tokenizers: text and chats into tokens, tokens into text."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+import structlog
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from octavo.common import background, limits, rpc
+from octavo.common.background import Workers
+from octavo.common.models import resolve as models
+from octavo.common.models.errors import ModelError, first_line
+from octavo.router.tenants.tenant import Tenant
+from octavo.router.text import prompt_length
+from octavo.router.text.detokenizer import Pieces
+from octavo.router.text.turns import Turn, Turns
+from octavo.v1 import generation_pb2
+
+log = structlog.get_logger(__name__)
+
+_Result = TypeVar("_Result")
+
+FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "spiece*")
+"""Names of a tokenizer's files."""
+THREADS = 2
+"""Tokenization beside the event loop; more would only take time from it."""
+LONG = 256 << 10
+"""Characters, or tokens, of work that not all threads do at once."""
+MAX_WAITING = 64 << 20
+"""Characters, or tokens, of one tenant that may wait."""
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Fast tokenizers are used through their Rust object: transformers' own calls
+    set its padding and truncation anew each time, which no second thread may
+    be in the way of.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_padding()
+            self._backend.no_truncation()
+        self.pieces = self._make_pieces()
+        self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Checks a text's length, where that alone says that its tokens are too many.
+
+        Raises:
+            rpc.RpcError: INVALID_ARGUMENT.
+        """
+        most = self._max_token_bytes
+        if most is not None and len(text) > most * max_tokens:
+            raise limits.prompt_too_long(max_tokens)
+
+    def encode_prompt(
+        self,
+        request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
+        max_tokens: int | None,
+    ) -> list[int]:
+        """Returns the tokens of a request's text or chat.
+
+        Raises:
+            rpc.RpcError: As `render`; INVALID_ARGUMENT if it is clear that they are more
+                than `max_tokens`, before all are counted.
+        """
+        chat = request.WhichOneof("prompt") == "chat"
+        text = self.render(request.chat) if chat else request.text
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+            if not prompt_length.may_fit(text, max_tokens, self._count):
+                raise limits.prompt_too_long(max_tokens)
+        # A chat's template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=not chat)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the tokens of `text`, with those that the tokenizer adds by default."""
+        if self._backend is None:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # Unlike `encode`, it lets other threads run, the event loop's among them.
+            (encoding,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = encoding.ids
+        return ids
+
+    def render(self, chat: generation_pb2.ChatPrompt) -> str:
+        """Returns a chat laid out by the model's template, answer begun.
+
+        Raises:
+            rpc.RpcError: FAILED_PRECONDITION if the model has no template,
+                INVALID_ARGUMENT with the template's message if it refuses the chat.
+        """
+        if not self._tokenizer.chat_template:
+            raise rpc.precondition(
+                "chat", "the model has no chat template; send the prompt as text or tokens"
+            )
+        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise rpc.invalid(
+                "chat.messages", f"the model's chat template refuses chat.messages: {error}"
+            ) from error
+        return text
+
+    def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
+        """Returns the text of `token_ids`."""
+        skip = not keep_special_tokens
+        if self._backend is not None:
+            # Unlike `decode`, it lets other threads run.
+            text: str = self._backend.decode_batch([token_ids], skip_special_tokens=skip)[0]
+        else:
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+        return text
+
+    def _count(self, text: str) -> int:
+        return len(self.encode(text, add_special_tokens=False))
+
+    def _make_pieces(self) -> Pieces:
+        if self._backend is not None:
+            return backend_pieces(self._backend)
+        ids = range(len(self._tokenizer))
+        return Pieces(
+            self.decode,
+            self._tokenizer.convert_ids_to_tokens(list(ids)),
+            frozenset(self._tokenizer.all_special_ids),
+            byte_fallback=True,
+        )
+
+
+def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no types
+    """Returns the pieces of a `tokenizers.Tokenizer`."""
+    added = backend.get_added_tokens_decoder()
+    size = 1 + max(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), *added, -1)
+    return Pieces(
+        lambda token_ids: backend.decode(token_ids, skip_special_tokens=True),
+        [backend.id_to_token(i) for i in range(size)],
+        frozenset(i for i, token in added.items() if token.special),
+        byte_fallback='"ByteFallback"' in json.dumps(json.loads(backend.to_str())["decoder"]),
+    )
+
+
+class TokenizerError(ModelError):
+    """A tokenizer cannot be loaded. The message says what was found and what to do."""
+
+
+class Tokenizers:
+    """Loads tokenizers, each once, and runs them in threads beside the event loop.
+
+    Tenants take turns, so that none waits for more than what others have begun.
+    """
+
+    def __init__(self) -> None:
+        # One more than there are turns: a tokenizer is loaded while others are used.
+        self._threads = Workers(THREADS + 1, "tokenizer")
+        self._turns = Turns(THREADS, LONG, MAX_WAITING)
+        self._loaded: dict[str, Tokenizer] = {}
+        self._lock = asyncio.Lock()
+
+    async def load(self, source: str) -> Tokenizer:
+        """Returns the tokenizer at `source`: a hub name, a directory or "demo".
+
+        Raises:
+            TokenizerError: There is none that works; the message says what was found.
+        """
+        async with self._lock:
+            if source not in self._loaded:
+                try:
+                    self._loaded[source] = await self._threads.run(_load, source)
+                except Exception as error:
+                    raise TokenizerError(_explain(source, error)) from error
+                log.info("tokenizer_loaded", source=source)
+            return self._loaded[source]
+
+    async def encode(
+        self,
+        tokenizer: Tokenizer,
+        request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
+        tenant: Tenant,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Returns the tokens of a request's text or chat.
+
+        Args:
+            tokenizer: The model's.
+            request: One with a prompt that is not in tokens.
+            tenant: Whose it is.
+            max_tokens: What it may have; a text that has clearly more is not looked at to
+                its end. None: any number.
+
+        Raises:
+            rpc.RpcError: As `Tokenizer.encode_prompt` and `Turns.take`.
+        """
+        size = len(request.text)
+        if request.WhichOneof("prompt") == "chat":
+            size = sum(len(message.content) for message in request.chat.messages)
+        elif max_tokens is not None:
+            tokenizer.check_length(request.text, max_tokens)
+        return await self._run(tenant, size, lambda: tokenizer.encode_prompt(request, max_tokens))
+
+    async def decode(
+        self,
+        tokenizer: Tokenizer,
+        token_ids: Sequence[int],
+        tenant: Tenant,
+        *,
+        keep_special_tokens: bool,
+    ) -> str:
+        """Returns the text of `token_ids`."""
+        return await self._run(
+            tenant,
+            len(token_ids),
+            lambda: tokenizer.decode(token_ids, keep_special_tokens=keep_special_tokens),
+        )
+
+    def close(self) -> None:
+        """Ends the threads; what they still do is not waited for."""
+        self._threads.close()
+
+    async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:
+        turn = await self._turns.take(tenant, size)
+        # The turn ends when the thread has done the work: maybe long after the caller has gone.
+        job = background.start(self._threads.run(work), "tokenize")
+        job.add_done_callback(lambda done: self._end(turn, done))
+        return await asyncio.shield(job)
+
+    def _end(self, turn: Turn, job: asyncio.Task[Any]) -> None:
+        self._turns.give_back(turn)
+        if not job.cancelled():
+            job.exception()  # looked at here, as the caller may have gone
+
+
+def _load(source: str) -> Tokenizer:
+    return Tokenizer(AutoTokenizer.from_pretrained(models.resolve(source)))
+
+
+def is_local(source: str) -> bool:
+    """Tell whether a tokenizer's files are on this machine, by its source."""
+    return source == models.DEMO or Path(source).expanduser().exists()
+
+
+def _explain(source: str, error: Exception) -> str:
+    """Say why a tokenizer cannot be loaded, and which files there are."""
+    why = f"{type(error).__name__}: {first_line(error)}"
+    found = ""
+    directory = Path(source).expanduser()
+    if directory.is_dir():
+        names = {file.name: file for pattern in FILES for file in directory.glob(pattern)}
+        sizes = [f"{name} ({file.stat().st_size} bytes)" for name, file in sorted(names.items())]
+        found = f"; {directory} has {', '.join(sizes) or 'no file of a tokenizer'}"
+    return (
+        f"the tokenizer {source!r} cannot be loaded ({why}){found}; repair its files, or name "
+        "another tokenizer with --tokenizer"
+    )

@@ -1,0 +1,319 @@
+"""The compiled step: it says what the eager one says, for any number of tokens, and is kept."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from functools import partialmethod
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from octavo.common.models.cache import cache_dir
+from octavo.engine.compilation import Compiler, Recipe, locate
+from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest
+from octavo.engine.compilation.cache_cleanup import USE, prune
+from octavo.engine.models.checks.self_check import Reference
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from octavo.kernels.integrity import fingerprint
+from tests.engine.stepper import Stepper
+
+LENGTHS = (1, 2, 3, 5, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small model, most of whose layers fit 4 bits: the others then have 8."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=200,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    made.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def _cache(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "kernels").symlink_to(cache_dir() / "kernels")  # compiled when they were imported
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTAVO_CACHE_DIR", str(cache))
+        yield
+
+
+def engine(model, mode, dtype, quantization):
+    settings = {"num_blocks": 64, "swap_space": 0, "compile": mode, "dtype": dtype}
+    return Stepper(build(EngineSettings(model=str(model), quantization=quantization, **settings)))
+
+
+def outputs(stepper):
+    """Logits' top log-probabilities of prompts of many lengths, one at a time and together."""
+    groups = []
+    for length in LENGTHS:
+        groups.append(stepper.submit(range(3, 3 + length), 6, logprobs=3))
+        stepper.run()
+    groups += [stepper.submit(range(7, 7 + length), 6, logprobs=3) for length in LENGTHS]
+    stepper.run()
+    drawn = {group.request.request_id: [] for group in groups}
+    for draw in stepper.draws:
+        drawn[draw.group.request.request_id].append((draw.token_id, draw.logprob.logprob))
+    return list(drawn.values())
+
+
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [
+        pytest.param("bfloat16", "none", 0.1, marks=pytest.mark.slow),
+        pytest.param("float32", "none", 1e-3, marks=pytest.mark.slow),
+        ("bfloat16", "int4", 0.1),
+    ],
+)
+def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
+    expected = outputs(engine(model, "off", dtype, quantization))
+    compiled = engine(model, "wait", dtype, quantization)
+    assert compiled.parts.executor.compiled
+    found = outputs(compiled)
+    check(found, expected, tolerance)
+    manifest = locate(Recipe(str(model), dtype, quantization, 16)).path / MANIFEST
+    written = manifest.stat().st_mtime_ns
+    again = engine(model, "auto", dtype, quantization)
+    assert again.parts.executor.compiled
+    assert outputs(again) == found
+    assert manifest.stat().st_mtime_ns == written
+    os.utime(manifest.with_name(USE), (0, 0))
+    prune()
+    assert manifest.exists(), "it is loaded"
+
+
+def check(found, expected, tolerance):
+    for drawn, wanted in zip(found, expected, strict=True):
+        for (token, logprob), (wanted_token, wanted_logprob) in zip(drawn, wanted, strict=True):
+            assert abs(logprob - wanted_logprob) < tolerance
+            if token != wanted_token:  # a tie within the tolerance: what follows differs
+                assert tolerance > 1e-3
+                break
+
+
+@pytest.mark.timeout(600)
+def test_the_demo_model_knows_its_capitals_compiled(demo_model):
+    """What a first user sees, of real weights. Compiled once a machine, for over a minute."""
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    stepper = engine("demo", "wait", "auto", "none")
+    assert stepper.parts.executor.compiled
+    group = stepper.submit(prompt, 8)
+    stepper.run()
+    assert tokenizer.decode(group.sequences[0].token_ids[len(prompt) :]).startswith(
+        "The capital of France is Paris."
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(model, _cache):
+    """An artifact, whichever test comes first."""
+    assert engine(model, "wait", "bfloat16", "int4").parts.executor.compiled
+    return model
+
+
+def test_a_greedy_step_gives_the_logits_greatest(kept):
+    """Whoever asks for no more is told tokens, which nobody sees logits of."""
+    drawn = []
+    for reported in ({}, {"logprobs": 0}):
+        stepper = engine(kept, "auto", "bfloat16", "int4")
+        for length in LENGTHS:
+            stepper.submit(range(7, 7 + length), 20, **reported)
+        stepper.run()
+        drawn.append([draw.token_id for draw in stepper.draws])
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 10
+
+
+def test_a_service_neither_traces_nor_loads_the_model(kept):
+    """Nothing that could recompile is even imported."""
+    program = f"""
+import sys
+from octavo.engine.settings import EngineSettings
+from octavo.engine.models.checks.self_check import Reference
+from octavo.engine.startup import build
+from octavo.kernels.integrity import fingerprint
+settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
+settings["quantization"] = "int4"
+parts = build(EngineSettings(model={str(kept)!r}, **settings))
+assert parts.executor.compiled
+assert not {{"torch._inductor.compile_fx", "transformers"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def of_kind(directory, ending):
+    return next(path for path in directory.iterdir() if path.name.endswith(ending))
+
+
+def replace(path, contents):
+    """Puts another file in a file's place: the one that was there may be loaded."""
+    path.unlink()
+    path.write_bytes(contents)
+    return path
+
+
+def cut_in_half(directory):
+    library = of_kind(directory, ".so")
+    return replace(library, library.read_bytes()[: library.stat().st_size // 2])
+
+
+def flip_a_weight(directory):
+    library = of_kind(directory, ".so")
+    contents = bytearray(library.read_bytes())
+    contents[-1000] ^= 0x80
+    return replace(library, contents)
+
+
+def empty(directory):
+    return replace(of_kind(directory, ".so"), b"")
+
+
+def swap_libraries(directory):
+    kernels = next((cache_dir() / "kernels").glob("*.so"))
+    return replace(of_kind(directory, ".so"), kernels.read_bytes())
+
+
+def lose_a_file(directory):
+    file = of_kind(directory, "_metadata.json")
+    file.unlink()
+    return file
+
+
+def open_to_others(directory):
+    library = of_kind(directory, ".so")
+    library.chmod(0o666)
+    return library
+
+
+def open_the_directory(directory):
+    directory.chmod(0o777)
+    return directory
+
+
+def change_the_manifest(directory):
+    manifest = directory / MANIFEST
+    return replace(manifest, manifest.read_bytes().replace(b"512", b"513"))
+
+
+def lose_the_manifest(directory):
+    return replace(directory / MANIFEST, b"{}")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(cut_in_half, flip_a_weight, empty, swap_libraries, lose_a_file, open_to_others),
+        *(open_the_directory, change_the_manifest, lose_the_manifest),
+    ],
+)
+def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch, tmp_path):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    shutil.copytree(artifact.path, tmp_path / "kept")
+    file = damage(artifact.path)
+    asked = []
+    monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+        assert not loaded.parts.executor.compiled
+        assert asked == [artifact]
+        assert not artifact.path.exists()
+        warned = [entry.get("error", "") for entry in logs if entry["log_level"] == "warning"]
+        assert any(str(file) in error for error in warned), logs
+    finally:
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", artifact.path)
+    assert engine(kept, "auto", "bfloat16", "int4").parts.executor.compiled
+
+
+def test_a_compiled_step_that_computes_something_else_is_not_used(kept, monkeypatch, tmp_path):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    shutil.copytree(artifact.path, tmp_path / "kept")
+    expected = Reference.load(artifact.path / REFERENCE)
+    (artifact.path / REFERENCE).unlink()
+    Reference(expected.tokens, expected.logits.flip(1)).save(artifact.path / REFERENCE)
+    (artifact.path / REFERENCE).chmod(0o644)
+    manifest = Manifest.read(artifact.path / MANIFEST)
+    files = manifest.files | {REFERENCE: fingerprint(artifact.path / REFERENCE)}
+    dataclasses.replace(manifest, files=files).write(artifact.path / MANIFEST)
+    asked = []
+    monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+        assert not loaded.parts.executor.compiled
+        assert any("self-check failed: alone" in entry.get("error", "") for entry in logs), logs
+    finally:
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", artifact.path)
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(kept, monkeypatch):
+    monkeypatch.setattr(Compiler, "__init__", None)
+    folder = locate(Recipe(str(kept), "bfloat16", "int4", 16)).path.parent
+    folder.chmod(0o777)
+    try:
+        with capture_logs() as logs:
+            loaded = engine(kept, "auto", "bfloat16", "int4")
+    finally:
+        folder.chmod(0o755)
+    assert not loaded.parts.executor.compiled
+    assert any(f"other users can write to {folder}" in entry.get("error", "") for entry in logs)
+
+
+@pytest.mark.slow
+def test_what_was_damaged_is_compiled_again(kept):
+    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
+    cut_in_half(artifact.path)
+    assert engine(kept, "wait", "bfloat16", "int4").parts.executor.compiled
+    assert artifact.path.exists()
+
+
+def _no_compiler(compiler, artifact, asked):
+    compiler.step = None
+    asked.append(artifact)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_cache")
+def test_a_model_that_cannot_be_compiled_stays_eager(model, monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    stepper = engine(model, "wait", "float16", "none")
+    assert not stepper.parts.executor.compiled
+    group = stepper.submit([1, 2, 3], 4)
+    stepper.run()
+    assert group.sequences[0].num_output == 4
+
+
+@pytest.mark.usefixtures("_cache")
+def test_the_key_follows_the_model_and_the_settings(model, tmp_path):
+    one = locate(Recipe(str(model), "float32", "none", 16))
+    assert one == locate(Recipe(str(model), "float32", "none", 16))
+    assert one.path != locate(Recipe(str(model), "bfloat16", "none", 16)).path
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    assert one.path == locate(Recipe(str(other), "float32", "none", 16)).path
+    (other / "config.json").touch()
+    assert one.path != locate(Recipe(str(other), "float32", "none", 16)).path
+    assert locate(Recipe("nobody/nothing", "float32", "none", 16)) is None

@@ -1,0 +1,86 @@
+"""Mixtures of experts: compiled they are what they are eager, or are not compiled."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.compilation.capture import capture
+from octavo.engine.compilation.experts import FALLBACK, call_grouped_products
+from octavo.engine.compilation.export import UncallableOperatorError, compile_graph
+from octavo.engine.models.load_model import load
+from octavo.engine.models.step import EagerStep
+from tests.engine.compilation.test_compilation import check, engine, outputs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("experts")
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    made.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_captured_step_calls_nothing_in_python(model, dtype):
+    loaded = load(str(model), dtype=dtype, device="cpu", block_size=16)
+    step = EagerStep(loaded.model)
+    exported = capture(step, loaded.device)
+    targets = [str(node.target) for node in exported.graph.nodes]
+    assert targets.count(FALLBACK) == 4, "otherwise there is nothing to replace"
+    call_grouped_products(exported.graph)
+    exported.graph_module.recompile()
+    assert FALLBACK not in {str(node.target) for node in exported.graph.nodes}
+    tokens = torch.randint(512, (1, 40), generator=torch.Generator().manual_seed(0))
+    given = tokens, torch.arange(40)[None], torch.arange(40)
+    with torch.inference_mode(), attending(DryRun()):
+        expected = step(*given)
+        found = exported.module(check_guards=False)(*given)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_in_float32_are_compiled(model, tmp_path, monkeypatch):
+    expected = outputs(engine(model, "off", "float32", "none"))
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    compiled = engine(model, "wait", "float32", "none")
+    assert compiled.parts.executor.compiled
+    check(outputs(compiled), expected, 1e-3)
+
+
+@torch.library.custom_op("tests::only_in_python", mutates_args=())
+def only_in_python(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+only_in_python.register_fake(torch.empty_like)
+
+
+class Caller(torch.nn.Module):
+    def forward(self, x):
+        return only_in_python(x) * 2
+
+
+@pytest.mark.slow  # for the C++ compiler
+def test_what_a_library_cannot_call_is_refused_as_it_is_compiled(tmp_path):
+    exported = torch.export.export(Caller(), (torch.ones(3),))
+    (tmp_path / "result").mkdir()
+    with pytest.raises(UncallableOperatorError, match="tests::only_in_python"):
+        compile_graph(exported, tmp_path / "result", tmp_path)

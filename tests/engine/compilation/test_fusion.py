@@ -1,0 +1,69 @@
+"""What is moved into the kernels computes what it did, and most models have it."""
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from octavo.engine.compilation.capture import capture
+from octavo.engine.compilation.fusion import fuse
+from octavo.engine.models.load_model import load
+from octavo.engine.models.quantization.calibration import BLOCK_SIZE
+from octavo.engine.models.step import EagerStep
+from octavo.kernels.cpu import linear as kernels
+from tests.engine.models.test_architectures import SMALL, save
+from tests.engine.one_prompt import logits
+
+pytestmark = pytest.mark.skipif(kernels is None, reason="the CPU lacks AVX512-BF16 or has AMX")
+
+LAYERS = 2
+TOKENS = 21
+SHAPE = SMALL | {"num_hidden_layers": LAYERS, "intermediate_size": 72}
+OPERATORS = {
+    "norms": torch.ops.aten.rsqrt.default,
+    "gates": torch.ops.aten.silu.default,
+    "rotations": torch.ops.aten.neg.default,
+    "residuals": torch.ops.aten.add.Tensor,
+}
+LAST_NORM = {"norms": 1, "residuals": 1}
+"""It is not before a linear layer: only some tokens' rows go on. It adds its epsilon."""
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
+        pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
+        # Of the heads' norms, two a layer, the results are rotated.
+        pytest.param(
+            Qwen3Config(**SHAPE),
+            {"norms": 1 + 2 * LAYERS, "residuals": 1 + 2 * LAYERS},
+            id="query and key norms",
+        ),
+        pytest.param(Gemma2Config(**SHAPE), None, id="norms of another kind"),
+        pytest.param(GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"),
+    ],
+)
+def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
+    save(config, tmp_path)
+    loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
+    exported = capture(EagerStep(loaded.model), loaded.device)
+    tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
+    expected = logits(exported.module(), loaded.shape, inputs).float()
+    fuse(exported.graph)
+    exported.graph_module.recompile()
+    found = logits(exported.module(), loaded.shape, inputs).float()
+    assert (found - expected).norm() <= 0.03 * expected.norm()
+    if left is not None:
+        counts = {
+            name: len(exported.graph.find_nodes(op="call_function", target=operator))
+            for name, operator in OPERATORS.items()
+        }
+        assert {name: count for name, count in counts.items() if count} == left

@@ -1,0 +1,47 @@
+"""Hints that change no content, and that any weights may be given to."""
+
+import mmap
+
+import psutil
+import pytest
+import torch
+
+from octavo.engine.memory import huge_pages
+
+
+def test_weights_of_any_kind_are_as_before():
+    plain, packed = torch.rand(1 << 20), torch.rand(64, 64)
+    before = plain.clone()
+    opaque = packed.to_mkldnn()
+    huge_pages.collapse([plain, opaque])
+    huge_pages.collapse([opaque])
+    huge_pages.collapse([])
+    assert torch.equal(plain, before)
+    assert torch.equal(opaque.to_dense(), packed)
+
+
+def test_a_tensor_is_backed_by_memory_without_a_change():
+    # A mapping of its own: malloc might give a piece of its heap, which is backed already.
+    pages = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if not taken(pages, huge_pages._POPULATE_WRITE):
+        pytest.skip("this Linux does not find memory on demand")
+    rows = torch.frombuffer(pages, dtype=torch.uint8)
+    rows[5_000_000] = 7
+    before = resident()
+    for _ in huge_pages.populate(rows):
+        pass
+    assert resident() - before > 80 << 20
+    assert rows[5_000_000] == 7
+    assert not rows[:5_000_000].any()
+
+
+def taken(pages: mmap.mmap, advice: int) -> bool:
+    try:
+        pages.madvise(advice, 0, mmap.PAGESIZE)
+    except OSError:
+        return False
+    return True
+
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,160 @@
+"""Every decoder family that transformers knows runs without code of ours.
+
+Tiny random models, each with something the others lack, against generate().
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from octavo.common.models.errors import ModelError
+from octavo.engine.models.load_model import UnsupportedModelError
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from tests.engine.stepper import Stepper
+
+SMALL = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 32,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "grouped-query heads": LlamaConfig(**SMALL),
+    "query and key norms": Qwen3Config(**SMALL),
+    "sliding window": MistralConfig(**SMALL, sliding_window=24),
+    "soft cap, alternating windows": Gemma2Config(
+        **SMALL, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=40
+    ),
+    "partial rotary, all heads": GPTNeoXConfig(**{**SMALL, "hidden_size": 128}),
+    "learned positions": GPT2Config(
+        vocab_size=500,
+        n_embd=64,
+        n_layer=3,
+        n_head=2,
+        n_positions=256,
+        eos_token_id=None,
+        bos_token_id=None,
+    ),
+}
+
+
+def save(config, path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():  # far from uniform, so that argmax is decided
+        torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(path)
+    model.set_attn_implementation("eager")  # before 5.23 the default one leaves the soft cap out
+    return model.eval()
+
+
+def engine_of(path, **settings):
+    settings = {
+        "dtype": "float32",
+        "num_blocks": 128,
+        "swap_space": 0.01,
+        "compile": "off",
+    } | settings
+    return Stepper(build(EngineSettings(model=str(path), **settings)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_output_is_transformers(name, tmp_path):
+    model = save(CONFIGS[name], tmp_path)
+    engine = engine_of(tmp_path, block_size=8, max_num_batched_tokens=32, max_num_seqs=8)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(1, 500, (length,), generator=generator).tolist()
+        for length in (3, 20, 57, 110)
+    ]
+    groups = [engine.submit(prompt, 24) for prompt in prompts]
+    engine.run()
+    for prompt, group in zip(prompts, groups, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=None,
+        )
+        assert group.sequences[0].token_ids == expected[0].tolist()
+
+
+def test_what_attention_cannot_do_is_refused_at_start(tmp_path):
+    save(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="attention sinks"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ('{"model_type": "t5"}', "encoder-decoder models are not supported"),
+        ('{"model_type": "abacus"}', "transformers cannot load .*: .*abacus"),
+        ('{"model_type": "vit"}', "transformers cannot load .*: Unrecognized configuration class"),
+    ],
+)
+def test_what_is_no_decoder_is_refused_at_start(tmp_path, config, why):
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelError, match=why) as caught:
+        engine_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_cannot_be_read_are_refused_at_start(tmp_path):
+    save(CONFIGS["grouped-query heads"], tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    with pytest.raises(ModelError, match="is no safetensors file"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("replacement", "why"),
+    [
+        (None, "lacks 1 of the model's weights, as model.norm.weight"),
+        (
+            torch.ones(63),
+            r"has 1 of .* in another shape, as model.norm.weight: \[63\] in place of \[64\]",
+        ),
+    ],
+)
+def test_weights_that_are_missing_or_misshapen_are_refused_at_start(tmp_path, replacement, why):
+    save(CONFIGS["grouped-query heads"], tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    if replacement is not None:
+        weights["model.norm.weight"] = replacement
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=f"^{tmp_path} {why}$"):
+        engine_of(tmp_path)
+
+
+def test_of_tied_weights_one_is_enough(tmp_path):
+    save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert engine_of(tmp_path)
+
+
+def test_a_block_size_that_kernels_lack_is_refused_at_start(tmp_path):
+    save(CONFIGS["grouped-query heads"], tmp_path)
+    with pytest.raises(UnsupportedModelError, match="block"):
+        engine_of(tmp_path, block_size=12)

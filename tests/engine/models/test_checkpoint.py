@@ -1,0 +1,100 @@
+"""Weights that are cut short, pointers or pickles are refused before any is loaded."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from octavo.common.models.errors import ModelError
+from octavo.engine.models.checks.checkpoint import check_files
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+
+POINTER = """version https://git-lfs.github.com/spec/v1
+oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
+size 12345
+"""
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def model(tiny_model, tmp_path):
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+def refused(path, why):
+    with pytest.raises(ModelError, match=why) as caught:
+        build(EngineSettings(model=str(path), num_blocks=8, swap_space=0))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, 0.5, -1])
+def test_truncated_weights_are_refused(model, kept):
+    weights = model / WEIGHTS
+    size = weights.stat().st_size
+    os.truncate(weights, int(kept * size) if 0 < kept < 1 else kept % size)
+    refused(model, f"^{re.escape(str(weights))} is truncated: it has .* bytes of .*Download")
+
+
+def test_weights_with_something_behind_them_are_refused(model):
+    with (model / WEIGHTS).open("ab") as file:
+        file.write(b"rest of another file")
+    refused(model, "is damaged: it has .* bytes, and its header says")
+
+
+def test_a_git_lfs_pointer_is_told_as_one(model):
+    (model / WEIGHTS).write_text(POINTER)
+    refused(model, f"{WEIGHTS} is a Git LFS pointer, not the weights: run `git lfs pull`")
+
+
+@pytest.mark.parametrize("header", [b"{}}", b"[]", b'{"a": 1}', b'{"a": {"data_offsets": []}}'])
+def test_a_header_that_cannot_be_read_is_refused(model, header):
+    (model / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(model, "is no safetensors file: its header cannot be read")
+
+
+class Malice:
+    def __reduce__(self):
+        return os.mkdir, ("malice",)
+
+
+def test_pickled_weights_are_neither_run_nor_loaded(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (model / WEIGHTS).unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Malice()))
+    refused(model, "no safetensors files; pytorch_model.bin is a pickle.*: convert it")
+    assert not (tmp_path / "malice").exists()
+
+
+@pytest.fixture
+def sharded(model):
+    weights = load_file(model / WEIGHTS)
+    (model / WEIGHTS).unlink()
+    index = {}
+    for name in weights:
+        index[name] = f"part-{len(index) % 2}.safetensors"
+    for part in set(index.values()):
+        own = {name: weights[name] for name in weights if index[name] == part}
+        save_file(own, model / part, {"format": "pt"})
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return model
+
+
+def test_each_part_is_checked(sharded):
+    assert build(EngineSettings(model=str(sharded), num_blocks=8, swap_space=0))
+    part = sharded / "part-1.safetensors"
+    os.truncate(part, part.stat().st_size - 1)
+    refused(sharded, "part-1.safetensors is truncated")
+    part.unlink()
+    refused(sharded, f"part-1.safetensors is missing, one of 2 that {INDEX} names")
+    (sharded / INDEX).write_text("{")
+    refused(sharded, f"{INDEX} is no index of safetensors files")
+
+
+def test_a_hub_name_that_is_not_here_yet_is_left_to_the_download():
+    check_files("nobody/nothing")

@@ -1,0 +1,48 @@
+"""Compilers know that attention writes the cache: they keep each call of it."""
+
+import pytest
+import torch
+
+from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.compilation.capture import capture
+from octavo.engine.compilation.fusion import fuse
+from octavo.engine.models.load_model import load
+from octavo.engine.models.step import EagerStep
+
+attention = torch.ops.octavo.paged_attention
+
+
+class Twice(torch.nn.Module):
+    """Calls attention twice alike, and once for what it writes alone."""
+
+    def forward(self, x):
+        same = [attention(x, x, x, 0, 1.0, None, None) for _ in range(2)]
+        attention(x, x, x, 1, 1.0, None, None)
+        return sum(same)
+
+
+def count(graph):
+    return len(graph.find_nodes(op="call_function", target=attention.default))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_no_call_is_dropped_or_merged(backend):
+    x = torch.randn(4, 2, 32)
+    exported = torch.export.export(Twice(), (x,), strict=False)
+    exported.graph.eliminate_dead_code()
+    assert count(exported.graph) == 3
+    dry = DryRun()
+    compiled = torch.compile(Twice(), fullgraph=True, backend=backend)
+    with torch.inference_mode(), attending(dry):
+        compiled(x)
+    assert sorted(dry.calls) == [0, 0, 1]
+
+
+def test_an_exported_model_attends_once_a_layer(tiny_model):
+    loaded = load(str(tiny_model), dtype="bfloat16", device="cpu", block_size=16)
+    exported = capture(EagerStep(loaded.model), loaded.device)
+    fuse(exported.graph)
+    exported.graph.eliminate_dead_code()
+    assert count(exported.graph) == loaded.shape.num_layers
+    folded = exported.run_decompositions()
+    assert count(folded.graph) == loaded.shape.num_layers

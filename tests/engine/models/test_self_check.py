@@ -1,0 +1,150 @@
+"""A model that reads its mask, positions or state otherwise than assumed is not served.
+
+Each model here is refused by name, or served right. With the recognition turned off
+that does so, the self-check must refuse it: it is what stands between a new kind of
+model and a wrong answer.
+"""
+
+from dataclasses import replace
+
+import pytest
+import structlog.testing
+import torch
+
+from octavo.engine.models import load_model as model_module
+from octavo.engine.models.checks import probe as probe_module
+from octavo.engine.models.checks.masks import FULL
+from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.load_model import UnsupportedModelError, load
+from octavo.engine.models.step import EagerStep
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
+
+BY_NAME = {entry.name: entry for entry in entries()}
+
+
+def load_tiny(path, **settings):
+    return load(str(path), **({"dtype": "float32", "device": "cpu", "block_size": 8} | settings))
+
+
+def ignore_masks(patch):
+    patch.setattr(probe_module, "recognise", lambda *_, **__: FULL)
+    patch.setattr(probe_module, "_known", lambda *_: FULL)
+
+
+def ignore_keywords(patch):
+    patch.setattr(probe_module, "_check_call", lambda *_: None)
+
+
+def ignore_rope(patch):
+    patch.setattr(model_module, "fix_rope", lambda _, max_position, __: max_position)
+
+
+def nothing(patch):
+    """Only the self-check knows it."""
+
+
+_LLAMA_4 = BY_NAME["llama4_text"]
+CHUNKS = replace(_LLAMA_4, overrides=_LLAMA_4.overrides | {"attn_temperature_tuning": False})
+ALONE, PACKED = "self-check failed: alone", "self-check failed: packed"
+CHUNKED = "self-check failed: in chunks"
+
+
+@pytest.mark.parametrize(
+    ("name", "turn_off", "broken"),
+    [
+        pytest.param("qwen2_moe", ignore_masks, ALONE, id="window in the mask"),
+        pytest.param("phimoe", ignore_masks, ALONE, id="window in the mask, rope"),
+        pytest.param("gemma2", ignore_masks, ALONE, id="windows of some layers"),
+        pytest.param("doge", ignore_masks, ALONE, id="computed mask"),
+        pytest.param("bart", ignore_masks, PACKED, id="positions not taken"),
+        pytest.param("diffllama", ignore_keywords, CHUNKED, id="attention called twice"),
+        pytest.param("hrm_text", ignore_keywords, CHUNKED, id="layers run twice"),
+        pytest.param("roberta", nothing, ALONE, id="positions of its own"),
+        pytest.param("falcon_h1", nothing, PACKED, id="recurrent state"),
+        pytest.param("zaya", nothing, PACKED, id="convolved state"),
+        pytest.param("phi3, longrope", ignore_rope, CHUNKED, id="longrope"),
+        pytest.param("phimoe, longrope", ignore_rope, CHUNKED, id="longrope, scale of its own"),
+    ],
+)
+def test_without_its_recognition_a_model_is_refused(name, turn_off, broken, tmp_path, monkeypatch):
+    save(BY_NAME[name], tmp_path)
+    turn_off(monkeypatch)
+    with pytest.raises(SelfCheckError, match=broken):
+        load_tiny(tmp_path)
+
+
+def test_without_its_recognition_a_mask_of_chunks_is_refused(tmp_path, monkeypatch):
+    save(CHUNKS, tmp_path)
+    ignore_masks(monkeypatch)
+    with pytest.raises(SelfCheckError, match=ALONE):
+        load_tiny(tmp_path)
+
+
+def test_rope_that_neighbours_change_is_found_by_one_at_the_end_of_the_context(
+    tmp_path, monkeypatch
+):
+    entry = BY_NAME["llama, longrope"]
+    rope = entry.overrides["rope_parameters"] | {"original_max_position_embeddings": 64}
+    save(replace(entry, overrides={"rope_parameters": rope}), tmp_path)
+    ignore_rope(monkeypatch)
+    with pytest.raises(SelfCheckError, match=PACKED):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("doge", "computes a mask of its own"),
+        ("diffllama", "calls attention several times"),
+        ("deepseek_v32", "sparse"),
+        ("gpt_oss", "attention sinks"),
+        ("inkling_text", "position bias"),
+        ("llama4_text", "counts by itself"),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_refused_by_name(name, why, tmp_path):
+    save(BY_NAME[name], tmp_path)
+    with pytest.raises(UnsupportedModelError, match=why):
+        load_tiny(tmp_path)
+
+
+def test_a_passed_check_says_how_long_it_took_and_how_near_it_was(tmp_path):
+    save(BY_NAME["llama"], tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        load_tiny(tmp_path)
+    (passed,) = [entry for entry in logs if entry["event"] == "self-check passed"]
+    assert passed["seconds"] > 0
+    assert max(passed[name] for name in ("alone", "packed", "chunked")) < 1e-3
+
+
+def test_a_context_in_chunks_is_cut_to_one(tmp_path):
+    save(CHUNKS, tmp_path)
+    loaded = load_tiny(tmp_path)
+    assert loaded.shape.max_position == loaded.model.config.attention_chunk_size
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_longrope_has_one_set_of_frequencies(beyond, tmp_path):
+    save(BY_NAME["phi3, longrope"], tmp_path)
+    original = load_tiny(tmp_path).shape.max_position
+    loaded = load_tiny(tmp_path, max_model_len=original + 8 if beyond else original)
+    assert loaded.shape.max_position == original + 8 * beyond
+    rope = loaded.model.model.rotary_emb
+    x, last = torch.zeros(1, 1, 1), loaded.shape.max_position - 1
+    at_once = rope(x, torch.arange(last + 1)[None])
+    for position in (0, original - 1, last):
+        alone = rope(x, torch.tensor([[position]]))
+        for found, expected in zip(alone, at_once, strict=True):
+            assert torch.equal(found[0, 0], expected[0, position])
+
+
+def test_logits_that_are_no_numbers_are_refused(tmp_path):
+    save(BY_NAME["llama"], tmp_path)
+    loaded = load_tiny(tmp_path)
+
+    def step(token_ids, positions, logit_rows):
+        return EagerStep(loaded.model)(token_ids, positions, logit_rows) * torch.nan
+
+    with pytest.raises(SelfCheckError, match=ALONE):
+        loaded.check(step)

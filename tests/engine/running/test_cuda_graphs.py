@@ -1,0 +1,243 @@
+"""Which batch sizes are recorded, that padding to them changes nothing, and what they keep."""
+
+import contextlib
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+
+from octavo.engine import startup
+from octavo.engine.attention.operator import current_step
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, ladder
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from octavo.kernels.metadata import AttentionPlan
+from tests.engine.stepper import Stepper
+
+SIZES = [2, 4, 8]
+VOCAB_SIZE = 16
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 256, 1000])
+def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
+    rungs = ladder(most)
+    assert rungs[-1] == min(max(most, 2), MAX_BATCH)
+    assert rungs == sorted(set(rungs))
+    for below, rung in itertools.pairwise(rungs):
+        assert rung - below - 1 <= max(7, below / 4)
+
+
+def run(tiny_model, record=None):
+    """Decodes of unlike lengths: the batch shrinks from rung to rung."""
+    settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01, "max_num_seqs": 6}
+    stepper = Stepper(build(EngineSettings(model=str(tiny_model), **settings)))
+    if record:
+        stepper.parts.executor.record_decodes(max_num_seqs=6, max_model_len=128, record=record)
+    prompts = [[7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14]]
+    groups = [
+        stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
+        for i, prompt in enumerate(prompts)
+    ]
+    groups.append(stepper.submit([9, 8, 7], 3, prompt_logprobs=1))
+    stepper.run()
+    return [group.sequences[0].token_ids for group in groups]
+
+
+def test_decodes_that_are_replayed_are_as_others(tiny_model):
+    replayed = []
+
+    def record(work):
+        """As on a GPU, but for speed: done again, on inputs that stay where they are."""
+
+        def replay():
+            logits = work()
+            replayed.append(len(logits))
+            return logits
+
+        return replay
+
+    assert run(tiny_model, record) == run(tiny_model)
+    assert set(replayed) == {2, 4, 6}
+
+
+def plan(query_lens, _):
+    return AttentionPlan(
+        torch.zeros((len(query_lens), 2), dtype=torch.int32), len(query_lens), 8, 0
+    )
+
+
+def decode_graphs(step, record, sizes=SIZES):
+    return DecodeGraphs(
+        step,
+        [],
+        None,
+        sizes=sizes,
+        max_model_len=64,
+        block_size=16,
+        device=torch.device("cpu"),
+        plan=plan,
+        record=record,
+    )
+
+
+class AsOnAGpu:
+    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
+
+    def __init__(self):
+        self.storages = []
+        self.outputs = []
+
+    def step(self, token_ids, positions, rows):
+        metadata = current_step().metadata
+        read = (token_ids, positions, rows, metadata.query_starts, metadata.seq_lens)
+        read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
+        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
+        return torch.full((len(rows), VOCAB_SIZE), float(len(rows)))
+
+    def alive(self):
+        return [storage() is not None for storage in self.storages]
+
+    def record(self, work):
+        output = work()
+        self.outputs.append(output)
+        return lambda: output
+
+
+def test_all_that_a_graph_reads_lives_as_long_as_it():
+    gpu = AsOnAGpu()
+    graphs = decode_graphs(gpu.step, gpu.record)
+    gc.collect()
+    assert gpu.alive() == [True] * 8 * len(SIZES)
+    del graphs
+    gc.collect()
+    assert not any(gpu.alive())
+
+
+def test_all_sizes_have_one_output():
+    gpu = AsOnAGpu()
+    graphs = decode_graphs(gpu.step, gpu.record)
+    assert [output.shape for output in gpu.outputs] == [(size, VOCAB_SIZE) for size in SIZES[::-1]]
+    storages = {output.untyped_storage().data_ptr() for output in gpu.outputs}
+    assert len(storages) == 1
+    assert gpu.outputs[0].untyped_storage().nbytes() == SIZES[-1] * VOCAB_SIZE * 4
+    del graphs
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_pytorch_looks_for_freed_inputs_where_it_can_and_is_asked_to(monkeypatch, known):
+    seen = []
+
+    class Graph:
+        def replay(self):
+            pass
+
+    @contextlib.contextmanager
+    def graph_of_2_13(cuda_graph, pool=None, check_input_liveness=False):
+        seen.append(check_input_liveness)
+        yield
+
+    @contextlib.contextmanager
+    def graph_of_2_11(cuda_graph, pool=None):
+        seen.append(False)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph_of_2_13 if known else graph_of_2_11)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for check in (False, True):
+        cuda_recorder(check_inputs=check)(lambda: torch.zeros(1))
+    assert seen == [False, known]
+
+
+GIB = 1 << 30
+MIB = 1 << 20
+LLAMA_3 = ModelShape(
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=128_256,
+    max_position=8192,
+    eos_token_ids=(0,),
+)
+
+
+class Probe:
+    """Stands for the executor of the start's largest step, with 8 GiB of cache."""
+
+    class Cache:
+        device = torch.empty((), dtype=torch.uint8).expand(8 * GIB)
+
+    cache = Cache()
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def measure_decodes(self, *, record, free, max_num_seqs, max_model_len):
+        assert (max_num_seqs, max_model_len) == (256, 8192)
+        assert record == "records"
+        return 3 * GIB if free() else 0
+
+
+class Loaded:
+    """Stands for a loaded model on a GPU of 80 GiB."""
+
+    device = torch.device("cuda")
+    shape = LLAMA_3
+    cache_dtype = torch.bfloat16
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of 80 GiB: 1 is others', 16 are weights, 2 activations, 8 the probe's cache."""
+
+    class Properties:
+        total_memory = 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((80 - 28) * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 27 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: (16 + 2 + 8) * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(startup, "cuda_recorder", lambda: "records")
+
+
+def blocks(settings, loaded=Loaded):
+    block_bytes = 2 * MIB
+    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256)
+    return startup._num_blocks(settings, loaded, block_bytes, 0, taken)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("graphs", "left"), [(True, 80 * 0.9 - 1 - 16 - 2 - 3), (False, 53)])
+def test_the_cache_gets_all_but_what_steps_and_graphs_take(graphs, left):
+    assert blocks(EngineSettings(model="any", cuda_graphs=graphs)) == int(left * 512)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_nothing_is_measured_where_somebody_said_how_much(monkeypatch):
+    monkeypatch.setattr(Probe, "measure_decodes", None)
+    assert blocks(EngineSettings(model="any", num_blocks=7)) == 7
+    assert blocks(EngineSettings(model="any", cache_memory=1)) == 512
+
+
+def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model):
+    used, sizes = [1000 * MIB], []
+    own, shared = 2 * MIB, 500 * MIB
+
+    def record(work):
+        size = len(work())
+        used[0] += own + (shared if not sizes else 0)
+        sizes.append(size)
+        return lambda: None
+
+    parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
+    taken = parts.executor.measure_decodes(
+        max_num_seqs=256, max_model_len=128, record=record, free=lambda: GIB - used[0]
+    )
+    assert sizes == [256, 2]
+    assert taken == shared + own * len(ladder(256))

@@ -1,0 +1,215 @@
+"""An engine on the GPU's kernels: on a GPU, or else interpreted on CPU.
+
+As in tests/kernels/test_triton.py; without a GPU, test_triton_interpreted.py there
+runs these tests in a process of their own.
+"""
+
+import gc
+import os
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from octavo.engine import startup
+from octavo.engine.running.cuda_graphs import cuda_recorder
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from tests.engine.stepper import Stepper
+
+pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+OUTPUT_TOKENS = 5
+LENGTHS = (1, 7, 16, 40)
+
+if not INTERPRETED:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ]
+
+
+@pytest.fixture
+def engine(tiny_model, request):
+    """Makes an engine that runs a prompt of each length, some tokens of it a step."""
+    if INTERPRETED:
+        request.getfixturevalue("on_triton")
+
+    def make(*, ahead=False, **settings):
+        settings = {"compile": "off", "num_blocks": 64, "swap_space": 0.01} | settings
+        return Stepper(
+            build(
+                EngineSettings(
+                    model=str(tiny_model),
+                    dtype="float32",
+                    max_num_seqs=4,
+                    max_num_batched_tokens=24,
+                    **settings,
+                )
+            ),
+            ahead=ahead,
+        )
+
+    return make
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, 500, (sum(LENGTHS),), generator=generator).tolist()
+    ends = [sum(LENGTHS[:i]) for i in range(len(LENGTHS) + 1)]
+    return [tokens[begin:end] for begin, end in pairwise(ends)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        options = {"min_new_tokens": OUTPUT_TOKENS, "do_sample": False}
+        output = model.generate(ids, max_new_tokens=OUTPUT_TOKENS, **options)
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs
+
+
+def run(engine):
+    groups = [
+        engine.submit(prompt, OUTPUT_TOKENS, eos=[2], min_tokens=OUTPUT_TOKENS)
+        for prompt in prompts()
+    ]
+    engine.run()
+    mixed = [
+        {part.end - part.start == 1 for part in batch.slices} == {True, False}
+        for batch in engine.batches
+    ]
+    assert any(mixed), "no step had both decodes and a chunk of a prompt"
+    return [group.sequences[0].token_ids[group.sequences[0].num_prompt :] for group in groups]
+
+
+def test_greedy_tokens_are_those_of_transformers(engine, expected):
+    assert run(engine()) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a CPU compiles in another way: see test_jit.py")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_so_they_are_when_it_is_compiled(engine, expected, ahead):
+    compiled = engine(ahead=ahead, compile="auto")
+    assert compiled.parts.executor.compiled
+    assert run(compiled) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
+def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
+    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    recorded = engine()
+    assert recorded.parts.executor._decodes is not None
+    gc.collect()
+    torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # where freed memory was
+    assert run(recorded) == expected
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_blocks_that_were_swapped_are_as_they_were(engine, expected, ahead):
+    # Of 8 tokens each: too few for all at once.
+    short = {"num_blocks": 11, "block_size": 8, "preemption": "swap"}
+    assert run(engine(ahead=ahead, **short)) == expected
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels wait for everything")
+def test_the_host_never_waits_for_the_gpu_but_for_what_it_drew(engine):
+    ahead = engine(ahead=True)
+    ways = (
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "logit_bias": {7: 1.0}},
+        {"temperature": 1.0, "logprobs": 2},
+        {"temperature": 0.7, "top_k": 20, "min_tokens": 30, "eos": [2]},
+    )
+    for prompt, way in zip(prompts(), ways, strict=True):
+        ahead.submit(prompt, 40, **way)
+    while any(group.sequences[0].num_drawn < 5 for group in ahead.scheduler.groups()):
+        ahead.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            ahead.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ahead.run()
+
+
+def test_an_fp8_cache_takes_a_quarter_of_the_memory_and_gives_like_logits(engine):
+    wide, narrow = engine(), engine(kv_cache_dtype="fp8_e4m3")
+    assert narrow.parts.block_bytes * 4 == wide.parts.block_bytes
+    prompt = prompts()[-1][:20]
+    groups = [stepper.submit(prompt, 2, prompt_logprobs=1) for stepper in (wide, narrow)]
+    for stepper in (wide, narrow):
+        stepper.run()
+    ours, theirs = (
+        torch.tensor([found.logprob for found in group.prompt_logprobs]) for group in groups
+    )
+    assert (ours - theirs).abs().max() < 0.1
+    assert not torch.equal(ours, theirs)
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(engine):
+    params = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01}
+    together = engine()
+    groups = [
+        together.submit(prompt, OUTPUT_TOKENS, seed=seed, **params)
+        for seed, prompt in enumerate(prompts())
+    ]
+    together.submit(prompts()[0], OUTPUT_TOKENS, temperature=1.0)
+    together.run()
+    for seed, (prompt, group) in enumerate(zip(prompts(), groups, strict=True)):
+        alone = engine()
+        same = alone.submit(prompt, OUTPUT_TOKENS, seed=seed, **params)
+        alone.run()
+        assert same.sequences[0].token_ids == group.sequences[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory):
+    """Of SmolLM2-135M's shape, with random weights."""
+    path = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        rope_theta=100_000.0,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, so many layers take minutes")
+@pytest.mark.parametrize(
+    ("dtype", "mode", "allowed"),
+    [("float32", "off", 1e-3), ("float16", "off", 0.02), ("bfloat16", "auto", 0.1)],
+)
+def test_a_real_models_shape_gives_what_a_cpu_computes_in_float32(
+    large_model, dtype, mode, allowed
+):
+    settings = {"compile": mode, "num_blocks": 64, "swap_space": 0, "max_num_seqs": 4}
+    ours = Stepper(build(EngineSettings(model=str(large_model), dtype=dtype, **settings)))
+    model = AutoModelForCausalLM.from_pretrained(large_model, dtype=torch.float32)
+    prompt = torch.arange(3, 300, 2)
+    group = ours.submit(prompt.tolist(), OUTPUT_TOKENS, prompt_logprobs=1)
+    ours.run()
+    found = torch.tensor([entry.logprob for entry in group.prompt_logprobs])
+    with torch.inference_mode():
+        logprobs = model(prompt[None]).logits[0].log_softmax(-1)
+    expected = logprobs[:-1].gather(1, prompt[1:, None])[:, 0]
+    assert (found - expected).abs().max() < allowed
+    if dtype == "float32":
+        options = {"max_new_tokens": OUTPUT_TOKENS, "do_sample": False}
+        tokens = model.generate(prompt[None], **options)[0].tolist()
+        assert group.sequences[0].token_ids == tokens

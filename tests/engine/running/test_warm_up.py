@@ -1,0 +1,89 @@
+"""An engine that is ready has launched each variant of each kernel that requests may need.
+
+Triton compiles a variant when it is launched for the first time, for seconds. Which
+variant a launch is, Triton tells without a device; so here nothing is computed.
+"""
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from octavo.engine.models.checks.self_check import SelfCheck
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from tests.engine.stepper import Stepper
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreted: there are no variants", allow_module_level=True)
+
+
+KERNELS = {
+    "_paged_attention_kernel",
+    "merge_splits",
+    "_write_kv_kernel",
+    "_swap_blocks_kernel",
+    "_draw_tokens_kernel",
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The (kernel, variant) pairs that were launched, as on an H100; attention gives zeros."""
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    found = set()
+
+    def launch(kernel, *args, grid, warmup, **kwargs):
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, options = bind(*args, **kwargs)
+        found.add((kernel.fn.__name__, f"{specialization} {options}"))
+        if "out" in kwargs:
+            kwargs["out"].zero_()
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(SelfCheck, "run", lambda *_, **__: None)  # all would be zeros
+    return found
+
+
+@pytest.fixture(scope="module")
+def long_model(tiny_model, tmp_path_factory):
+    """A model of so much context that keys are shared out among programs.
+
+    Its heads are such that where a lone token's lie looks to Triton unlike others'.
+    """
+    path = tmp_path_factory.mktemp("long")
+    config = AutoConfig.from_pretrained(tiny_model, max_position_embeddings=2048, head_dim=40)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache_dtype):
+    settings = EngineSettings(
+        model=str(long_model),
+        kv_cache_dtype=kv_cache_dtype,
+        num_blocks=256,
+        block_size=8,
+        max_num_seqs=8,
+        swap_space=0.1,
+        preemption="swap",
+    )
+    engine = Stepper(build(settings))
+    ready = launched.copy()
+    assert {kernel for kernel, _ in ready} == KERNELS
+
+    # Alone, among others, too many for the cache, and with siblings that copy blocks.
+    for count in (1, 3, 8):
+        for i in range(count):
+            engine.submit([3 + i] * (1 + 151 * i), 3 + i, n=1 + i % 3, temperature=i % 3)
+        engine.run()
+    engine.submit([5] * 1990, 40)
+    engine.run()
+    assert any(batch.transfers.swap_in for batch in engine.batches)
+    assert any(batch.transfers.copies for batch in engine.batches)
+    assert launched == ready

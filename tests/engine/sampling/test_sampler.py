@@ -1,0 +1,247 @@
+"""The sampler draws from exactly the distribution that the contract names."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from octavo.engine.sampling import sampler
+from octavo.engine.sampling.random_numbers import uniforms
+from octavo.engine.sampling.sampler import Drawer
+from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.kernels.cpu.fallback_draws import CANDIDATES
+
+VOCAB = 2 * CANDIDATES
+DRAWS = 20_000
+PROMPT = (1, 2, 3)
+
+
+def drawer(output=(), *, index=0, min_tokens=0, eos=(), **params):
+    sampling = SamplingParams(**params)
+    request = Request(
+        0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos)
+    )
+    sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
+    return Drawer(SequenceGroup(request, [sequence]), sequence)
+
+
+def sample(logits, drawers):
+    return sampler.sample(logits, drawers).draws()
+
+
+def logits_of(seed, vocab=VOCAB, scale=2.0):
+    return torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def draw_many(logits, count=DRAWS, **params):
+    """Draws `count` times with as many seeds, in batches of mixed company."""
+    tokens = []
+    for seeds in (range(at, min(at + 500, count)) for at in range(0, count, 500)):
+        drawers = [drawer(seed=seed, **params) for seed in seeds]
+        tokens += [d.token_id for d in sample(logits.repeat(len(drawers), 1), drawers)]
+    return np.bincount(tokens, minlength=len(logits))
+
+
+def warped(logits, *warpers):
+    """The distribution that transformers' own warpers leave."""
+    scores = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None].clone())
+    return torch.softmax(scores[0].double(), -1).numpy()
+
+
+def assert_follows(counts, expected):
+    """Chi-square at 0.001, tokens of small expectation taken together."""
+    assert counts[expected == 0].sum() == 0, "a token that was cut off was drawn"
+    frequent = expected * counts.sum() >= 5
+    observed = np.append(counts[frequent], counts[~frequent].sum())
+    wanted = np.append(expected[frequent], expected[~frequent].sum())
+    wanted *= counts.sum() / wanted.sum()
+    keep = wanted > 0
+    result = stats.chisquare(
+        observed[keep], wanted[keep] * observed[keep].sum() / wanted[keep].sum()
+    )
+    assert result.pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+        ({"temperature": 1.5}, [TemperatureLogitsWarper(1.5)]),
+        ({"top_k": 20}, [TopKLogitsWarper(20)]),
+        ({"top_k": CANDIDATES + 50}, [TopKLogitsWarper(CANDIDATES + 50)]),
+        ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
+        ({"top_p": 0.9999}, [TopPLogitsWarper(0.9999)]),
+        ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
+        (
+            {"temperature": 0.9, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+            [
+                TemperatureLogitsWarper(0.9),
+                TopKLogitsWarper(50),
+                TopPLogitsWarper(0.9),
+                MinPLogitsWarper(0.02),
+            ],
+        ),
+        (
+            {"top_k": CANDIDATES + 100, "top_p": 0.98},
+            [TopKLogitsWarper(CANDIDATES + 100), TopPLogitsWarper(0.98)],
+        ),
+    ],
+    ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
+)
+def test_follows_the_exact_distribution(params, warpers):
+    logits = logits_of(0)
+    assert_follows(draw_many(logits, **params), warped(logits, *warpers))
+
+
+def test_a_flat_distribution_needs_the_whole_vocabulary():
+    logits = torch.zeros(VOCAB)
+    counts = draw_many(logits, top_p=0.9)
+    assert np.count_nonzero(counts) == pytest.approx(0.9 * VOCAB, abs=1)
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    top_k=st.integers(0, VOCAB),
+    top_p=st.floats(0.01, 1),
+    min_p=st.floats(0, 1),
+    temperature=st.floats(0.01, 100),
+    row=st.integers(0, 7),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_seed_gives_the_same_token_in_any_company(seed, top_k, top_p, min_p, temperature, row):
+    logits = torch.stack([logits_of(i) for i in range(8)])
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    others = itertools.cycle(
+        [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_p": 0.99999}, {"logprobs": 3}]
+    )
+    company = [drawer(seed=i, **next(others)) for i in range(8)]
+    company[row] = drawer(seed=seed, **params)
+    alone = sample(logits[row : row + 1].clone(), [company[row]])
+    together = sample(logits.clone(), company)
+    assert together[row].token_id == alone[0].token_id
+
+
+def test_draws_are_independent_across_positions_outputs_and_seeds():
+    grid = np.meshgrid(np.arange(40), np.arange(10), np.arange(50), indexing="ij")
+    draws = uniforms(*(axis.astype(np.uint64) for axis in grid))
+    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
+    for axis in range(3):
+        pairs = np.moveaxis(draws, axis, 0)
+        correlation = np.corrcoef(pairs[:-1].ravel(), pairs[1:].ravel())[0, 1]
+        assert abs(correlation) < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1001, 3 * 128, 32_000, 4 * 1024])
+def test_greedy_takes_the_lowest_of_the_greatest(vocab, dtype):
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0, [7, 9, vocab - 1]] = 9.0
+    logits[1, [vocab - 1, vocab - 3]] = 9.0
+    logits[2] = -3.0
+    expected = [row.tolist().index(row.max().item()) for row in logits]
+    draws = sample(logits, [drawer(temperature=0.0) for _ in expected])
+    assert [draw.token_id for draw in draws] == expected
+
+
+def test_repetition_penalty_is_transformers():
+    logits = logits_of(3)
+    ours = logits.clone()[None]
+    sample(ours, [drawer(output=(4, 5, 5), repetition_penalty=1.7, temperature=0.0)])
+    ids = torch.tensor([[*PROMPT, 4, 5, 5]])
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_presence_and_frequency_penalties_count_the_output_alone():
+    logits = torch.zeros(1, VOCAB)
+    sample(logits, [drawer(output=(4, 5, 5), presence_penalty=0.5, frequency_penalty=0.25)])
+    expected = torch.zeros(1, VOCAB)
+    expected[0, 4], expected[0, 5] = -0.75, -1.0
+    torch.testing.assert_close(logits, expected)
+
+
+def test_each_row_has_its_own_penalties():
+    logits = torch.stack([logits_of(seed) for seed in range(4)])
+    drawers = [
+        drawer(output=(4, 5, 5), repetition_penalty=1.7),
+        drawer(output=(4, 5, 5)),
+        drawer(output=(9, 9, 9, 8), frequency_penalty=0.5),
+        drawer(output=(), presence_penalty=-1.0, repetition_penalty=0.5),
+    ]
+    expected = logits.clone()
+    for i in (0, 3):
+        ids = torch.tensor([drawers[i].sequence.token_ids])
+        penalty = RepetitionPenaltyLogitsProcessor(drawers[i].params.repetition_penalty)
+        expected[i] = penalty(ids, expected[i : i + 1])
+    expected[2, 9] -= 1.5
+    expected[2, 8] -= 0.5
+    sample(logits, drawers)
+    torch.testing.assert_close(logits, expected)
+
+
+def test_bias_moves_a_token():
+    drawn = sample(torch.zeros(1, VOCAB), [drawer(temperature=0.0, logit_bias={11: 5.0})])
+    assert drawn[0].token_id == 11
+
+
+def test_stopping_tokens_wait_for_min_tokens():
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 50.0
+    early = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4,))
+    late = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4, 4))
+    assert sample(logits.clone(), [early])[0].token_id != 9
+    assert sample(logits.clone(), [late])[0].token_id == 9
+
+
+def test_logprobs_are_the_models_own():
+    logits = logits_of(5)
+    biased = drawer(logit_bias={3: 100.0}, temperature=0.3, logprobs=4)
+    drawn = sample(logits.clone()[None], [biased])[0]
+    own = torch.log_softmax(logits, -1)
+    assert drawn.token_id == 3
+    assert drawn.logprob.logprob == pytest.approx(own[3].item(), abs=1e-5)
+    values, ids = own.topk(4)
+    assert [token for token, _ in drawn.logprob.top] == ids.tolist()
+    assert [value for _, value in drawn.logprob.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_nothing_is_drawn_outside_the_vocabulary_even_from_nan():
+    logits = torch.full((3, VOCAB), torch.nan)
+    drawers = [drawer(), drawer(top_p=0.5), drawer(temperature=0.0)]
+    assert all(0 <= draw.token_id < VOCAB for draw in sample(logits, drawers))
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45])
+def test_the_smallest_temperature_is_greedy(params, temperature):
+    logits = logits_of(6).repeat(2, 1)
+    drawers = [drawer(temperature=temperature, seed=seed, **params) for seed in range(2)]
+    chosen = [draw.token_id for draw in sample(logits.clone(), drawers)]
+    assert chosen == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_the_smallest_repetition_penalty_takes_what_was_seen(params):
+    logits = torch.full((1, VOCAB), 1.0)
+    logits[0, [1, 2, 3]] = torch.tensor([-1.0, 5.0, -1.0])
+    drawn = sample(logits, [drawer(repetition_penalty=1e-40, **params)])
+    assert drawn[0].token_id == 2
+
+
+def test_the_smallest_top_p_is_greedy():
+    logits = logits_of(7)[None]
+    drawn = sample(logits.clone(), [drawer(top_p=1e-45)])
+    assert drawn[0].token_id == logits.argmax().item()

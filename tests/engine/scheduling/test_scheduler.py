@@ -1,0 +1,425 @@
+"""The scheduler's rules, over any mix of requests and any shortage of blocks."""
+
+import time
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from octavo.common.limits import Limits, fitting_output
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.pipeline import Pipeline
+from octavo.engine.running.pending_step import Launched
+from octavo.engine.scheduling.batch import Batch, Draw
+from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import UNKNOWN, GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+
+BLOCK_SIZE = 4
+
+
+def scheduler(
+    num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, scored=64, prefix_caching=True
+):
+    cache = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        num_swap_blocks=swap,
+        prefix_caching=prefix_caching,
+    )
+    return Scheduler(
+        cache,
+        PreemptionPolicy(mode),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+        max_scored_tokens=scored,
+    )
+
+
+def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), scored=False):
+    arrival = float(id_) / 1e3 if arrival is None else arrival
+    request = Request(
+        0,
+        str(id_),
+        tuple(prompt),
+        SamplingParams(n=n, prompt_logprobs=0 if scored else None),
+        max_tokens,
+        arrival,
+        priority=priority,
+        eos_token_ids=frozenset(eos),
+    )
+    sequences = [Sequence(100 * id_ + i, i, list(prompt), len(prompt)) for i in range(n)]
+    return SequenceGroup(request, sequences)
+
+
+class Memory:
+    """What blocks hold, token by token, as the executor would copy and write them."""
+
+    def __init__(self, engine):
+        self.pool = engine.cache.device
+        self.device = [[None] * BLOCK_SIZE for _ in range(self.pool.num_blocks)]
+        self.swap = [[None] * BLOCK_SIZE for _ in range(engine.cache.swap.num_blocks)]
+
+    def execute(self, batch, token_at):
+        moves = batch.transfers
+        for pairs, source, target in (
+            (moves.swap_out, self.device, self.swap),
+            (moves.swap_in, self.swap, self.device),
+            (moves.copies, self.device, self.device),
+        ):
+            for a, b in pairs:
+                target[b] = list(source[a])
+        for part in batch.slices:
+            self.assert_holds(part, part.start, token_at)
+        for part in batch.slices:
+            for position in range(part.start, part.end):
+                block = part.blocks[position // BLOCK_SIZE]
+                assert self.pool.references(block) == 1, "a shared block is written"
+                self.device[block][position % BLOCK_SIZE] = token_at(part.sequence, position)
+        for part in batch.slices:
+            self.assert_holds(part, part.end, token_at)
+
+    def assert_holds(self, part, count, token_at):
+        held = [token for block in part.blocks for token in self.device[block]]
+        own = [token_at(part.sequence, position) for position in range(count)]
+        assert held[:count] == own, "it reads another's tokens"
+
+
+class Machine:
+    """Stands for an executor: its draws are `choose`'s, its log-probabilities are positions."""
+
+    def __init__(self, choose=lambda sequence: 7, memory=None):
+        self.choose = choose
+        self.memory = memory
+
+    def launch(self, batch, *, after=None, launching=None):
+        drawn = {draw.sequence.id: draw.token_id for draw in after.drawn} if after else {}
+
+        def token_at(sequence, position):
+            token = sequence.token_ids[position]
+            return drawn[sequence.id] if token == UNKNOWN else token
+
+        if self.memory is not None:
+            self.memory.execute(batch, token_at)
+        draws = [(part.group, s) for part in batch.slices for s in part.samplers]
+        scores = {i: list(part.scored) for i, part in enumerate(batch.slices) if part.scored}
+        drawn = [Draw(group, s, self.choose(s)) for group, s in draws]
+        return Launched(drawn, prompt_logprobs=scores)
+
+
+def step(engine, choose=lambda sequence: 7, memory=None):
+    """A step by itself."""
+    batches = []
+    Pipeline(engine, Machine(choose, memory)).step(scheduled=batches.append)
+    engine.cache.check()
+    return batches[0] if batches else Batch()
+
+
+requests = st.lists(
+    st.tuples(
+        st.integers(1, 30),  # prompt tokens
+        st.integers(1, 20),  # output tokens
+        st.integers(1, 4),  # outputs
+        st.integers(-2, 2),  # priority
+        st.integers(0, 1),  # prompts' common token, so that prefixes are shared
+        st.integers(0, 3),  # steps before the next request comes
+        st.booleans(),  # the prompt is scored
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    requests=requests,
+    num_blocks=st.integers(8, 40),
+    swap=st.integers(0, 40),
+    mode=st.sampled_from(["auto", "swap", "recompute"]),
+    seqs=st.integers(4, 12),
+    batched=st.integers(12, 40),
+    scored=st.integers(1, 20),
+    prefix_caching=st.booleans(),
+    ahead=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_request_that_fits_is_finished(
+    requests, num_blocks, swap, mode, seqs, batched, scored, prefix_caching, ahead
+):
+    engine = scheduler(
+        num_blocks,
+        swap=swap,
+        mode=mode,
+        seqs=seqs,
+        batched=batched,
+        scored=scored,
+        prefix_caching=prefix_caching,
+    )
+    limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
+    pipeline = Pipeline(engine, Machine(), ahead=ahead)
+    groups = []
+    for prompt, output, n, priority, token, pause, score in requests:
+        if output > fitting_output(prompt, n, limits):
+            continue
+        tokens = [token] * prompt
+        groups.append(group(len(groups), tokens, output, n=n, priority=priority, scored=score))
+        engine.submit(groups[-1])
+        for _ in range(pause):
+            checked_step(engine, pipeline)
+    for _ in range(3000):
+        if engine.idle and not pipeline.running:
+            break
+        checked_step(engine, pipeline)
+    assert engine.idle, "requests are stuck"
+    engine.cache.check_idle()
+    event(f"preemptions by swap: {engine.counters.preemptions_swap > 0}")
+    event(f"preemptions by recompute: {engine.counters.preemptions_recompute > 0}")
+    for done in groups:
+        assert done.state is GroupState.FINISHED
+        for sequence in done.sequences:
+            assert sequence.finish_reason is FinishReason.LENGTH
+            assert sequence.num_output == done.request.max_tokens
+        if done.request.sampling.prompt_logprobs is not None:
+            assert done.prompt_logprobs == list(range(len(done.request.prompt) - 1))
+
+
+@given(
+    requests=requests,
+    ends=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 11), st.none() | st.integers(0, 3)),
+        max_size=12,
+    ),  # step, request and output, or all of its outputs
+    eos_every=st.integers(2, 30),
+    num_blocks=st.integers(8, 30),
+    swap=st.integers(0, 30),
+    mode=st.sampled_from(["swap", "recompute"]),
+    batched=st.integers(8, 24),
+    prefix_caching=st.booleans(),
+    ahead=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_outputs_that_end_at_any_moment_leave_the_others_whole(
+    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching, ahead
+):
+    engine = scheduler(
+        num_blocks, swap=swap, mode=mode, batched=batched, prefix_caching=prefix_caching
+    )
+    limits = Limits(10**6, 500, 8, BLOCK_SIZE, num_blocks, beam_search=False)
+    coming, groups = [], []
+    for prompt, tokens, n, priority, token, _, score in requests:
+        if tokens <= fitting_output(prompt, n, limits):
+            number = len(coming)
+            # Tokens that tell places and, behind a common front, requests apart.
+            tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
+            coming.append(
+                group(number, tail, tokens, n=n, priority=priority, eos={9}, scored=score)
+            )
+
+    def choose(sequence):
+        number = sequence.id + 7 * sequence.num_output
+        return 9 if number % eos_every == 0 else 100 + number % 5
+
+    pipeline = Pipeline(engine, Machine(choose, Memory(engine)), ahead=ahead)
+    for now in range(3000):
+        if coming and now % 3 == 0:
+            groups.append(coming.pop(0))
+            engine.submit(groups[-1])
+        for when, number, index in ends:
+            if when == now and number < len(groups):
+                for sequence in groups[number].live:
+                    if index in {None, sequence.index}:
+                        engine.finish(groups[number], sequence, FinishReason.ABORTED)
+                        engine.cache.check()
+        if not coming and engine.idle and not pipeline.running:
+            break
+        checked_step(engine, pipeline)
+    assert engine.idle, "requests are stuck"
+    engine.cache.check_idle()
+    for done in groups:
+        assert done.state is GroupState.FINISHED
+        for sequence in done.sequences:
+            output = sequence.token_ids[sequence.num_prompt :]
+            assert UNKNOWN not in output
+            full = len(output) == done.request.max_tokens
+            assert 9 not in output[:-1], "it went on past its end"
+            assert sequence.finish_reason in {
+                FinishReason.ABORTED,
+                FinishReason.EOS if output[-1:] == [9] else FinishReason.LENGTH if full else None,
+            }
+
+
+def checked_step(engine, pipeline):
+    before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
+    batches = []
+
+    def check(batch):
+        batches.append(batch)
+        assert sum(len(part.scored) for part in batch.slices) <= engine.max_scored_tokens
+
+    done = pipeline.step(scheduled=check)
+    engine.cache.check()
+    assert batches or done or engine.idle, "a step did nothing though there was work"
+    batch = batches[0] if batches else Batch()
+    assert batch.num_tokens <= engine.max_num_batched_tokens
+    assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
+    for part in batch.slices:
+        assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
+        for sequence in part.samplers:
+            known = before[id(part.group)][sequence.index]
+            in_vain = sequence.finish_reason is not None and done.batch is not batch
+            assert sequence.num_tokens == known + (not in_vain)
+
+
+def test_decodes_come_first_and_prefill_takes_what_is_left():
+    engine = scheduler(64, batched=16)
+    engine.submit(group(0, range(4)))
+    engine.submit(group(1, range(100, 140)))
+    first = step(engine)
+    assert [(part.start, part.end) for part in first.slices] == [(0, 4), (0, 12)]
+    second = step(engine)
+    assert [(part.start, part.end) for part in second.slices] == [(4, 5), (12, 27)]
+
+
+def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
+    engine = scheduler(64, batched=64, scored=8)
+    for i in range(2):
+        engine.submit(group(i, range(100 * i, 100 * i + 12), scored=True))
+    engine.submit(group(2, range(500, 512)))
+    spans = [[(p.group.request.request_id, p.start, p.end) for p in step(engine).slices]]
+    assert spans[0] == [("0", 0, 8), ("2", 0, 12)]
+    spans.append([(p.group.request.request_id, p.start, p.end) for p in step(engine).slices])
+    assert spans[1] == [("0", 8, 12), ("1", 0, 5), ("2", 12, 13)]
+
+
+def test_the_newest_group_of_the_lowest_priority_is_preempted():
+    engine = scheduler(9, mode="recompute", batched=32, prefix_caching=False)
+    urgent = group(2, range(8), 8, priority=1)
+    old, new = group(0, range(8), 8), group(1, range(8), 8)
+    for each in (old, new, urgent):
+        engine.submit(each)
+    while not engine.counters.preemptions_recompute:
+        step(engine)
+    assert (urgent.state, old.state, new.state) == (
+        GroupState.RUNNING,
+        GroupState.RUNNING,
+        GroupState.WAITING,
+    )
+
+
+def test_without_swap_space_groups_are_recomputed_and_that_is_counted():
+    engine = scheduler(6, swap=1, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 8))
+    while not engine.idle:
+        step(engine)
+    assert engine.counters.preemptions_swap == 0
+    assert engine.counters.swap_space_full == engine.counters.preemptions_recompute > 0
+
+
+def test_swapped_groups_come_back_before_new_ones_start():
+    engine = scheduler(6, swap=16, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 12))
+    while not engine.swapped:
+        step(engine)
+    newcomer = group(2, range(2), 1)
+    engine.submit(newcomer)
+    swapped = engine.swapped[0]
+    while not newcomer.started:
+        step(engine)
+    assert swapped.state in {GroupState.RUNNING, GroupState.FINISHED}
+    assert engine.counters.swap_ins == 1
+
+
+def test_priority_goes_first_but_what_waited_goes_before_anything_new():
+    now = time.monotonic()
+    waited = group(0, [1], arrival=now - 25)
+    urgent = group(1, [1], arrival=now, priority=2)
+    mild = group(2, [1], arrival=now, priority=1)
+    assert sorted([mild, urgent, waited], key=lambda g: g.order) == [waited, urgent, mild]
+
+
+def test_a_lead_that_ends_in_its_prefill_leaves_the_others_running():
+    engine = scheduler(32, batched=8)
+    shared = group(0, range(20), 3, n=3)
+    engine.submit(shared)
+    step(engine)
+    engine.finish(shared, shared.sequences[0], FinishReason.ABORTED)
+    engine.cache.check()
+    while not engine.idle:
+        step(engine)
+    assert [s.num_output for s in shared.sequences] == [0, 3, 3]
+    engine.cache.check_idle()
+
+
+@pytest.mark.parametrize(("blocks", "tokens", "swaps"), [(10, 10, True), (1000, 10, False)])
+def test_auto_takes_the_cheaper_way(blocks, tokens, swaps):
+    policy = PreemptionPolicy("auto")
+    assert policy.prefers_swap(blocks=blocks, tokens=tokens)
+    policy.observe_transfer(10, 0.010)
+    policy.observe_prefill(100, 0.200)
+    assert policy.prefers_swap(blocks=blocks, tokens=tokens) is swaps
+
+
+def crowd(count=40):
+    """Groups of several outputs whose prompts take more than a step, all there at once."""
+    return [
+        group(i, [100 + i, *range(200, 211 + 7 * (i % 4))], 12 + 5 * (i % 3), n=2 + i % 3)
+        for i in range(count)
+    ]
+
+
+def serve(engine, groups):
+    """Serves all to the end; returns steps, tokens computed and tokens drawn."""
+    steps = computed = drawn = 0
+    memory = Memory(engine)
+    for each in groups:
+        engine.submit(each)
+    while not engine.idle:
+        before = sum(s.num_output for each in groups for s in each.sequences)
+        batch = step(engine, lambda s: 300 + s.id % 7, memory)
+        after = sum(s.num_output for each in groups for s in each.sequences)
+        assert batch, "a step did nothing though there was work"
+        steps, computed, drawn = steps + 1, computed + batch.num_tokens, drawn + after - before
+        assert steps < 5000, "requests are stuck"
+    engine.cache.check_idle()
+    assert all(len(each.live) == 0 for each in groups)
+    return steps, computed, drawn
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("swap", [1, 6, 12, 24])
+def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):
+    """Others stalled or gave up where groups of n >= 2 filled it: vLLM #546, #787, #5578."""
+
+    def busy(mode, swap):
+        return scheduler(
+            48, swap=swap, mode=mode, seqs=24, batched=24, prefix_caching=prefix_caching
+        )
+
+    recomputing, swapping = busy("recompute", 0), busy("swap", swap)
+    steps, computed, drawn = serve(recomputing, crowd())
+    steps_full, computed_full, drawn_full = serve(swapping, crowd())
+    assert recomputing.counters.preemptions_recompute > 10
+    assert swapping.counters.swap_space_full > 0
+    assert drawn_full == drawn == sum(g.request.max_tokens * len(g.sequences) for g in crowd())
+    assert drawn_full / steps_full >= 0.8 * drawn / steps
+    assert computed_full <= 1.2 * computed
+
+
+def test_a_group_cancelled_while_swapped_out_leaves_nothing():
+    engine = scheduler(6, swap=16, mode="swap", prefix_caching=False)
+    for i in range(2):
+        engine.submit(group(i, range(8), 12))
+    while not engine.swapped:
+        step(engine)
+    (cancelled,) = engine.swapped
+    assert engine.cache.stats.used_swap_blocks > 0
+    for sequence in cancelled.live:
+        engine.finish(cancelled, sequence, FinishReason.ABORTED)
+    assert cancelled.state is GroupState.FINISHED
+    assert not engine.swapped
+    assert engine.cache.stats.used_swap_blocks == 0
+    while not engine.idle:
+        step(engine)
+    engine.cache.check_idle()

@@ -1,0 +1,130 @@
+from dataclasses import dataclass, field
+
+import pytest
+
+from octavo.common.prefix import reusable_keys, short_key
+from octavo.router.balancing import LeastLoaded, PrefixAware, RoundRobin
+from octavo.router.balancing.policy import has_room, headroom
+from octavo.router.balancing.prefix_aware import SEQUENCE_TOKENS
+from octavo.router.balancing.prefixes import MAX_EXPECTED, Prefixes
+from octavo.router.balancing.prompt import Prompt
+from octavo.v1 import engine_pb2
+
+BLOCK = 16
+
+
+@dataclass(eq=False)
+class Replica:
+    max_num_seqs: int = 8
+    sequences: int = 0
+    load: engine_pb2.Load = field(default_factory=engine_pb2.Load)
+    prefixes: Prefixes = field(default_factory=Prefixes)
+
+    def cached_tokens(self, prompt):
+        return self.prefixes.match(prompt.keys(BLOCK)) * BLOCK
+
+    def expect(self, prompt):
+        self.prefixes.expect(prompt.keys(BLOCK))
+
+
+@dataclass(frozen=True)
+class Demand:
+    sequences: int = 1
+    model: str = "m"
+    prompt: Prompt | None = None
+
+
+def choose(policy, *replicas, **fields):
+    chosen = policy.choose(replicas, Demand(**fields))
+    if chosen is not None:
+        chosen.sequences += 1
+    return chosen
+
+
+def test_least_loaded_by_sequences_then_blocks():
+    a, b = Replica(sequences=2), Replica(sequences=1)
+    assert choose(LeastLoaded(), a, b) is b
+    a, b = Replica(), Replica()
+    a.load = engine_pb2.Load(total_blocks=10, free_blocks=2)
+    b.load = engine_pb2.Load(total_blocks=10, free_blocks=1, cached_blocks=5)
+    assert choose(LeastLoaded(), a, b) is b
+
+
+def test_what_other_routers_gave_counts():
+    a, b = Replica(), Replica(sequences=1)
+    a.load = engine_pb2.Load(running=3, waiting=1)
+    assert choose(LeastLoaded(), a, b) is b
+
+
+def test_bigger_engines_take_more():
+    a, b = Replica(4, sequences=2), Replica(16, sequences=4)
+    assert choose(LeastLoaded(), a, b) is b
+
+
+def test_room_has_headroom_and_an_idle_engine_takes_anything():
+    assert has_room(Replica(8), 100)
+    busy = Replica(8, sequences=8)
+    assert has_room(busy, headroom(8))
+    assert not has_room(busy, headroom(8) + 1)
+
+
+@pytest.mark.parametrize("policy", [LeastLoaded, PrefixAware, RoundRobin])
+def test_no_policy_fills_a_full_engine(policy):
+    policy = policy()
+    full, free = Replica(8, sequences=9), Replica(8, sequences=7)
+    prompt = Prompt(range(100))
+    full.expect(prompt)
+    assert choose(policy, full, free, prompt=prompt) is free
+    assert choose(policy, full, sequences=8) is None
+    assert choose(policy) is None
+
+
+def test_round_robin_takes_turns_in_each_model():
+    policy = RoundRobin()
+    a, b, c = Replica(), Replica(), Replica()
+    d, e = Replica(), Replica()
+    turns = []
+    for _ in range(4):
+        turns.append(choose(policy, a, b, c, model="m"))
+        turns.append(choose(policy, d, e, model="n"))
+    assert turns == [a, d, b, e, c, d, a, e]
+
+
+def test_a_prefix_stays_with_its_engine():
+    policy = PrefixAware()
+    a, b = Replica(128), Replica(128)
+    prompts = [Prompt([i] * 200 + list(range(50))) for i in range(6)]
+    first = [choose(policy, a, b, prompt=prompt) for prompt in prompts]
+    assert first.count(a) == first.count(b) == 3
+    again = [Prompt([i] * 200 + list(range(50, 100))) for i in range(6)]
+    assert [choose(policy, a, b, prompt=prompt) for prompt in again] == first
+
+
+def test_a_hot_prefix_spreads_when_that_costs_less_than_waiting():
+    policy = PrefixAware()
+    a, b = Replica(128), Replica(128)
+    prefix = [7] * 320
+    given = [choose(policy, a, b, prompt=Prompt([*prefix, i])) for i in range(100)]
+    ahead = given.index(b if given[0] is a else a)
+    assert ahead == pytest.approx(320 / SEQUENCE_TOKENS, abs=1)
+    assert abs(given.count(a) - given.count(b)) <= ahead
+
+
+def test_what_engines_report_is_believed():
+    a, b = Replica(), Replica()
+    prompt = Prompt(range(100), "salt")
+    keys = [short_key(key) for key in reusable_keys(range(100), BLOCK, "salt")]
+    b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[:4]))
+    assert b.cached_tokens(prompt) == 4 * BLOCK
+    assert b.cached_tokens(Prompt(range(100))) == 0
+    assert choose(PrefixAware(), a, b, prompt=prompt) is b
+    assert b.cached_tokens(prompt) == 6 * BLOCK  # it is about to have the rest
+    b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[4:], evicted=keys[1:2]))
+    assert b.cached_tokens(prompt) == BLOCK
+
+
+def test_expectations_that_do_not_come_true_are_bounded():
+    prefixes = Prefixes()
+    prefixes.expect(range(MAX_EXPECTED + 10))
+    assert prefixes.match([10]) == 1
+    assert prefixes.match([9]) == 0

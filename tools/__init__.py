@@ -1,0 +1,1 @@
+"""Generators of documents and dashboards. Not part of the wheel."""
