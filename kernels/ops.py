@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.draws import Draws
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -79,7 +79,7 @@ class _Backend(Protocol):
 
     def argmax(self, rows: Tensor) -> Tensor: ...
 
-    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
+    def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor: ...
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores: ...
 
@@ -341,7 +341,7 @@ def argmax(rows: Tensor) -> Tensor:
     return _backend(rows.device.type).argmax(rows)
 
 
-def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Draws a token from each row.
 
     Of a row, divided by its temperature, softmax gives probabilities. Top-k keeps so many
@@ -354,13 +354,13 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
 
     Args:
         logits: `[n, vocab_size]`. Minus infinity is impossible.
-        draws: how to draw from each row. Temperature 0 takes the most likely token, the
+        sampling: how to draw from each row. Temperature 0 takes the most likely token, the
             lowest id on a tie.
 
     Returns:
         Tensor: `[n]` int64, from the vocabulary, even where logits are not numbers.
     """
-    return _backend(logits.device.type).draw_tokens(logits, draws)
+    return _backend(logits.device.type).draw_tokens(logits, sampling)
 
 
 def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:

@@ -7,8 +7,8 @@ time, any shape and any device. What arguments are, `octavo.kernels.ops` says.
 import torch
 from torch import Tensor
 
-from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 
 def write_kv(
@@ -145,19 +145,19 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
         destination[to_block] = source[from_block]
 
 
-def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`.
 
     Sorts the whole vocabulary and computes in float64.
     """
     tokens = []
-    for row, temperature, top_k, top_p, min_p, uniform in zip(logits, *draws, strict=True):
+    for row, temperature, top_k, top_p, min_p, uniform in zip(logits, *sampling, strict=True):
         below = (row - row.max()).double()
         if temperature == 0.0:
             tokens.append(int(below.argmax()))
             continue
         weights, ids = (
-            (below / max(temperature, LEAST_TEMPERATURE)).exp().sort(descending=True, stable=True)
+            (below / max(temperature, MIN_TEMPERATURE)).exp().sort(descending=True, stable=True)
         )
         weights = weights[: int(top_k) or None]
         before = weights.cumsum(0) - weights

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.timing import Timer
 from octavo.kernels import ops
-from octavo.kernels.draws import Draws
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 ROWS, VOCAB_SIZE = 64, 128_256  # of Llama 3
 SPREAD = 2.5
@@ -49,8 +49,8 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
     return found
 
 
-def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Draws:
-    return Draws(
+def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingTensors:
+    return SamplingTensors(
         temperatures=np.full(rows, 0.8),
         top_k=np.full(rows, top_k),
         top_p=np.full(rows, top_p),
@@ -59,7 +59,7 @@ def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0)
     )
 
 
-def draw_by_sorting(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def draw_by_sorting(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
     """Draw a token from each row by a full sort; see `octavo.kernels.ops.draw_tokens`."""
     temperature, top_k, top_p, min_p, uniform = (
         torch.from_numpy(column).to(logits.device)[:, None] for column in draws

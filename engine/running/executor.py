@@ -27,9 +27,9 @@ from octavo.engine.sampling.sampler import (
 )
 from octavo.engine.scheduling.batch import Batch, Draw, StepResult
 from octavo.engine.scheduling.sequence import TokenLogprob
-from octavo.kernels.draws import Draws
 from octavo.kernels.host import to_device
 from octavo.kernels.ops import draw_tokens, plan_attention
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
 """Rows of prompt logits turned into log-probabilities at a time."""
@@ -164,7 +164,8 @@ class Executor:
             )
             logits = self._forward(inputs).float()
             draw_tokens(
-                logits, Draws.greedy(len(logits))._replace(temperatures=np.ones(len(logits)))
+                logits,
+                SamplingTensors.greedy(len(logits))._replace(temperatures=np.ones(len(logits))),
             )
         if len(self.cache.device) > 1:
             self.cache.apply(Transfers(copies=[(0, 1)]))

@@ -17,9 +17,9 @@ from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, Draw
 from octavo.engine.scheduling.request import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.kernels.draws import Draws
 from octavo.kernels.host import Arriving, to_device
 from octavo.kernels.ops import argmax, draw_tokens, score_tokens
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 
 class Drawer(NamedTuple):
@@ -244,7 +244,7 @@ def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
         logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
 
 
-def _draws(drawers: Rows[Drawer]) -> Draws:
+def _draws(drawers: Rows[Drawer]) -> SamplingTensors:
     """How to draw for each, with the uniform number that is its own."""
     params = [drawer.params for drawer in drawers]
     keys = (
@@ -252,7 +252,7 @@ def _draws(drawers: Rows[Drawer]) -> Draws:
         [d.sequence.index for d in drawers],
         [d.sequence.num_output for d in drawers],
     )
-    return Draws(
+    return SamplingTensors(
         temperatures=np.array([p.temperature for p in params]),
         top_k=np.array([p.top_k for p in params], np.int64),
         top_p=np.array([p.top_p for p in params]),

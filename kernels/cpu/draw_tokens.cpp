@@ -6,7 +6,7 @@
 namespace {
 
 constexpr float kSlack = 0.99f;  // for rounding
-constexpr double kLeastTemperature = 1e-30;  // LEAST_TEMPERATURE in kernels/draws.py
+constexpr double kMinTemperature = 1e-30;  // MIN_TEMPERATURE in kernels/sampling_tensors.py
 
 // Cuts candidates, whose least likely may have been cut already, by their weight.
 Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut before) {
@@ -90,7 +90,8 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
 
 }  // namespace
 
-// A token for each row. Arrays have a number for each; see Draws in kernels/draws.py.
+// A token for each row. Arrays have one number per row; see SamplingTensors in
+// kernels/sampling_tensors.py.
 extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_t stride,
                                    int64_t size, const double* temperatures,
                                    const int64_t* top_k, const double* top_p,
@@ -99,7 +100,7 @@ extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_
 #pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
     const bool greedy = temperatures[i] == 0;  // the first of the most likely
-    const double temperature = greedy ? 1 : std::max(temperatures[i], kLeastTemperature);
+    const double temperature = greedy ? 1 : std::max(temperatures[i], kMinTemperature);
     const Row row(logits + i * stride, size, 1 / temperature);
     const int64_t token =
         draw(row, greedy ? 1 : top_k[i], greedy ? 1 : top_p[i], min_p[i], uniforms[i]);

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.kernels.cpu.fallback import argmax
-from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
+from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 CANDIDATES = 256
 """Most likely tokens that truncation looks at first; seldom does it need more."""
@@ -18,11 +18,11 @@ WIDENING = 8
 """How many times as many it looks at where they do not do."""
 
 
-def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
     logits = logits.float()
-    greedy = draws.temperatures == 0
-    truncated = ~greedy & ((draws.top_k > 0) | (draws.top_p < 1) | (draws.min_p > 0))
+    greedy = sampling.temperatures == 0
+    truncated = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for wanted, draw in (
         (greedy, lambda part, _: argmax(part)),
@@ -32,30 +32,30 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
         (rows,) = np.nonzero(wanted)
         if len(rows):
             part = logits if len(rows) == len(logits) else logits[rows]
-            tokens[rows] = draw(part, draws.of(rows))
+            tokens[rows] = draw(part, sampling.select(rows))
     return tokens
 
 
-def _draw(logits: Tensor, draws: Draws) -> Tensor:
+def _draw(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """From the whole distribution."""
-    return _invert(torch.softmax(_temper(logits, draws), dim=-1), _uniforms(draws))
+    return _invert(torch.softmax(_temper(logits, sampling), dim=-1), _uniforms(sampling))
 
 
-def _temper(logits: Tensor, draws: Draws) -> Tensor:
+def _temper(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Logits by temperature, the most likely token's at 0: no temperature is too small."""
     below = logits - logits.amax(dim=-1, keepdim=True)
-    return below / _column(logits, draws.temperatures.clip(min=LEAST_TEMPERATURE))
+    return below / _column(logits, sampling.temperatures.clip(min=MIN_TEMPERATURE))
 
 
-def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
+def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """From what top-k, top-p and min-p leave, without sorting more than that needs."""
-    scaled = _temper(logits, draws)
+    scaled = _temper(logits, sampling)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     rows = np.arange(len(logits))
     width = CANDIDATES
     while len(rows):
         width = min(width, logits.shape[1])
-        part = draws.of(rows)
+        part = sampling.select(rows)
         kept, ids, enough = _truncate(scaled[rows], part, width)
         tokens[rows] = _invert_in_order(kept, ids, part, logits.shape[1])
         rows = rows[~enough.numpy()]
@@ -63,17 +63,21 @@ def _draw_truncated(logits: Tensor, draws: Draws) -> Tensor:
     return tokens
 
 
-def _invert_in_order(weights: Tensor, ids: Tensor, draws: Draws, vocab_size: int) -> Tensor:
+def _invert_in_order(
+    weights: Tensor, ids: Tensor, sampling: SamplingTensors, vocab_size: int
+) -> Tensor:
     """As `_invert`, in the order of `ids`: whose ranks a rounding swaps keep their places."""
     if ids.shape[1] > CANDIDATES:
         spread = weights.new_zeros((len(weights), vocab_size)).scatter_(1, ids, weights)
-        return _invert(spread, _uniforms(draws))
+        return _invert(spread, _uniforms(sampling))
     ids, order = ids.sort(dim=-1)
-    place = _invert(weights.gather(1, order), _uniforms(draws))
+    place = _invert(weights.gather(1, order), _uniforms(sampling))
     return ids.gather(1, place[:, None])[:, 0]
 
 
-def _truncate(scaled: Tensor, draws: Draws, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _truncate(
+    scaled: Tensor, sampling: SamplingTensors, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of each row's `width` most likely tokens, 0 where they are cut off.
 
     Returns:
@@ -81,8 +85,8 @@ def _truncate(scaled: Tensor, draws: Draws, width: int) -> tuple[Tensor, Tensor,
         whether the cut fell within `width`, so that no token is missing.
     """
     vocab_size = scaled.shape[1]
-    top_k = _column(scaled, np.where(draws.top_k > 0, draws.top_k, vocab_size))
-    top_p, min_p = _column(scaled, draws.top_p), _column(scaled, draws.min_p)
+    top_k = _column(scaled, np.where(sampling.top_k > 0, sampling.top_k, vocab_size))
+    top_p, min_p = _column(scaled, sampling.top_p), _column(scaled, sampling.min_p)
     values, ids = scaled.topk(width, dim=-1)
     within_k = torch.arange(width) < top_k
     weights = torch.exp(values - values[:, :1]) * within_k
@@ -104,8 +108,8 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     return place.clamp_(max=weights.shape[1] - 1)
 
 
-def _uniforms(draws: Draws) -> Tensor:
-    return torch.from_numpy(draws.uniforms)
+def _uniforms(sampling: SamplingTensors) -> Tensor:
+    return torch.from_numpy(sampling.uniforms)
 
 
 def _column(like: Tensor, values: NDArray[np.generic]) -> Tensor:

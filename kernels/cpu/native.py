@@ -25,8 +25,8 @@ from torch import Tensor
 
 from octavo.kernels.cpu.build import load_library
 from octavo.kernels.cpu.linear import LinearKernels
-from octavo.kernels.draws import Draws
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -402,13 +402,13 @@ class NativeKernels:
         )
         return places
 
-    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor:
+    def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         tokens = torch.empty(count, dtype=torch.int64)
         kinds = np.float64, np.int64, np.float64, np.float64, np.float64
-        numbers = list(map(np.ascontiguousarray, draws, kinds))
+        numbers = list(map(np.ascontiguousarray, sampling, kinds))
         self._draw(
             *(logits.data_ptr(), count, logits.stride(0), columns),
             *(column.ctypes.data for column in numbers),

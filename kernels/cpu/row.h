@@ -42,8 +42,8 @@ inline const Ints kLane = number_lanes();
 // no number next to nothing.
 class Row {
  public:
-  Row(const float* logits, int64_t size, float coldness)
-      : logits_(logits), size_(size), scale_(coldness * kLog2E) {
+  Row(const float* logits, int64_t size, float inv_temperature)
+      : logits_(logits), size_(size), scale_(inv_temperature * kLog2E) {
     Floats most = broadcast(kImpossible);
     for (int64_t i = 0; i < vectors(); i++) most = max(most, at(i));
     greatest_ = reduce_max(most);

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.draws import LEAST_TEMPERATURE, Draws
 from octavo.kernels.host import to_device
+from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 _TILE = 4096  # tokens that a program looks at together
 _WARPS = 32  # rows are few: one program is to keep a multiprocessor busy
@@ -27,7 +27,7 @@ _INFINITY = 0x7F800000  # its bits
 
 @triton.jit
 def _look(  # noqa: PLR0917
-    row, first, vocab_size, greatest, coldness, TILE: tl.constexpr
+    row, first, vocab_size, greatest, inv_temperature, TILE: tl.constexpr
 ):
     """A tile's tokens, and their distances as numbers and as integers.
 
@@ -35,7 +35,7 @@ def _look(  # noqa: PLR0917
     """
     token = first + tl.arange(0, TILE)
     logit = tl.load(row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
-    distance = (greatest - logit) * coldness
+    distance = (greatest - logit) * inv_temperature
     distance = tl.abs(tl.where(distance >= 0, distance, float("inf")))  # -0 is 0
     return token, distance, distance.to(tl.int32, bitcast=True)
 
@@ -45,7 +45,7 @@ def _narrow(  # noqa: PLR0917
     row,
     vocab_size,
     greatest,
-    coldness,
+    inv_temperature,
     target,
     furthest,
     BY_WEIGHT: tl.constexpr,
@@ -68,7 +68,7 @@ def _narrow(  # noqa: PLR0917
         to_mid = tl.zeros((TILE,), tl.float32)
         to_high = tl.zeros((TILE,), tl.float32)
         for first in range(0, vocab_size, TILE):
-            token, distance, bits = _look(row, first, vocab_size, greatest, coldness, TILE)
+            token, distance, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
             measure = tl.exp(-distance) if BY_WEIGHT else (token < vocab_size).to(tl.float32)
             to_low += tl.where(bits <= low, measure, 0.0)
             to_mid += tl.where(bits <= mid, measure, 0.0)
@@ -89,12 +89,12 @@ def _narrow(  # noqa: PLR0917
 
 @triton.jit
 def _weigh_nearer(  # noqa: PLR0917
-    row, vocab_size, greatest, coldness, cut, TILE: tl.constexpr
+    row, vocab_size, greatest, inv_temperature, cut, TILE: tl.constexpr
 ):
     """The weight of all tokens that are nearer than `cut`."""
     sums = tl.zeros((TILE,), tl.float32)
     for first in range(0, vocab_size, TILE):
-        _, distance, bits = _look(row, first, vocab_size, greatest, coldness, TILE)
+        _, distance, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
         sums += tl.where(bits < cut, tl.exp(-distance), 0.0)
     return tl.sum(sums, axis=0)
 
@@ -104,7 +104,7 @@ def _cut(  # noqa: PLR0917
     row,
     vocab_size,
     greatest,
-    coldness,
+    inv_temperature,
     top_k,
     top_p,
     TILE: tl.constexpr,
@@ -118,13 +118,15 @@ def _cut(  # noqa: PLR0917
     cut = tl.full((), INFINITY, tl.int32)
     spare = tl.full((), 0.0, tl.float32) + vocab_size
     if (top_k > 0) & (top_k < vocab_size):
-        cut, nearer = _narrow(row, vocab_size, greatest, coldness, top_k, cut, False, TILE)
+        cut, nearer = _narrow(row, vocab_size, greatest, inv_temperature, top_k, cut, False, TILE)
         spare = top_k - nearer
     if top_p < 1:
-        total = _weigh_nearer(row, vocab_size, greatest, coldness, cut, TILE)
+        total = _weigh_nearer(row, vocab_size, greatest, inv_temperature, cut, TILE)
         total += spare * tl.exp(-cut.to(tl.float32, bitcast=True))
         target = top_p * total
-        within, nearer = _narrow(row, vocab_size, greatest, coldness, target, cut, True, TILE)
+        within, nearer = _narrow(
+            row, vocab_size, greatest, inv_temperature, target, cut, True, TILE
+        )
         # As many as it takes to reach the target, one at least. (1e-38 would be no normal
         # float32, and Triton 3.6 takes such a constant for a float64.)
         weight = tl.exp(-within.to(tl.float32, bitcast=True))
@@ -136,17 +138,17 @@ def _cut(  # noqa: PLR0917
 
 @triton.jit
 def _end_of_ties(  # noqa: PLR0917
-    row, vocab_size, greatest, coldness, cut, spare, TILE: tl.constexpr
+    row, vocab_size, greatest, inv_temperature, cut, spare, TILE: tl.constexpr
 ):
     """One past the last of the first `spare` tokens that are exactly as far as `cut`."""
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float32)
-    token, _, bits = _look(row, first, vocab_size, greatest, coldness, TILE)
+    token, _, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
     here = tl.sum((bits == cut).to(tl.float32), axis=0)
     while (before + here < spare) & (first + TILE < vocab_size):
         before += here
         first += TILE
-        token, _, bits = _look(row, first, vocab_size, greatest, coldness, TILE)
+        token, _, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
         here = tl.sum((bits == cut).to(tl.float32), axis=0)
     tied = bits == cut
     enough = before + tl.cumsum(tied.to(tl.float32), axis=0) >= spare
@@ -155,10 +157,10 @@ def _end_of_ties(  # noqa: PLR0917
 
 @triton.jit
 def _left(  # noqa: PLR0917
-    row, first, vocab_size, greatest, coldness, cut, end_of_ties, least, TILE: tl.constexpr
+    row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, least, TILE: tl.constexpr
 ):
     """A tile's tokens and their weights, 0 where they are cut off."""
-    token, distance, bits = _look(row, first, vocab_size, greatest, coldness, TILE)
+    token, distance, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
     weight = tl.exp(-distance)
     kept = (bits < cut) | ((bits == cut) & (token < end_of_ties))
     return token, tl.where(kept & (weight >= least), weight, 0.0)
@@ -169,7 +171,7 @@ def _invert(  # noqa: PLR0917
     row,
     vocab_size,
     greatest,
-    coldness,
+    inv_temperature,
     cut,
     end_of_ties,
     min_p,
@@ -179,19 +181,23 @@ def _invert(  # noqa: PLR0917
     """The token at which the running sum of the weights left passes `uniform` of it all."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, vocab_size, TILE):
-        _, weight = _left(row, first, vocab_size, greatest, coldness, cut, end_of_ties, min_p, TILE)
+        _, weight = _left(
+            row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
+        )
         total += tl.sum(weight, axis=0).to(tl.float64)
     # Less than all of it: the same sums, added in the same order, will pass it.
     target = tl.minimum(uniform, 1 - 2.0**-52) * total
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float64)
-    token, weight = _left(row, first, vocab_size, greatest, coldness, cut, end_of_ties, min_p, TILE)
+    token, weight = _left(
+        row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
+    )
     here = tl.sum(weight, axis=0).to(tl.float64)
     while (before + here <= target) & (first + TILE < vocab_size):
         before += here
         first += TILE
         token, weight = _left(
-            row, first, vocab_size, greatest, coldness, cut, end_of_ties, min_p, TILE
+            row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         here = tl.sum(weight, axis=0).to(tl.float64)
     passed = before + tl.cumsum(weight, axis=0).to(tl.float64) > target
@@ -213,7 +219,7 @@ def _draw_tokens_kernel(  # noqa: PLR0917
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * vocab_size
     draw = draws + index * 5
-    coldness = tl.load(draw).to(tl.float32)
+    inv_temperature = tl.load(draw).to(tl.float32)
     top_k = tl.load(draw + 1).to(tl.float32)
     top_p = tl.load(draw + 2).to(tl.float32)
     min_p = tl.load(draw + 3).to(tl.float32)
@@ -226,11 +232,13 @@ def _draw_tokens_kernel(  # noqa: PLR0917
         greatest = tl.maximum(greatest, logit.to(tl.float32))
     greatest = tl.max(greatest, axis=0)
 
-    cut, spare = _cut(row, vocab_size, greatest, coldness, top_k, top_p, TILE, INFINITY)
+    cut, spare = _cut(row, vocab_size, greatest, inv_temperature, top_k, top_p, TILE, INFINITY)
     end_of_ties = tl.full((), 0, tl.int32) + vocab_size
     if cut < INFINITY:
-        end_of_ties = _end_of_ties(row, vocab_size, greatest, coldness, cut, spare, TILE)
-    drawn = _invert(row, vocab_size, greatest, coldness, cut, end_of_ties, min_p, uniform, TILE)
+        end_of_ties = _end_of_ties(row, vocab_size, greatest, inv_temperature, cut, spare, TILE)
+    drawn = _invert(
+        row, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, uniform, TILE
+    )
     tl.store(out + index, drawn.to(tl.int64))
 
 
@@ -239,17 +247,17 @@ def argmax(rows: Tensor) -> Tensor:
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
-def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
-    greedy = draws.temperatures == 0
+    greedy = sampling.temperatures == 0
     if greedy.all():
         return argmax(logits)
     columns = (
-        1 / np.where(greedy, 1, draws.temperatures.clip(min=LEAST_TEMPERATURE)),
-        np.where(greedy, 1, draws.top_k),
-        np.where(greedy, 1, draws.top_p),
-        draws.min_p,
-        draws.uniforms,
+        1 / np.where(greedy, 1, sampling.temperatures.clip(min=MIN_TEMPERATURE)),
+        np.where(greedy, 1, sampling.top_k),
+        np.where(greedy, 1, sampling.top_p),
+        sampling.min_p,
+        sampling.uniforms,
     )
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _draw_tokens_kernel[(len(logits),)](

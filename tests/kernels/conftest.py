@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
-from octavo.kernels.draws import Draws
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Powers of two: what an fp8 cache holds, any dtype holds exactly.
@@ -285,7 +285,7 @@ def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
 @st.composite
 def _rows_to_draw_from(
     draw: st.DrawFn, vocab_sizes: tuple[int, ...], most_rows: int, *, ties: bool = True
-) -> tuple[torch.Tensor, Draws]:
+) -> tuple[torch.Tensor, SamplingTensors]:
     """Draws rows of logits, each with parameters of its own, the extremes among them."""
     vocab_size, n = draw(st.sampled_from(vocab_sizes)), draw(st.integers(1, most_rows))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
@@ -304,14 +304,14 @@ def _rows_to_draw_from(
         st.sampled_from([0.0, 1 - 2.0**-53]) | st.floats(0, 1, exclude_max=True),
     ]
     params = [[draw(column) for _ in range(n)] for column in columns]
-    return logits, Draws(*(np.array(column) for column in params))
+    return logits, SamplingTensors(*(np.array(column) for column in params))
 
 
 ROUNDING = 1e-5
 
 
 def _check_draws(
-    kernels: ModuleType, logits: torch.Tensor, draws: Draws, device: str = "cpu"
+    kernels: ModuleType, logits: torch.Tensor, draws: SamplingTensors, device: str = "cpu"
 ) -> None:
     """Draws all rows together, and one of them alone.
 
@@ -330,7 +330,7 @@ def _check_draws(
     wrong = [(row, token) for row, token in enumerate(found) if token not in allowed[row]]
     assert not wrong, (wrong, allowed)
     last = np.array([len(found) - 1])
-    alone = kernels.draw_tokens(logits[last].to(device), draws.of(last)).tolist()
+    alone = kernels.draw_tokens(logits[last].to(device), draws.select(last)).tolist()
     assert alone == found[-1:]
 
 
@@ -345,7 +345,7 @@ class Harness:
     check_attention: Callable[..., None] = _check_attention
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies
-    rows_to_draw_from: Callable[..., st.SearchStrategy[tuple[torch.Tensor, Draws]]] = (
+    rows_to_draw_from: Callable[..., st.SearchStrategy[tuple[torch.Tensor, SamplingTensors]]] = (
         _rows_to_draw_from
     )
     check_draws: Callable[..., None] = _check_draws

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from octavo.kernels.cpu import build, fallback, fallback_draws
 from octavo.kernels.cpu.fallback_draws import CANDIDATES
 from octavo.kernels.cpu.native import NativeKernels
-from octavo.kernels.draws import Draws
 from octavo.kernels.reference import rotate
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 fixtures_are_shared = settings(
@@ -103,7 +103,7 @@ def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
     """Flat or steep, cut or not: with all thousands of tokens, or a few, left."""
     n = 6
     logits = spread * torch.randn((n, 49_152), generator=torch.Generator().manual_seed(3))
-    draws = Draws.greedy(n)._replace(
+    draws = SamplingTensors.greedy(n)._replace(
         temperatures=np.full(n, 0.8), uniforms=np.linspace(0, 0.999, n)
     )
     cut = {name: np.full(n, value) for name, value in cut.items()}
@@ -116,7 +116,9 @@ def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
 def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
     for vocab_size in (1000, 70):  # the smaller one last: what is kept of a row is larger
         logits = torch.full((1, vocab_size), value)
-        draws = Draws.greedy(1)._replace(temperatures=np.ones(1), uniforms=np.full(1, 0.999), **cut)
+        draws = SamplingTensors.greedy(1)._replace(
+            temperatures=np.ones(1), uniforms=np.full(1, 0.999), **cut
+        )
         (token,) = native.draw_tokens(logits, draws).tolist()
         assert 0 <= token < vocab_size
 
@@ -329,7 +331,7 @@ def test_without_a_compiler(tmp_path):
         "    ops.write_kv(torch.ones(1, 1, 32), torch.ones(1, 1, 32), cache[:, 0, 0],\n"
         "                 cache[:, 0, 1], torch.tensor([9]))\n"
         "assert cache.sum() == 64, cache.sum()\n"
-        "from kernels import cpu\n"
+        "from octavo.kernels import cpu\n"
         "assert cpu.write_kv.__module__ == 'octavo.kernels.cpu.fallback'\n"
     )
     environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}

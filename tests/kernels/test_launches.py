@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import triton as kernels
-from octavo.kernels.draws import Draws
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 KERNELS = {
@@ -83,7 +83,9 @@ def test_many_tokens_sequences_and_rows_fit_into_a_grid(launches):
     )
     kernels.paged_attention(key, *caches, metadata, scale=1.0)
     logits = torch.empty((tokens, 8))
-    kernels.draw_tokens(logits, Draws.greedy(tokens)._replace(temperatures=np.ones(tokens)))
+    kernels.draw_tokens(
+        logits, SamplingTensors.greedy(tokens)._replace(temperatures=np.ones(tokens))
+    )
     assert [grid[0] for grid in grids(launches)] == [tokens] * 4
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from octavo.kernels import reference
-from octavo.kernels.draws import Draws
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 
 def contiguous(batch, seq):
@@ -137,7 +137,7 @@ def test_draws_from_what_transformers_leaves(params, warpers):
     count = 1000
     logits = 2 * torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
     columns = {"temperatures": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | params
-    draws = Draws(
+    draws = SamplingTensors(
         **{name: np.full(count, value) for name, value in columns.items()},
         uniforms=(np.arange(count) + 0.5) / count,
     )
@@ -149,7 +149,7 @@ def test_draws_from_what_transformers_leaves(params, warpers):
 
 def test_equal_tokens_at_a_cut_are_kept_from_the_lowest_id():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0, 2.0]]).expand(3, -1)
-    draws = Draws.greedy(3)._replace(
+    draws = SamplingTensors.greedy(3)._replace(
         temperatures=np.array([0.0, 1.0, 1.0]),
         top_k=np.array([0, 2, 0]),
         top_p=np.array([1.0, 1.0, 0.3]),

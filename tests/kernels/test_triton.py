@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
-from octavo.kernels.draws import Draws
+from octavo.kernels.sampling_tensors import SamplingTensors
 
 pytest.importorskip("triton")
 
@@ -132,7 +132,7 @@ def test_draws(harness, kernels, data):
 def test_draws_from_a_row_of_several_tiles(harness, kernels):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 9000, generator=generator).round()
-    draws = Draws(
+    draws = SamplingTensors(
         temperatures=np.array([0.9, 1.0]),
         top_k=np.array([0, 5000]),
         top_p=np.array([0.9, 1.0]),
@@ -156,7 +156,7 @@ def test_copies_of_blocks_larger_than_a_grid(kernels, monkeypatch, programs):
 
 def test_zero_is_as_likely_as_minus_zero(harness, kernels):
     logits = torch.tensor([[-0.0, 0.0, -1.0]])
-    draws = Draws.greedy(1)._replace(temperatures=np.ones(1), top_p=np.array([0.01]))
+    draws = SamplingTensors.greedy(1)._replace(temperatures=np.ones(1), top_p=np.array([0.01]))
     harness.check_draws(kernels, logits, draws, DEVICE)
 
 
@@ -164,7 +164,9 @@ def test_nothing_is_drawn_outside_the_vocabulary(kernels):
     logits = torch.full((3, 70), torch.nan)
     logits[1] = -torch.inf
     logits[2, 3:] = torch.inf
-    draws = Draws.greedy(3)._replace(temperatures=np.ones(3), top_p=np.array([1, 0.5, 0.5]))
+    draws = SamplingTensors.greedy(3)._replace(
+        temperatures=np.ones(3), top_p=np.array([1, 0.5, 0.5])
+    )
     assert all(0 <= token < 70 for token in kernels.draw_tokens(logits.to(DEVICE), draws).tolist())
 
 

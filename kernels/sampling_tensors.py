@@ -1,16 +1,16 @@
-"""How to draw tokens from rows of logits."""
+"""The parameters that tokens are sampled by, one of each per row of logits."""
 
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-LEAST_TEMPERATURE = 1e-30
-"""Anything colder is this cold: nothing but the most likely tokens is left either way."""
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures count as this one: only the most likely tokens have any weight either way."""
 
 
-class Draws(NamedTuple):
-    """One number of each for every row, on the host.
+class SamplingTensors(NamedTuple):
+    """Sampling parameters of `n` rows, on the host.
 
     Attributes:
         temperatures: `[n]`; 0 takes the most likely token.
@@ -28,12 +28,12 @@ class Draws(NamedTuple):
 
     @classmethod
     def greedy(cls, n: int) -> Self:
-        """The most likely tokens of `n` rows."""
+        """Return parameters that take the most likely token of each of `n` rows."""
         zeros = np.zeros(n)
         return cls(zeros, np.zeros(n, np.int64), np.ones(n), zeros, zeros)
 
-    def of(self, rows: NDArray[np.intp]) -> Self:
-        """Those of some rows alone."""
+    def select(self, rows: NDArray[np.intp]) -> Self:
+        """Return the parameters of some rows."""
         return self.__class__(
             self.temperatures[rows],
             self.top_k[rows],
