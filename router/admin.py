@@ -45,7 +45,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 "address", f"address must be HOST:PORT; got {request.address[:256]!r}"
             )
         link = self._pool.add(request.address)
-        log.info("engine_added", engine=request.address)
+        log.info("engine added", engine=request.address)
         return admin_pb2.AddEngineResponse(engine=_status(link))
 
     async def DrainEngine(  # noqa: N802
@@ -55,7 +55,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.DrainEngineResponse:
         """Gives an engine no new requests."""
         link = self._pool.drain(request.address)
-        log.info("engine_drained", engine=request.address)
+        log.info("engine drained", engine=request.address)
         return admin_pb2.DrainEngineResponse(engine=_status(link))
 
     async def RemoveEngine(  # noqa: N802
@@ -65,7 +65,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.RemoveEngineResponse:
         """Forgets an engine; its requests go on at others."""
         await self._pool.remove(request.address)
-        log.info("engine_removed", engine=request.address)
+        log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()
 
 

@@ -151,7 +151,7 @@ class Router:
             keep_running(self._watch, "health"),
             keep_running(self.gate.watch, "tenants"),
         ]
-        log.info("router_listening", address=self.address, engines=settings.engine)
+        log.info("router listening", address=self.address, engines=settings.engine)
         self._warn()
 
     def connect(self) -> None:
@@ -204,7 +204,7 @@ class Router:
         self._tokenizers.close()
         await asyncio.to_thread(self._open.close)
         await self._tracing.close()
-        log.info("router_stopped", address=self.address)
+        log.info("router stopped", address=self.address)
 
     def _warn(self) -> None:
         """Says what others than this machine's users could do."""
@@ -214,10 +214,10 @@ class Router:
             return
         if self.gate.open and settings.tls_client_ca is None:
             hint = "name who may use it with --tenants, or whose certificates with --tls-client-ca"
-            log.warning("anybody_may_use_the_router", address=self.address, hint=hint)
+            log.warning("the router is unauthenticated", address=self.address, hint=hint)
         elif settings.tls is None:
             hint = "give --tls-cert and --tls-key, unless something before the router does TLS"
-            log.warning("keys_travel_in_the_clear", address=self.address, hint=hint)
+            log.warning("API keys are sent unencrypted", address=self.address, hint=hint)
 
     @property
     def _serving(self) -> bool:
@@ -322,7 +322,7 @@ async def serve(
         )
         async with joined(*parts, names=("signal", "parts", "start")) as tasks:
             await _first(tasks)
-        log.info("router_draining", requests=router.service.in_flight)
+        log.info("router draining", requests=router.service.in_flight)
         async with joined(signals[1].wait(), router.drain(), names=("hurry", "drain")) as tasks:
             await _first(tasks)
     finally:

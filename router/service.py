@@ -160,7 +160,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
         except TimeoutError:
-            log.warning("drain_timeout", requests=self._calls, seconds=timeout)
+            log.warning("drain timed out", requests=self._calls, seconds=timeout)
             self.fail_all("the router shut down before the request was complete; retry it")
 
     def fail_all(self, message: str) -> None:
@@ -255,7 +255,11 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
                     raise
                 request.moves += 1
                 self.metrics.moves.labels(call.model).inc()
-                log.warning("request_moves", engine=engine.address, reason=error.message)
+                log.warning(
+                    "request migrates",
+                    engine=engine.address,
+                    reason=error.message,
+                )
             finally:
                 request.close()
                 self._admission.release(grant)
@@ -308,7 +312,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             self.metrics.of(call.model).duration.observe(duration)
         request = call.request
         log.info(
-            "request_done",
+            "request done",
             request_id=call.request_id,
             tenant=call.account.tenant.name,
             model=call.model,

@@ -4,11 +4,10 @@ import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from octavo.common.priority import effective_arrival
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 
-PRIORITY_SECONDS = 10.0
-"""What one unit of priority is worth in the queue."""
 UNKNOWN = -1
 """In a token's place until the step that draws it has told."""
 
@@ -147,12 +146,9 @@ class SequenceGroup:
     def order(self) -> tuple[float, int]:
         """The key that queues and preemption go by; lower is served sooner.
 
-        Each unit of priority counts as having arrived PRIORITY_SECONDS
-        earlier: first come, first served within a class, a higher class goes
-        first, and whatever has waited long enough goes before anything new.
+        See `effective_arrival`.
         """
-        request = self.request
-        return request.arrival - PRIORITY_SECONDS * request.priority, self._tie
+        return effective_arrival(self.request.arrival, self.request.priority), self._tie
 
     @property
     def live(self) -> list[Sequence]:

@@ -1,8 +1,10 @@
 """TLS: credentials made of PEM files, on both sides of a connection."""
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import grpc
 import structlog
@@ -10,6 +12,8 @@ import structlog
 from octavo.common.files import Signature, signature
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class TlsError(Exception):
@@ -84,43 +88,84 @@ class _Contents:
         return grpc.ssl_server_certificate_configuration(pairs, root_certificates=self.ca)
 
 
-class _Reloading:
-    """A server's files, read anew for the first connection after a change."""
+class _Reloading(Generic[T]):
+    """What a server makes of its files, made again for the first connection after a change.
 
-    def __init__(self, tls: Tls) -> None:
+    Attributes:
+        current: What was made of the newest files that could be used.
+
+    Raises:
+        TlsError: The files cannot be used.
+    """
+
+    def __init__(self, tls: Tls, make: Callable[[Tls], T]) -> None:
         self._tls = tls
+        self._make = make
         self._seen: Signature = signature(*tls.files)
-        self.first = tls.read().server_configuration()
+        self.current = make(tls)
 
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the new configuration; None where nothing changed, or what is new is wrong."""
+    def update(self) -> bool:
+        """Return whether `current` is new; it stays as it is while the files cannot be used."""
         now = signature(*self._tls.files)
         if now == self._seen:
-            return None
+            return False
         self._seen = now
         try:
-            contents = self._tls.read()
+            self.current = self._make(self._tls)
         except TlsError as error:
-            log.warning("certificate_not_reloaded", reason=str(error))
-            return None
-        log.info("certificate_reloaded", file=str(self._tls.cert))
-        return contents.server_configuration()
+            log.warning("certificate not reloaded", reason=str(error))
+            return False
+        log.info("certificate reloaded", file=str(self._tls.cert))
+        return True
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Makes a server's credentials; files that change hold for all connections that come then.
+    """Return a gRPC server's credentials; changed files hold for all later connections.
 
     With `ca`, clients must have a certificate of it.
 
     Raises:
         TlsError: The files cannot be used.
     """
-    reloading = _Reloading(tls)
+    files = _Reloading(tls, lambda tls: tls.read().server_configuration())
     return grpc.dynamic_ssl_server_credentials(
-        reloading.first,
-        reloading,  # type: ignore[arg-type] # the stubs do not know that it may return None
+        files.current,
+        lambda: files.current if files.update() else None,  # type: ignore[arg-type,return-value]
         require_client_authentication=tls.ca is not None,
     )
+
+
+def server_context(tls: Tls) -> ssl.SSLContext:
+    """Return an HTTPS server's context; changed files hold for all later connections.
+
+    With `ca`, clients must have a certificate of it.
+
+    Raises:
+        TlsError: The files cannot be used.
+    """
+    files = _Reloading(tls, _http_context)
+    first = files.current
+
+    def reload(connection: ssl.SSLObject, _name: str | None, context: ssl.SSLContext) -> None:
+        files.update()
+        if files.current is not context:
+            connection.context = files.current
+
+    # Called at each handshake, even if the client names no server.
+    first.sni_callback = reload
+    return first
+
+
+def _http_context(tls: Tls) -> ssl.SSLContext:
+    tls.read()  # says what is wrong
+    assert tls.cert is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    context.load_cert_chain(tls.cert, tls.key, password="")
+    if tls.ca is not None:
+        context.load_verify_locations(tls.ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:

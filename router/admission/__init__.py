@@ -9,6 +9,6 @@ long the wait will be, and so whom to refuse at once.
 
 from octavo.router.admission.admission import Admission, Grant
 from octavo.router.admission.refusals import QueueLimits
-from octavo.router.admission.ticket import PRIORITY_SECONDS, Progress, Ticket
+from octavo.router.admission.ticket import Progress, Ticket
 
-__all__ = ["PRIORITY_SECONDS", "Admission", "Grant", "Progress", "QueueLimits", "Ticket"]
+__all__ = ["Admission", "Grant", "Progress", "QueueLimits", "Ticket"]

@@ -40,12 +40,12 @@ class Grant(Generic[E]):
     claim: Claim
 
 
-class _Line(Generic[E]):
+class ModelQueue(Generic[E]):
     """One model's queue, and what is known of its requests."""
 
     def __init__(self, clock: Clock) -> None:
         self.counters = TenantCounters()
-        self.queue: FairQueue[Grant[E]] = FairQueue(self.counters)
+        self.waiters: FairQueue[Grant[E]] = FairQueue(self.counters)
         self.running: set[Claim] = set()
         self.sequences: Counter[str] = Counter()  # that run, of each tenant
         self.lengths = OutputLengths()
@@ -83,24 +83,24 @@ class Admission(Generic[E]):
         self._limits = limits
         self._outage_seconds = outage_seconds
         self._clock = clock
-        self._lines: defaultdict[str, _Line[E]] = defaultdict(lambda: _Line(clock))
+        self._queues: defaultdict[str, ModelQueue[E]] = defaultdict(lambda: ModelQueue(clock))
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
-        return sum(len(line.queue) for line in self._lines.values())
+        return sum(len(queue.waiters) for queue in self._queues.values())
 
     @property
     def tokens(self) -> int:
         """Tokens of the prompts and expected outputs of those who wait."""
-        return sum(line.queue.tokens for line in self._lines.values())
+        return sum(queue.waiters.tokens for queue in self._queues.values())
 
     def waiting(self, model: str) -> int:
         """Returns how many requests wait for engines of `model`."""
-        return len(self._lines[model].queue) if model in self._lines else 0
+        return len(self._queues[model].waiters) if model in self._queues else 0
 
     def expected_tokens(self, ticket: Ticket) -> int:
         """Returns the tokens of prompt and outputs that a request will have, on the safe side."""
-        return Claim(ticket, self._lines[ticket.model].lengths).tokens
+        return Claim(ticket, self._queues[ticket.model].lengths).tokens
 
     async def admit(self, ticket: Ticket) -> Grant[E]:
         """Returns an engine, with the ticket counted on it until `release`.
@@ -111,29 +111,29 @@ class Admission(Generic[E]):
                 at once or after it has waited; UNAVAILABLE if no engine has
                 been up for too long.
         """
-        line = self._lines[ticket.model]
-        claim = Claim(ticket, line.lengths)
-        line.counters.asked(ticket.tenant, ticket.sequences, self._clock())
-        engines = self._engines(line, ticket.model)
-        engine = None if line.queue else self._choose(line, engines, claim)
+        queue = self._queues[ticket.model]
+        claim = Claim(ticket, queue.lengths)
+        queue.counters.asked(ticket.tenant, ticket.sequences, self._clock())
+        engines = self._engines(queue, ticket.model)
+        engine = None if queue.waiters else self._choose(queue, engines, claim)
         if engine is None:
-            return await self._wait(line, claim)
-        self._check_deadline(line, claim)
-        line.counters.join(ticket.tenant.name)
-        return self._grant(line, claim, engine)
+            return await self._wait(queue, claim)
+        self._check_deadline(queue, claim)
+        queue.counters.join(ticket.tenant.name)
+        return self._grant(queue, claim, engine)
 
     def release(self, grant: Grant[E]) -> None:
         """Takes a request off its engine, learns from it, and lets the next one go."""
         claim = grant.claim
-        ticket, line = claim.ticket, self._lines[claim.ticket.model]
+        ticket, queue = claim.ticket, self._queues[claim.ticket.model]
         grant.engine.claims.remove(claim)
-        line.running.remove(claim)
-        line.sequences[ticket.tenant.name] -= ticket.sequences
-        line.counters.settle(claim)
-        line.pace.add(claim)
+        queue.running.remove(claim)
+        queue.sequences[ticket.tenant.name] -= ticket.sequences
+        queue.counters.settle(claim)
+        queue.pace.add(claim)
         if ticket.min_tokens < ticket.max_tokens:  # else its length says nothing of others'
             for length in ticket.progress.lengths:
-                line.lengths.add(length, ticket.max_tokens)
+                queue.lengths.add(length, ticket.max_tokens)
         self.dispatch(ticket.model)
 
     def dispatch(self, model: str) -> None:
@@ -141,41 +141,41 @@ class Admission(Generic[E]):
 
         Called whenever an engine may have come to have room, or to be no more.
         """
-        line = self._lines[model]
+        queue = self._queues[model]
         try:
-            engines = self._engines(line, model)
+            engines = self._engines(queue, model)
         except rpc.RpcError as error:
-            self._refuse_line(line, error)
+            self._refuse_queue(queue, error)
             return
-        if line.queue.tenants > 1:
-            for claim in line.running:
-                line.counters.correct(claim)
-        while (waiter := line.queue.first(self._clock())) is not None:
+        if queue.waiters.tenants > 1:
+            for claim in queue.running:
+                queue.counters.correct(claim)
+        while (waiter := queue.waiters.first(self._clock())) is not None:
             if waiter.granted.done():  # cancelled in this instant, and about to leave
-                self._remove(line, waiter)
+                self._remove(queue, waiter)
                 continue
-            engine = self._choose(line, engines, waiter.claim)
+            engine = self._choose(queue, engines, waiter.claim)
             if engine is None:  # those behind wait too, or a wide request would starve
                 return
             try:
-                self._check_deadline(line, waiter.claim, before=0.0)
+                self._check_deadline(queue, waiter.claim, before=0.0)
             except rpc.RpcError as error:
-                line.margin.missed()
-                self._refuse(line, waiter, error)
+                queue.margin.missed()
+                self._refuse(queue, waiter, error)
                 continue
-            line.margin.kept()
-            line.drain.add(waiter.claim.tokens)
-            self._remove(line, waiter)
-            waiter.granted.set_result(self._grant(line, waiter.claim, engine))
+            queue.margin.kept()
+            queue.drain.add(waiter.claim.tokens)
+            self._remove(queue, waiter)
+            waiter.granted.set_result(self._grant(queue, waiter.claim, engine))
 
     def refuse_all(self, error: rpc.RpcError) -> None:
         """Fails all who wait."""
-        for line in self._lines.values():
-            self._refuse_line(line, error)
+        for queue in self._queues.values():
+            self._refuse_queue(queue, error)
 
     # Engines.
 
-    def _engines(self, line: _Line[E], model: str) -> Sequence[E]:
+    def _engines(self, queue: ModelQueue[E], model: str) -> Sequence[E]:
         """Returns the engines that take requests; none, while that may be for a moment.
 
         Raises:
@@ -184,95 +184,95 @@ class Admission(Generic[E]):
         try:
             engines = self._candidates(model)
         except rpc.RpcError:
-            if line.outage is None:
+            if queue.outage is None:
                 loop = asyncio.get_running_loop()
-                line.outage = loop.call_later(self._outage_seconds, self._give_up, model)
-                line.drain.end()
-            if line.given_up:
+                queue.outage = loop.call_later(self._outage_seconds, self._give_up, model)
+                queue.drain.end()
+            if queue.given_up:
                 raise
             return ()
-        if line.outage is not None:
-            line.outage.cancel()
-            line.outage, line.given_up = None, False
-        if line.queue:
-            line.drain.begin()
+        if queue.outage is not None:
+            queue.outage.cancel()
+            queue.outage, queue.given_up = None, False
+        if queue.waiters:
+            queue.drain.begin()
         return engines
 
     def _give_up(self, model: str) -> None:
         """No engine has been up for too long: whoever wants one hears so from now on."""
-        self._lines[model].given_up = True
+        self._queues[model].given_up = True
         self.dispatch(model)
 
-    def _choose(self, line: _Line[E], engines: Sequence[E], claim: Claim) -> E | None:
+    def _choose(self, queue: ModelQueue[E], engines: Sequence[E], claim: Claim) -> E | None:
         """Returns an engine with room, or None."""
         others = [engine for engine in engines if engine is not claim.ticket.avoid]
         roomy = [engine for engine in others or engines if _fits(engine, claim)]
         tenant, now = claim.ticket.tenant, self._clock()
-        if not line.counters.is_least(tenant.name, now):
-            share = line.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
-            waiting = line.queue.sequences(tenant.name) or claim.ticket.sequences
-            if line.sequences[tenant.name] + waiting > share:
-                spans = line.counters.demand_of_least(now)
-                roomy = [e for e in roomy if _has_open_place(e, claim, line.pace, spans)]
+        if not queue.counters.is_least(tenant.name, now):
+            share = queue.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
+            waiting = queue.waiters.sequences(tenant.name) or claim.ticket.sequences
+            if queue.sequences[tenant.name] + waiting > share:
+                spans = queue.counters.demand_of_least(now)
+                roomy = [e for e in roomy if _has_open_place(e, claim, queue.pace, spans)]
         return self._policy.choose(roomy, claim.ticket)
 
-    def _grant(self, line: _Line[E], claim: Claim, engine: E) -> Grant[E]:
+    def _grant(self, queue: ModelQueue[E], claim: Claim, engine: E) -> Grant[E]:
         claim.since = self._clock()
         engine.claims.add(claim, _cached_tokens(engine, claim.ticket))
-        line.running.add(claim)
-        line.sequences[claim.ticket.tenant.name] += claim.ticket.sequences
-        line.counters.admit(claim)
+        queue.running.add(claim)
+        queue.sequences[claim.ticket.tenant.name] += claim.ticket.sequences
+        queue.counters.admit(claim)
         return Grant(engine, claim)
 
     # Waiting.
 
-    async def _wait(self, line: _Line[E], claim: Claim) -> Grant[E]:
+    async def _wait(self, queue: ModelQueue[E], claim: Claim) -> Grant[E]:
         granted: asyncio.Future[Grant[E]] = asyncio.get_running_loop().create_future()
         waiter = Waiter(claim.ticket.virtual_arrival, next(self._numbers), claim, granted)
         if not claim.ticket.moved:
-            self._check_deadline(line, claim, line.queue.ahead(waiter) + claim.tokens)
-            self._make_room(line, waiter)
-            self._set_timer(line, waiter, since=self._clock())
-        line.queue.push(waiter)
-        if line.outage is None:
-            line.drain.begin()
-        if line.queue.first(self._clock()) is waiter:
+            self._check_deadline(queue, claim, queue.waiters.ahead(waiter) + claim.tokens)
+            self._make_room(queue, waiter)
+            self._set_timer(queue, waiter, since=self._clock())
+        queue.waiters.push(waiter)
+        if queue.outage is None:
+            queue.drain.begin()
+        if queue.waiters.first(self._clock()) is waiter:
             self.dispatch(claim.ticket.model)  # what is kept from others may be for it
         try:
             return await granted
         except asyncio.CancelledError:
-            self._leave(line, waiter)
+            self._leave(queue, waiter)
             raise
 
-    def _leave(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
+    def _leave(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]]) -> None:
         """Forgets one who no longer waits, wherever that found it."""
         granted = waiter.granted
         if granted.done() and not granted.cancelled() and granted.exception() is None:
             self.release(granted.result())  # granted in the same instant
             return
-        if waiter in line.queue:
-            self._remove(line, waiter)
+        if waiter in queue.waiters:
+            self._remove(queue, waiter)
         self.dispatch(waiter.claim.ticket.model)  # it may be the one that all waited behind
 
-    def _remove(self, line: _Line[E], waiter: Waiter[Grant[E]]) -> None:
+    def _remove(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]]) -> None:
         if waiter.timer is not None:
             waiter.timer.cancel()
-        line.queue.remove(waiter)
-        if not line.queue:
-            line.drain.end()
+        queue.waiters.remove(waiter)
+        if not queue.waiters:
+            queue.drain.end()
 
-    def _refuse(self, line: _Line[E], waiter: Waiter[Grant[E]], error: rpc.RpcError) -> None:
-        self._remove(line, waiter)
+    def _refuse(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], error: rpc.RpcError) -> None:
+        self._remove(queue, waiter)
         if not waiter.granted.done():
             waiter.granted.set_exception(error)
 
-    def _refuse_line(self, line: _Line[E], error: rpc.RpcError) -> None:
-        for waiter in line.queue.waiters():
-            self._refuse(line, waiter, error)
+    def _refuse_queue(self, queue: ModelQueue[E], error: rpc.RpcError) -> None:
+        for waiter in queue.waiters.all():
+            self._refuse(queue, waiter, error)
 
     # Limits.
 
-    def _make_room(self, line: _Line[E], newcomer: Waiter[Grant[E]]) -> None:
+    def _make_room(self, queue: ModelQueue[E], newcomer: Waiter[Grant[E]]) -> None:
         """Has others leave a full queue, if they burden it more.
 
         Raises:
@@ -282,26 +282,28 @@ class Admission(Generic[E]):
         tokens = self.tokens + newcomer.claim.tokens - self._limits.tokens
         if requests <= 0 and tokens <= 0:
             return
-        error = refusals.queue_full(self._limits, self._half_gone(line))
-        leaving = line.queue.displaced(newcomer, requests, tokens)
+        error = refusals.queue_full(self._limits, self._half_gone(queue))
+        leaving = queue.waiters.displaced(newcomer, requests, tokens)
         if leaving is None:
             raise error
         for waiter in leaving:
-            self._refuse(line, waiter, error)
+            self._refuse(queue, waiter, error)
 
-    def _half_gone(self, line: _Line[E]) -> float | None:
+    def _half_gone(self, queue: ModelQueue[E]) -> float | None:
         """Returns the seconds until half of a queue will have gone, if that can be told.
 
         By then there is room, and the engines still have work.
         """
-        rate = line.drain.per_second()
-        return line.queue.tokens / 2 / rate if rate else None
+        rate = queue.drain.per_second()
+        return queue.waiters.tokens / 2 / rate if rate else None
 
-    def _check_deadline(self, line: _Line[E], claim: Claim, before: float | None = None) -> None:
+    def _check_deadline(
+        self, queue: ModelQueue[E], claim: Claim, before: float | None = None
+    ) -> None:
         """Checks that a request can be complete by its deadline, as far as can be told.
 
         Args:
-            line: Where it is.
+            queue: Where it is.
             claim: The request.
             before: Tokens that must leave the queue for it to have an engine;
                 None where nobody waits. Where others wait, a place is for those
@@ -315,43 +317,43 @@ class Admission(Generic[E]):
         deadline = claim.ticket.deadline
         if deadline is None or claim.ticket.moved:
             return
-        rate = line.drain.per_second()
-        wait = line.margin.value * before / rate if before and rate else 0.0
-        run = line.pace.seconds(claim.likely, safe=before is not None) or 0.0
+        rate = queue.drain.per_second()
+        wait = queue.margin.value * before / rate if before and rate else 0.0
+        run = queue.pace.seconds(claim.likely, safe=before is not None) or 0.0
         left = deadline - self._clock()
         if wait + run > left:
             raise refusals.too_late(wait, run, left)
 
-    def _set_timer(self, line: _Line[E], waiter: Waiter[Grant[E]], since: float) -> None:
+    def _set_timer(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], since: float) -> None:
         """Has a waiter leave when it has waited too long, or can no longer meet its deadline.
 
         Args:
-            line: Where it waits.
+            queue: Where it waits.
             waiter: It.
             since: When it began to.
         """
         now, deadline = self._clock(), waiter.claim.ticket.deadline
         due = since + self._limits.seconds
-        run = line.pace.seconds(waiter.claim.likely, safe=True)
+        run = queue.pace.seconds(waiter.claim.likely, safe=True)
         if deadline is not None and run is not None:
             due = min(due, deadline - run)
         loop = asyncio.get_running_loop()
-        waiter.timer = loop.call_later(due - now, self._expire, line, waiter, since)
+        waiter.timer = loop.call_later(due - now, self._expire, queue, waiter, since)
 
-    def _expire(self, line: _Line[E], waiter: Waiter[Grant[E]], since: float) -> None:
+    def _expire(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], since: float) -> None:
         """Its time has come; not so, if requests are faster now than when that was set."""
         error: rpc.RpcError | None = None
         try:
-            self._check_deadline(line, waiter.claim, before=0.0)
+            self._check_deadline(queue, waiter.claim, before=0.0)
         except rpc.RpcError as too_late:
-            line.margin.missed()
+            queue.margin.missed()
             error = too_late
         if error is None and self._clock() >= since + self._limits.seconds:
-            error = refusals.waited(self._limits, self._half_gone(line))
+            error = refusals.waited(self._limits, self._half_gone(queue))
         if error is None:
-            self._set_timer(line, waiter, since)
+            self._set_timer(queue, waiter, since)
         else:
-            self._refuse(line, waiter, error)
+            self._refuse(queue, waiter, error)
             self.dispatch(waiter.claim.ticket.model)
 
 

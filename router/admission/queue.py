@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.fairness import TenantCounters
-from octavo.router.admission.ticket import PRIORITY_SECONDS
 
 G = TypeVar("G")
 
@@ -85,7 +85,7 @@ class FairQueue(Generic[G]):
         share = self._shares.get(tenant)
         return share.sequences if share else 0
 
-    def waiters(self) -> list[Waiter[G]]:
+    def all(self) -> list[Waiter[G]]:
         """Returns all who wait."""
         return [waiter for share in self._shares.values() for waiter in share.waiters]
 
@@ -123,8 +123,9 @@ class FairQueue(Generic[G]):
             (share,) = self._shares.values()
             return share.waiters[0]
         heads = {name: share.waiters[0].virtual_arrival for name, share in self._shares.items()}
-        ripe = max(now - max(self._priorities) * PRIORITY_SECONDS, min(heads.values()))
-        name = self._counters.next(name for name, arrival in heads.items() if arrival <= ripe)
+        eligible_before = max(now - max(self._priorities) * PRIORITY_SECONDS, min(heads.values()))
+        eligible = (name for name, arrival in heads.items() if arrival <= eligible_before)
+        name = self._counters.next(eligible)
         return self._shares[name].waiters[0]
 
     def displaced(self, newcomer: Waiter[G], requests: int, tokens: int) -> list[Waiter[G]] | None:
@@ -146,14 +147,14 @@ class FairQueue(Generic[G]):
         tails = {name: list(share.waiters) for name, share in self._shares.items()}
         leaving: list[Waiter[G]] = []
         while requests > len(leaving) or tokens > sum(w.claim.tokens for w in leaving):
-            fattest = max(burdens, key=lambda name: burdens[name] / weights[name])
-            tail = tails.get(fattest)
+            heaviest = max(burdens, key=lambda name: burdens[name] / weights[name])
+            tail = tails.get(heaviest)
             if not tail or tail[-1].claim.ticket.moved:
                 return None
-            if fattest == newcomer.tenant and tail[-1] < newcomer:
+            if heaviest == newcomer.tenant and tail[-1] < newcomer:
                 return None
             leaving.append(tail.pop())
-            burdens[fattest] -= leaving[-1].claim.tokens
+            burdens[heaviest] -= leaving[-1].claim.tokens
         return leaving
 
     def ahead(self, newcomer: Waiter[G]) -> float:

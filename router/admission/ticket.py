@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from octavo.common.priority import effective_arrival
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant
-
-PRIORITY_SECONDS = 10.0
-"""What one unit of priority is worth, in seconds of waiting."""
 
 
 class Progress(Protocol):
@@ -78,4 +76,4 @@ class Ticket:
     @property
     def virtual_arrival(self) -> float:
         """Its place among its tenant's: first come first served, but for priority."""
-        return self.arrival - self.priority * PRIORITY_SECONDS
+        return effective_arrival(self.arrival, self.priority)

@@ -68,7 +68,7 @@ class Discovery:
             try:
                 self._found[target] = await self._resolve(name, int(port))
             except OSError as error:
-                log.warning("name_unresolved", name=target, reason=str(error))
+                log.warning("engine name not resolved", name=target, reason=str(error))
         after = set().union(*self._found.values())
         for address in after - before:
             self._take(address)
@@ -78,12 +78,12 @@ class Discovery:
 
     def _take(self, address: str) -> None:
         if address in self._own or address not in self._pool:
-            log.info("engine_discovered", engine=address)
+            log.info("engine discovered", engine=address)
             self._pool.add(address)
             self._own.add(address)
 
     async def _retire(self, address: str) -> None:
         link = self._pool.drain(address)
         if not link.sequences:
-            log.info("engine_retired", engine=address)
+            log.info("engine retired", engine=address)
             await self._pool.remove(address)

@@ -165,7 +165,7 @@ class EngineLink:
         if not engine.load.draining:
             self.breaker.trip()
         passed_over = round(self.breaker.remaining, 1)
-        log.warning("engine_down", engine=self.address, reason=reason, passed_over=passed_over)
+        log.warning("engine down", engine=self.address, reason=reason, passed_over=passed_over)
 
     def _open_channel(self) -> grpc.aio.Channel:
         """Makes a channel with the certificates that there are now.
@@ -219,7 +219,7 @@ class EngineLink:
         if not engine.up:
             self._use(engine)
         elif drains:
-            log.info("engine_draining", engine=self.address)
+            log.info("engine draining", engine=self.address)
             self._on_change(engine.info.model)
         else:
             self._on_load(engine.info.model)
@@ -228,7 +228,7 @@ class EngineLink:
         """A step failed on an engine: others are preferred for a while."""
         self.breaker.fault()
         passed_over = round(self.breaker.remaining, 1)
-        log.warning("engine_fault", engine=self.address, passed_over=passed_over)
+        log.warning("a step failed on an engine", engine=self.address, passed_over=passed_over)
         self._change_when_closed(engine)
 
     def _change_when_closed(self, engine: Engine) -> None:
@@ -239,7 +239,7 @@ class EngineLink:
     def _use(self, engine: Engine) -> None:
         """The engine has shown life: requests may go to it."""
         log.info(
-            "engine_up",
+            "engine up",
             engine=self.address,
             model=engine.info.model,
             device=engine.info.device,
@@ -259,4 +259,4 @@ class EngineLink:
         """Logs why there is no connection: once, not at every attempt."""
         error = state.outcome.exception() if state.outcome else None
         write = log.warning if state.attempt_number == 1 else log.debug
-        write("engine_unreachable", engine=self.address, reason=str(error), retrying=True)
+        write("engine unreachable", engine=self.address, reason=str(error), retrying=True)

@@ -197,7 +197,7 @@ class Session:
             getattr(receiver, event)(argument)
         except Exception as error:
             # One request's trouble is not the others'.
-            log.exception("request_failed", request_id=session_id, engine=self._name)
+            log.exception("request failed", request_id=session_id, engine=self._name)
             self.abort(session_id)
             message = "an unexpected error; the router's log has the details"
             receiver.failed(

@@ -12,10 +12,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from octavo.common import background
+from octavo.common.tls import server_context
 from octavo.router.http import connection
 from octavo.router.http.connection import Connection, Shared
 from octavo.router.http.places import Pace, Places
-from octavo.router.http.tls import server_context
 from octavo.router.settings import RouterSettings
 
 log = structlog.get_logger(__name__)
@@ -81,7 +81,7 @@ class HttpServer:
             background.start(self._accept(listening), "http-accept"),
             background.start(self._server.serve(), "http"),
         ]
-        log.info("http_listening", host=host, port=port)
+        log.info("HTTP listening", host=host, port=port)
 
     async def ended(self) -> None:
         """Wait until the server has stopped; raise what it failed with."""
@@ -109,7 +109,7 @@ class HttpServer:
                 try:
                     accepted, address = await loop.sock_accept(listening)
                 except OSError as error:
-                    log.warning("http_accept_failed", reason=str(error))
+                    log.warning("HTTP connection not accepted", reason=str(error))
                     await asyncio.sleep(RETRY_SECONDS)
                     continue
                 made = self._server.connection(self._shared, address[0])

@@ -148,10 +148,10 @@ class Gate:
         try:
             tenants = read_tenants(path)
         except SettingsError as error:
-            log.warning("tenants_not_reloaded", reason=str(error))
+            log.warning("tenants' file not reloaded", reason=str(error))
             return
         self._index(tenants)
-        log.info("tenants_reloaded", tenants=len(tenants))
+        log.info("tenants' file reloaded", tenants=len(tenants))
 
     def _index(self, tenants: Sequence[Tenant]) -> None:
         self._by_key = {key: tenant for tenant in tenants for key in tenant.keys}

@@ -183,7 +183,7 @@ class Tokenizers:
                     self._loaded[source] = await self._threads.run(_load, source)
                 except Exception as error:
                     raise TokenizerError(_explain(source, error)) from error
-                log.info("tokenizer_loaded", source=source)
+                log.info("tokenizer loaded", source=source)
             return self._loaded[source]
 
     async def encode(

@@ -91,11 +91,11 @@ async def test_neither_keys_nor_prompts_are_written_down(model, tmp_path, form):
             await node.start()
         await asyncio.to_thread(use, router.address)
         file.touch()
-        while "tenants_reloaded" not in router.errors.read_text():
+        while "tenants' file reloaded" not in router.errors.read_text():
             await asyncio.sleep(0.05)
     text = engine.errors.read_text() + router.errors.read_text()
     assert "alice" in text
-    assert "request_done" in text
+    assert "request done" in text
     assert "session closed" in text
     for secret in (WORD, "alice-key", "bob-key", "eve-key"):
         assert secret not in text

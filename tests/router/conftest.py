@@ -261,7 +261,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
         self.playing.pop(request_id, None)
 
 
-class Stand:
+class RouterFixture:
     """A router, its client's stub, and what tests ask of both."""
 
     def __init__(self, router: Router, channel: grpc.aio.Channel):
@@ -294,7 +294,7 @@ class Stand:
 
 
 @asynccontextmanager
-async def make_stand(
+async def router_fixture(
     *engines: ScriptedEngine, addresses=(), client_options=(), client_tls=None, **settings
 ):
     async with AsyncExitStack() as stack:
@@ -315,7 +315,7 @@ async def make_stand(
         channel = await stack.enter_async_context(
             open_channel(router.address, client_tls, client_options)
         )
-        yield Stand(router, channel)
+        yield RouterFixture(router, channel)
 
 
 def open_channel(address: str, files: Tls | None, options=()) -> grpc.aio.Channel:
@@ -331,8 +331,8 @@ def _open_channel():
 
 
 @pytest.fixture
-def stand():
-    return make_stand
+def serve():
+    return router_fixture
 
 
 @pytest.fixture

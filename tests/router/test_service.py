@@ -51,8 +51,8 @@ def ends(responses) -> dict[int, generation_pb2.Finished]:
     return {r.finished.index: r.finished for r in responses if r.HasField("finished")}
 
 
-async def test_streams_accepted_deltas_finished(scripted, stand):
-    async with stand(scripted(eos=True)) as s:
+async def test_streams_accepted_deltas_finished(scripted, serve):
+    async with serve(scripted(eos=True)) as s:
         await s.up()
         responses = await collect(s.stub.Generate(ask(request_id="r1")))
         await s.clean()
@@ -69,9 +69,9 @@ async def test_streams_accepted_deltas_finished(scripted, stand):
     assert (end.usage.prompt_tokens, end.usage.output_tokens) == (6, 12)
 
 
-async def test_submit_carries_what_the_engine_needs(scripted, stand, encode):
+async def test_submit_carries_what_the_engine_needs(scripted, serve, encode):
     engine = scripted()
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         request = ask(
             "hi", priority=3, cache_salt="s", stop={"strings": ["zz"], "include_in_output": True}
@@ -91,10 +91,10 @@ async def test_submit_carries_what_the_engine_needs(scripted, stand, encode):
     assert not seeded.HasField("timeout")
 
 
-async def test_outputs_interleave_and_keep_apart(scripted, stand, encode):
+async def test_outputs_interleave_and_keep_apart(scripted, serve, encode):
     texts = ["one", "twofold", "three"]
     engine = scripted(script=lambda submit, index: encode(texts[index]))
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         call = s.stub.Generate(ask(sampling={"n": 3}, output={"token_ids": True}))
         responses = await collect(call)
@@ -105,10 +105,10 @@ async def test_outputs_interleave_and_keep_apart(scripted, stand, encode):
         assert ends(responses)[i].usage.output_tokens == len(text)
 
 
-async def test_outputs_come_whole_where_that_is_asked_for(scripted, stand, encode):
+async def test_outputs_come_whole_where_that_is_asked_for(scripted, serve, encode):
     texts = ["short", "a good deal longer"]
     engine = scripted(script=lambda submit, index: encode(texts[index]))
-    async with stand(engine, max_unread_tokens=8) as s:
+    async with serve(engine, max_unread_tokens=8) as s:
         await s.up()
         options = {"token_ids": True, "final_only": True}
         responses = await collect(s.stub.Generate(ask(sampling={"n": 2}, output=options)))
@@ -126,11 +126,11 @@ async def test_outputs_come_whole_where_that_is_asked_for(scripted, stand, encod
 
 
 @pytest.mark.parametrize("include", [False, True])
-async def test_stop_string_ends_one_output(scripted, stand, encode, include):
+async def test_stop_string_ends_one_output(scripted, serve, encode, include):
     texts = ["abc STOP def" * 5, "never stops"]
     engine = scripted(script=lambda submit, index: encode(texts[index]), interval=0.002)
     stop = {"strings": ["STOP"], "include_in_output": include}
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         responses = await collect(s.stub.Generate(ask(sampling={"n": 2}, stop=stop)))
         await s.clean()
@@ -144,9 +144,9 @@ async def test_stop_string_ends_one_output(scripted, stand, encode, include):
     assert engine.aborts[0] == (engine.submits[0].request_id, 0)
 
 
-async def test_prompt_logprobs_come_with_accepted(scripted, stand, encode):
+async def test_prompt_logprobs_come_with_accepted(scripted, serve, encode):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         request = ask(sampling={"n": 2}, output={"prompt_logprobs": 0, "logprobs": 1})
         task = asyncio.create_task(collect(s.stub.Generate(request)))
@@ -166,9 +166,9 @@ async def test_prompt_logprobs_come_with_accepted(scripted, stand, encode):
     assert ends(responses)[1].usage.cached_tokens == 4
 
 
-async def test_engine_failure_is_the_callers_status(scripted, stand):
+async def test_engine_failure_is_the_callers_status(scripted, serve):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
@@ -183,9 +183,9 @@ async def test_engine_failure_is_the_callers_status(scripted, stand):
     assert detail.field_violations[0].field == "prompt"
 
 
-async def test_a_bad_event_fails_its_request_only(scripted, stand, encode):
+async def test_a_bad_event_fails_its_request_only(scripted, serve, encode):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(2)]
         await s.until(lambda: len(engine.submits) == 2)
@@ -199,9 +199,9 @@ async def test_a_bad_event_fails_its_request_only(scripted, stand, encode):
     assert (bad, None) in engine.aborts
 
 
-async def test_cancel_in_every_phase_leaves_nothing(scripted, stand, encode):
+async def test_cancel_in_every_phase_leaves_nothing(scripted, serve, encode):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         calls = [s.stub.Generate(ask(request_id=f"r{i}")) for i in range(4)]
         tasks = [asyncio.create_task(code_of(call)) for call in calls]
@@ -220,9 +220,9 @@ async def test_cancel_in_every_phase_leaves_nothing(scripted, stand, encode):
     assert {name for name, _ in engine.aborts} == {s.request_id for s in engine.submits}
 
 
-async def test_deadline_while_queued_and_while_running(scripted, stand):
+async def test_deadline_while_queued_and_while_running(scripted, serve):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         calls = [code_of(s.stub.Generate(ask(), timeout=0.3)) for _ in range(4)]
         codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
@@ -232,9 +232,9 @@ async def test_deadline_while_queued_and_while_running(scripted, stand):
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
-async def test_full_queue_says_when_to_retry(scripted, stand):
+async def test_full_queue_says_when_to_retry(scripted, serve):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with stand(engine, max_queue_size=1) as s:
+    async with serve(engine, max_queue_size=1) as s:
         await s.up()
         calls = [s.stub.Generate(ask()) for _ in range(3)]
         tasks = [asyncio.create_task(code_of(call)) for call in calls]
@@ -251,9 +251,9 @@ async def test_full_queue_says_when_to_retry(scripted, stand):
     assert retry.retry_delay.ToTimedelta().total_seconds() > 0
 
 
-async def test_an_outage_is_waited_out_for_a_while_and_then_said_at_once(scripted, stand):
+async def test_an_outage_is_waited_out_for_a_while_and_then_said_at_once(scripted, serve):
     engine = scripted()
-    async with stand(engine, failover_timeout=0.3) as s:
+    async with serve(engine, failover_timeout=0.3) as s:
         await s.up()
         port = int(engine.address.rpartition(":")[2])
         await engine.kill()
@@ -274,9 +274,9 @@ async def test_an_outage_is_waited_out_for_a_while_and_then_said_at_once(scripte
         assert await code_of(s.stub.Generate(ask())) is grpc.StatusCode.OK
 
 
-async def test_queued_requests_hear_that_the_last_engine_died(scripted, stand):
+async def test_queued_requests_hear_that_the_last_engine_died(scripted, serve):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with stand(engine, max_moves=0, failover_timeout=0.1) as s:
+    async with serve(engine, max_moves=0, failover_timeout=0.1) as s:
         await s.up()
         calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(4)]
         await s.until(lambda: len(s.router.admission) == 2)
@@ -286,9 +286,9 @@ async def test_queued_requests_hear_that_the_last_engine_died(scripted, stand):
     assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
 
 
-async def test_draining_engine_gets_nothing_new(scripted, stand):
+async def test_draining_engine_gets_nothing_new(scripted, serve):
     drained, other = scripted(), scripted()
-    async with stand(drained, other) as s:
+    async with serve(drained, other) as s:
         await s.up(2)
         await s.until(lambda: drained.outboxes)
         drained.info.load.draining = True
@@ -298,8 +298,8 @@ async def test_draining_engine_gets_nothing_new(scripted, stand):
     assert (len(drained.submits), len(other.submits)) == (0, 4)
 
 
-async def test_models_by_name(scripted, stand):
-    async with stand(scripted("a", model="alpha"), scripted("b", model="beta")) as s:
+async def test_models_by_name(scripted, serve):
+    async with serve(scripted("a", model="alpha"), scripted("b", model="beta")) as s:
         await s.up(2)
         for model, text in (("alpha", "a"), ("beta", "b")):
             assert text_of(await collect(s.stub.Generate(ask(model=model)))) == text
@@ -314,11 +314,11 @@ async def test_models_by_name(scripted, stand):
     assert listed.models[0].total_blocks == 256
 
 
-async def test_engines_of_unlike_blocks_can_all_take_what_is_let_through(scripted, stand):
+async def test_engines_of_unlike_blocks_can_all_take_what_is_let_through(scripted, serve):
     few = scripted(interval=None, block_size=16)  # 5 blocks: 80 tokens
     large = scripted(interval=None, block_size=64)  # 3 blocks: 192 tokens
     few.info.load.total_blocks, large.info.load.total_blocks = 5, 3
-    async with stand(few, large) as s:
+    async with serve(few, large) as s:
         await s.up(2)
         limits = s.router.pool.limits("tiny")
         for prompt, n in itertools.product(range(1, 200), range(1, 9)):
@@ -329,9 +329,9 @@ async def test_engines_of_unlike_blocks_can_all_take_what_is_let_through(scripte
                 assert most < 1 or most <= fitting_output(prompt, n, own), (prompt, n)
 
 
-async def test_one_id_twice_at_once(scripted, stand):
+async def test_one_id_twice_at_once(scripted, serve):
     engine = scripted(interval=0.005)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         calls = [collect(s.stub.Generate(ask(request_id="same"))) for _ in range(3)]
         for responses in await asyncio.gather(*calls):
@@ -342,9 +342,9 @@ async def test_one_id_twice_at_once(scripted, stand):
     assert len(set(names)) == 3
 
 
-async def test_late_tokens_do_not_reach_a_new_request_of_the_same_id(scripted, stand, encode):
+async def test_late_tokens_do_not_reach_a_new_request_of_the_same_id(scripted, serve, encode):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         old = s.stub.Generate(ask(request_id="same"))
         task = asyncio.create_task(code_of(old))
@@ -361,11 +361,11 @@ async def test_late_tokens_do_not_reach_a_new_request_of_the_same_id(scripted, s
         assert text_of(await asyncio.wait_for(new, 5)) == "new"
 
 
-async def test_slow_reader_gets_tokens_together(scripted, stand, encode):
+async def test_slow_reader_gets_tokens_together(scripted, serve, encode):
     tokens = encode("x") * 400
     engine = scripted(interval=None)
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    async with stand(engine, client_options=window) as s:
+    async with serve(engine, client_options=window) as s:
         await s.up()
         call = s.stub.Generate(ask(output={"token_ids": True, "logprobs": 20}))
         await s.until(lambda: engine.submits)
@@ -386,11 +386,11 @@ async def test_slow_reader_gets_tokens_together(scripted, stand, encode):
     assert len(deltas) < 400
 
 
-async def test_client_that_never_reads_is_cancelled(scripted, stand, encode):
+async def test_client_that_never_reads_is_cancelled(scripted, serve, encode):
     engine = scripted(interval=None, max_model_len=100_000)
     engine.info.load.total_blocks = 100_000
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-    async with stand(engine, client_options=window, write_timeout=0.3) as s:
+    async with serve(engine, client_options=window, write_timeout=0.3) as s:
         await s.up()
         call = s.stub.Generate(ask())
         await s.until(lambda: engine.submits)
@@ -405,12 +405,12 @@ async def test_client_that_never_reads_is_cancelled(scripted, stand, encode):
         call.cancel()
 
 
-async def test_what_a_client_does_not_read_is_bounded(scripted, stand, encode):
+async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode):
     engine = scripted(interval=None, max_model_len=1_000_000)
     engine.info.load.total_blocks = 1_000_000
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     limit, chunk = 2000, 500
-    async with stand(engine, client_options=window, max_unread_tokens=limit) as s:
+    async with serve(engine, client_options=window, max_unread_tokens=limit) as s:
         await s.up()
         call = s.stub.Generate(ask(output={"token_ids": True}))
         await s.until(lambda: engine.submits)
@@ -438,9 +438,9 @@ async def test_what_a_client_does_not_read_is_bounded(scripted, stand, encode):
     assert ids == output.token_ids, "what came before is neither lost nor repeated"
 
 
-async def test_invalid_utf8_through_the_router(scripted, stand):
+async def test_invalid_utf8_through_the_router(scripted, serve):
     data = ask("QQ").SerializeToString().replace(b"QQ", b"\xff\xfe")
-    async with stand(scripted()) as s:
+    async with serve(scripted()) as s:
         await s.up()
         error = await error_of(
             s.channel.unary_stream("/octavo.v1.GenerationService/Generate")(data)
@@ -449,9 +449,9 @@ async def test_invalid_utf8_through_the_router(scripted, stand):
     assert "text must be valid UTF-8" in error.details()
 
 
-async def test_chat_template_errors(scripted, stand, plain_tokenizer_dir):
+async def test_chat_template_errors(scripted, serve, plain_tokenizer_dir):
     plain = scripted(tokenizer=plain_tokenizer_dir, model="plain")
-    async with stand(scripted(model="chatty"), plain) as s:
+    async with serve(scripted(model="chatty"), plain) as s:
         await s.up(2)
 
         def chat(model, *roles):
@@ -466,8 +466,8 @@ async def test_chat_template_errors(scripted, stand, plain_tokenizer_dir):
     assert missing.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_tokenize_and_detokenize(scripted, stand, encode):
-    async with stand(scripted()) as s:
+async def test_tokenize_and_detokenize(scripted, serve, encode):
+    async with serve(scripted()) as s:
         await s.up()
         tokens = await s.stub.Tokenize(generation_pb2.TokenizeRequest(text="née"))
         assert list(tokens.token_ids) == encode("née")
@@ -480,9 +480,9 @@ async def test_tokenize_and_detokenize(scripted, stand, encode):
             await s.stub.Detokenize(generation_pb2.DetokenizeRequest(token_ids=[999]))
 
 
-async def test_health_follows_the_engines(scripted, stand):
+async def test_health_follows_the_engines(scripted, serve):
     engine = scripted()
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         stub = health_pb2_grpc.HealthStub(s.channel)
         request = health_pb2.HealthCheckRequest(service="octavo.v1.GenerationService")
 
@@ -499,8 +499,8 @@ async def test_health_follows_the_engines(scripted, stand):
         assert not await is_serving()
 
 
-async def test_metrics_count_what_happened(scripted, stand):
-    async with stand(scripted()) as s:
+async def test_metrics_count_what_happened(scripted, serve):
+    async with serve(scripted()) as s:
         await s.up()
         await collect(s.stub.Generate(ask()))
         await error_of(s.stub.Generate(ask("")))
@@ -518,12 +518,12 @@ async def test_metrics_count_what_happened(scripted, stand):
     assert "octavo_router_requests_queued 0.0" in page
 
 
-async def test_many_streams_with_half_of_them_cancelled(scripted, stand, encode):
+async def test_many_streams_with_half_of_them_cancelled(scripted, serve, encode):
     text = "the quick brown fox, née 日本 🎉 " * 2
     make = {"interval": 0.001, "max_num_seqs": 16}
     engines = [scripted(text, **make), scripted(text, **make)]
     rng = random.Random(5)
-    async with stand(*engines) as s:
+    async with serve(*engines) as s:
         await s.up(2)
 
         async def one(i: int) -> str | None:
@@ -576,11 +576,11 @@ class Wire:
                 sink.write(data)
 
 
-async def test_silent_engine_is_noticed_by_keepalive(scripted, stand):
+async def test_silent_engine_is_noticed_by_keepalive(scripted, serve):
     engine = await scripted(interval=None).start()
     async with Wire(int(engine.address.rpartition(":")[2])) as wire:
         settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5, "max_moves": 0}
-        async with stand(addresses=[wire.address], **settings) as s:
+        async with serve(addresses=[wire.address], **settings) as s:
             await s.up()
             task = asyncio.create_task(error_of(s.stub.Generate(ask())))
             await s.until(lambda: engine.submits)

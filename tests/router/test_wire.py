@@ -27,10 +27,10 @@ def port_files(authority):
     return {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
 
 
-async def outcome(stand, metadata=(), channel=None):
+async def outcome(fixture, metadata=(), channel=None):
     """How a request ends: a status, or the text of its answer."""
     method = "/octavo.v1.GenerationService/Generate"
-    call = (channel or stand.channel).unary_stream(
+    call = (channel or fixture.channel).unary_stream(
         method,
         request_serializer=generation_pb2.GenerateRequest.SerializeToString,
         response_deserializer=generation_pb2.GenerateResponse.FromString,
@@ -41,18 +41,18 @@ async def outcome(stand, metadata=(), channel=None):
         return error.code()
 
 
-async def test_both_hops_with_certificates_on_all_sides(scripted, stand, authority, port_files):
+async def test_both_hops_with_certificates_on_all_sides(scripted, serve, authority, port_files):
     engine = await scripted().start(tls=Tls(authority.ca, *authority.issue("engine", *HERE)))
     cert, key = authority.issue("router-to-engine")
     to_engine = {"engine_ca": authority.ca, "engine_cert": cert, "engine_key": key}
     mine = Tls(authority.ca, *authority.issue("client"))
-    async with stand(engine, client_tls=mine, **port_files, **to_engine) as s:
+    async with serve(engine, client_tls=mine, **port_files, **to_engine) as s:
         await s.up()
         assert await outcome(s) == "hello world"
 
 
 async def test_an_engine_takes_only_its_routers_and_a_router_only_its_engines(
-    scripted, stand, authority, impostor, monkeypatch
+    scripted, serve, authority, impostor, monkeypatch
 ):
     log = structlog.testing.CapturingLogger()
     monkeypatch.setattr(octavo.router.engines.link, "log", log)
@@ -61,30 +61,30 @@ async def test_an_engine_takes_only_its_routers_and_a_router_only_its_engines(
     elsewhere = await scripted().start(tls=Tls(None, *authority.issue("x", "dns:x.example")))
     plain = await scripted().start()
     good = await scripted().start(tls=Tls(None, *authority.issue("good", *HERE)))
-    async with stand(good, picky, false, elsewhere, plain, engine_ca=authority.ca) as s:
+    async with serve(good, picky, false, elsewhere, plain, engine_ca=authority.ca) as s:
         await s.up()
         refused = {engine.address for engine in (picky, false, elsewhere, plain)}
         await s.until(lambda: {call.kwargs.get("engine") for call in log.calls} >= refused)
         assert [engine.address for engine in s.router.pool.up()] == [good.address]
         events = {call.args for call in log.calls if call.kwargs["engine"] in refused}
-        assert events == {("engine_unreachable",)}
+        assert events == {("engine unreachable",)}
 
 
-async def test_the_name_in_engines_certificates_may_be_another(scripted, stand, authority):
+async def test_the_name_in_engines_certificates_may_be_another(scripted, serve, authority):
     files = Tls(None, *authority.issue("engine", "dns:engines.example"))
     engine = await scripted().start(tls=files)
     named = {"engine_ca": authority.ca, "engine_tls_name": "engines.example"}
-    async with stand(engine, **named) as s:
+    async with serve(engine, **named) as s:
         await s.up()
         assert await outcome(s) == "hello world"
 
 
-async def test_new_connections_to_engines_use_new_files(scripted, stand, authority, impostor):
+async def test_new_connections_to_engines_use_new_files(scripted, serve, authority, impostor):
     cert, key = authority.issue("router-to-engine")
     own = {"engine_ca": authority.ca, "engine_cert": cert, "engine_key": key}
     engine = await scripted().start(tls=Tls(authority.ca, *authority.issue("engine", *HERE)))
     port = int(engine.address.rpartition(":")[2])
-    async with stand(engine, **own) as s:
+    async with serve(engine, **own) as s:
         await s.up()
         await engine.kill()
         await s.until(lambda: not s.router.pool.up())
@@ -97,7 +97,7 @@ async def test_new_connections_to_engines_use_new_files(scripted, stand, authori
 
 
 async def test_a_certificate_says_who_asks(
-    scripted, stand, authority, port_files, tmp_path, open_channel, monkeypatch
+    scripted, serve, authority, port_files, tmp_path, open_channel, monkeypatch
 ):
     monkeypatch.setattr(octavo.router.tenants.auth, "POLL_SECONDS", 60)
     tenants = tmp_path / "tenants.toml"
@@ -120,7 +120,7 @@ keys = ["{hash_key("dave-key")}"]
         "both": Tls(authority.ca, *authority.issue("t", "dns:bob.example", cn="carol")),
     }
     found = {}
-    async with stand(engine, client_tls=callers["alice"], tenants=tenants, **port_files) as s:
+    async with serve(engine, client_tls=callers["alice"], tenants=tenants, **port_files) as s:
         await s.up()
         for name, files in callers.items():
             async with open_channel(s.router.address, files) as channel:
@@ -138,11 +138,11 @@ keys = ["{hash_key("dave-key")}"]
 
 
 async def test_admin_service_speaks_the_router_s_tls(
-    scripted, stand, authority, port_files, open_channel
+    scripted, serve, authority, port_files, open_channel
 ):
     port = free_port()
     mine = Tls(authority.ca, *authority.issue("client"))
-    async with stand(scripted(), client_tls=mine, admin_port=port, **port_files) as s:
+    async with serve(scripted(), client_tls=mine, admin_port=port, **port_files) as s:
         await s.up()
         codes = []
         for files in (mine, Tls(authority.ca), None):
@@ -181,14 +181,14 @@ async def test_a_router_without_its_files_does_not_start(which):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"host": "0.0.0.0"}, "anybody_may_use_the_router"),
-        ({"host": "0.0.0.0", "tenants": True}, "keys_travel_in_the_clear"),
+        ({"host": "0.0.0.0"}, "the router is unauthenticated"),
+        ({"host": "0.0.0.0", "tenants": True}, "API keys are sent unencrypted"),
         ({"host": "0.0.0.0", "tls": True}, None),
         ({"host": "127.0.0.1"}, None),
     ],
 )
 async def test_what_is_open_to_others_is_said(
-    stand, given, said, port_files, tmp_path, monkeypatch
+    serve, given, said, port_files, tmp_path, monkeypatch
 ):
     log = structlog.testing.CapturingLogger()
     monkeypatch.setattr(octavo.router.server, "log", log)
@@ -198,7 +198,7 @@ async def test_what_is_open_to_others_is_said(
         given["tenants"].write_text("")
     if given.pop("tls", False):
         given |= port_files
-    async with stand(**given, addresses=["127.0.0.1:1"]):
+    async with serve(**given, addresses=["127.0.0.1:1"]):
         pass
     warned = [call.args[0] for call in log.calls if call.method_name == "warning"]
     assert warned == ([said] if said else [])

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.common import rpc
-from octavo.router.admission import PRIORITY_SECONDS, QueueLimits, Ticket
+from octavo.common.priority import PRIORITY_SECONDS
+from octavo.router.admission import QueueLimits, Ticket
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.ticket import NoProgress
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2
-from tests.router.admission.stand import BLOCK, BLOCKS, Gate, Replica, settle, ticket
+from tests.router.admission.fixture import BLOCK, BLOCKS, Gate, Replica, settle, ticket
 
 
 async def queue(gate, *tickets) -> list[asyncio.Task]:
@@ -161,10 +162,10 @@ async def test_waiting_has_an_end():
 
 def learn(gate, replica, *, first: float, token: float, tokens: int = 11, times: int = 20) -> None:
     """Has requests end that took so long."""
-    line = gate._lines["m"]
+    queue = gate._queues["m"]
     for _ in range(times):
         t = ticket(max_tokens=tokens, progress=NoProgress())
-        grant = gate._grant(line, Claim(t, line.lengths), replica)
+        grant = gate._grant(queue, Claim(t, queue.lengths), replica)
         t.progress.output_tokens = tokens
         t.progress.lengths = [tokens]
         t.progress.first_time = gate.now + first
@@ -384,7 +385,7 @@ def test_every_ticket_ends_in_exactly_one_way(steps):
             else:
                 await settle()
                 sort_out()
-                bounded = [w.claim for w in gate._lines["m"].queue.waiters()]
+                bounded = [w.claim for w in gate._queues["m"].waiters.all()]
                 bounded = [c for c in bounded if not c.ticket.moved]
                 assert len(bounded) <= LIMITS.requests
                 assert sum(c.tokens for c in bounded) <= LIMITS.tokens
@@ -401,6 +402,6 @@ def test_every_ticket_ends_in_exactly_one_way(steps):
             gate.release(grant)
         assert all(r.sequences == 0 for r in replicas)
         assert (len(gate), gate.tokens) == (0, 0)
-        assert not gate._lines["m"].running
+        assert not gate._queues["m"].running
 
     asyncio.run(run())

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
 from octavo.router.admission.fairness import ACTIVE_SECONDS, TenantCounters
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue, Waiter
-from octavo.router.admission.ticket import PRIORITY_SECONDS, NoProgress, Ticket
+from octavo.router.admission.ticket import NoProgress, Ticket
 from octavo.router.tenants.tenant import Tenant
 
 MOST = 40
@@ -237,7 +238,7 @@ def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
         if other:
             line.ask(C)
         line.serve()
-        if all(name in tenants_of(line.queue.waiters()) for name in "ab"):
+        if all(name in tenants_of(line.queue.all()) for name in "ab"):
             assert abs(line.counters["a"] - line.counters["b"]) <= bound
 
 

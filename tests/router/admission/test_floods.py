@@ -10,7 +10,7 @@ import pytest
 from octavo.router.admission import QueueLimits
 from octavo.router.admission.ticket import NoProgress
 from octavo.router.tenants.tenant import Tenant
-from tests.router.admission.stand import BLOCK, Gate, Replica, settle, ticket
+from tests.router.admission.fixture import BLOCK, Gate, Replica, settle, ticket
 
 PLACES = 32
 STEP = 0.025
@@ -101,7 +101,7 @@ async def contended(weights, seconds: float = 40.0):
     sizes = dict(zip(weights, [(16, 40), (64, 24)], strict=True))
 
     def keep_busy():
-        waiting = play.gate._lines["m"].queue.waiters()
+        waiting = play.gate._queues["m"].waiters.all()
         for tenant in weights:
             mine = sum(waiter.tenant == tenant.name for waiter in waiting)
             for _ in range(48 - mine):

@@ -45,11 +45,11 @@ def addresses(s) -> list[str]:
     return [link.address for link in s.router.pool.links]
 
 
-async def test_addresses_are_engines_while_they_stand_behind_the_name(scripted, stand):
+async def test_addresses_are_engines_while_they_stand_behind_the_name(scripted, serve):
     a, b = await scripted("a").start(), await scripted("b").start()
     static = scripted("static")
     names = Names(one=[a.address], two=[])
-    async with stand(static) as s:
+    async with serve(static) as s:
         found = discovery(s, names)
         await found.look()
         await s.up(2)
@@ -72,10 +72,10 @@ async def test_addresses_are_engines_while_they_stand_behind_the_name(scripted, 
     await b.kill()
 
 
-async def test_a_retired_engine_finishes_what_it_has(scripted, stand):
+async def test_a_retired_engine_finishes_what_it_has(scripted, serve):
     leaving = await scripted("leaving " * 20, interval=0.01).start()
     names = Names(all=[leaving.address])
-    async with stand(scripted("other")) as s:
+    async with serve(scripted("other")) as s:
         await s.up()
         found = discovery(s, names)
         await found.look()
@@ -96,10 +96,10 @@ async def test_a_retired_engine_finishes_what_it_has(scripted, stand):
     await leaving.kill()
 
 
-async def test_a_retired_engine_that_is_back_takes_requests_again(scripted, stand):
+async def test_a_retired_engine_that_is_back_takes_requests_again(scripted, serve):
     engine = await scripted(interval=None).start()
     names = Names(all=[engine.address])
-    async with stand(addresses=["127.0.0.1:1"]) as s:
+    async with serve(addresses=["127.0.0.1:1"]) as s:
         found = discovery(s, names)
         await found.look()
         await s.up()
@@ -114,13 +114,13 @@ async def test_a_retired_engine_that_is_back_takes_requests_again(scripted, stan
     await engine.kill()
 
 
-async def test_a_name_is_looked_up(scripted, stand):
+async def test_a_name_is_looked_up(scripted, serve):
     assert "127.0.0.1:50052" in await resolve("localhost", 50052)
     with pytest.raises(OSError):
         await resolve("no.such.name.invalid", 50052)
     engine = await scripted().start()
     port = engine.address.rpartition(":")[2]
-    async with stand(addresses=[f"dns:///localhost:{port}"], dns_interval=0.1) as s:
+    async with serve(addresses=[f"dns:///localhost:{port}"], dns_interval=0.1) as s:
         await s.until(lambda: engine.address in addresses(s) and s.router.pool.up())
         assert await text_of(s.stub.Generate(ask())) == "hello world"
     await engine.kill()
@@ -133,11 +133,11 @@ def test_other_targets_are_refused(engine):
 
 
 @asynccontextmanager
-async def administered(stand, *engines, **settings):
+async def administered(serve, *engines, **settings):
     """A router with its AdminService's stub."""
     port = free_port()
     async with (
-        stand(*engines, admin_port=port, **settings) as s,
+        serve(*engines, admin_port=port, **settings) as s,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield s, admin_pb2_grpc.AdminServiceStub(channel)
@@ -148,9 +148,9 @@ async def states(admin) -> dict[str, int]:
     return {engine.address: engine.state for engine in listed.engines}
 
 
-async def test_engines_are_added_drained_and_removed_by_call(scripted, stand):
+async def test_engines_are_added_drained_and_removed_by_call(scripted, serve):
     first, second = scripted("first"), await scripted("second").start()
-    async with administered(stand, first) as (s, admin):
+    async with administered(serve, first) as (s, admin):
         await s.up()
         added = await admin.AddEngine(admin_pb2.AddEngineRequest(address=second.address))
         assert added.engine.address == second.address
@@ -168,9 +168,9 @@ async def test_engines_are_added_drained_and_removed_by_call(scripted, stand):
     await second.kill()
 
 
-async def test_a_removed_engine_s_requests_go_on_elsewhere(scripted, stand):
+async def test_a_removed_engine_s_requests_go_on_elsewhere(scripted, serve):
     engines = [scripted("some words " * 10, interval=0.01) for _ in range(2)]
-    async with administered(stand, *engines) as (s, admin):
+    async with administered(serve, *engines) as (s, admin):
         await s.up(2)
         calls = [asyncio.create_task(text_of(s.stub.Generate(ask()))) for _ in range(6)]
         await s.until(lambda: all(engine.playing for engine in engines))
@@ -180,9 +180,9 @@ async def test_a_removed_engine_s_requests_go_on_elsewhere(scripted, stand):
     assert len(engines[1].submits) == 6
 
 
-async def test_what_cannot_be_done_is_said(scripted, stand):
+async def test_what_cannot_be_done_is_said(scripted, serve):
     engine = scripted()
-    async with administered(stand, engine) as (s, admin):
+    async with administered(serve, engine) as (s, admin):
         await s.up()
         for call, request, code in (
             (admin.AddEngine, admin_pb2.AddEngineRequest(address="nowhere"), "INVALID_ARGUMENT"),
@@ -195,9 +195,9 @@ async def test_what_cannot_be_done_is_said(scripted, stand):
             assert refused.value.code().name == code
 
 
-async def test_the_last_engine_can_be_removed_and_another_added(scripted, stand):
+async def test_the_last_engine_can_be_removed_and_another_added(scripted, serve):
     engine = scripted()
-    async with administered(stand, engine) as (s, admin):
+    async with administered(serve, engine) as (s, admin):
         await s.up()
         await admin.RemoveEngine(admin_pb2.RemoveEngineRequest(address=engine.address))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -208,9 +208,9 @@ async def test_the_last_engine_can_be_removed_and_another_added(scripted, stand)
         assert await text_of(s.stub.Generate(ask())) == "hello world"
 
 
-async def test_routers_share_engines_without_knowing_of_each_other(scripted, stand):
+async def test_routers_share_engines_without_knowing_of_each_other(scripted, serve):
     engines = [scripted("shared", interval=0.005) for _ in range(2)]
-    async with stand(*engines) as one, stand(*engines) as two:
+    async with serve(*engines) as one, serve(*engines) as two:
         await one.up(2)
         await two.up(2)
         engines[0].info.load.MergeFrom(engine_pb2.Load(running=6))

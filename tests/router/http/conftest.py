@@ -1,4 +1,4 @@
-"""The door as OpenAI's own client finds it; the engine behind the router is scripted."""
+"""The HTTP frontend as OpenAI's own client finds it; the engine behind the router is scripted."""
 
 import asyncio
 import urllib.error
@@ -13,21 +13,21 @@ from octavo.common.ports import free_port
 
 
 @pytest.fixture
-def door(stand):
-    """Opens a router's door: gives the stand, and a client that does not retry."""
+def frontend(serve):
+    """Start a router with its HTTP frontend; yield its app and an OpenAI client without retries."""
 
     @asynccontextmanager
-    async def open_door(*engines, key="none", **settings):
+    async def start_frontend(*engines, key="none", **settings):
         port = free_port()
         async with AsyncExitStack() as stack:
-            made = await stack.enter_async_context(stand(*engines, http_port=port, **settings))
-            made.url = f"http://127.0.0.1:{port}"
-            client = openai.AsyncOpenAI(base_url=f"{made.url}/v1", api_key=key, max_retries=0)
+            app = await stack.enter_async_context(serve(*engines, http_port=port, **settings))
+            app.url = f"http://127.0.0.1:{port}"
+            client = openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key=key, max_retries=0)
             await stack.enter_async_context(client)
-            await made.up(len(engines))
-            yield made, client
+            await app.up(len(engines))
+            yield app, client
 
-    return open_door
+    return start_frontend
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def hello():
 def fill(hello):
     """Has a scripted engine with room for one sequence so busy that no more is sent to it."""
 
-    async def make_busy(stand, client, engine) -> list[asyncio.Task]:
+    async def make_busy(app, client, engine) -> list[asyncio.Task]:
         tasks = [asyncio.create_task(client.chat.completions.create(**hello)) for _ in range(2)]
-        await stand.until(lambda: len(engine.submits) == 2)
+        await app.until(lambda: len(engine.submits) == 2)
         return tasks
 
     return make_busy

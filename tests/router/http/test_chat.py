@@ -5,8 +5,8 @@ import pytest
 from octavo.v1.sampling_pb2 import TokenLogprob, TopLogprob
 
 
-async def test_whole(door, scripted, hello):
-    async with door(scripted("hello world", eos=True)) as (stand, client):
+async def test_whole(frontend, scripted, hello):
+    async with frontend(scripted("hello world", eos=True)) as (app, client):
         answer = await client.chat.completions.create(**hello)
         (choice,) = answer.choices
         assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
@@ -18,11 +18,11 @@ async def test_whole(door, scripted, hello):
         assert answer.usage.completion_tokens == len("hello world") + 1
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
-        await stand.clean()
+        await app.clean()
 
 
-async def test_stream(door, scripted, hello):
-    async with door(scripted("hello world")) as (_, client):
+async def test_stream(frontend, scripted, hello):
+    async with frontend(scripted("hello world")) as (_, client):
         stream = await client.chat.completions.create(
             **hello, n=2, stream=True, stream_options={"include_usage": True}
         )
@@ -39,8 +39,8 @@ async def test_stream(door, scripted, hello):
     assert chunks[-1].usage.completion_tokens == 22
 
 
-async def test_stream_counts_as_it_goes(door, scripted, hello):
-    async with door(scripted("hello world")) as (_, client):
+async def test_stream_counts_as_it_goes(frontend, scripted, hello):
+    async with frontend(scripted("hello world")) as (_, client):
         stream = await client.chat.completions.create(
             **hello, stream=True, stream_options={"continuous_usage_stats": True}
         )
@@ -49,27 +49,27 @@ async def test_stream_counts_as_it_goes(door, scripted, hello):
     assert (counts[0], counts[-1]) == (0, 11)
 
 
-async def test_an_answer_is_a_message_of_the_next_request(door, scripted, hello):
+async def test_an_answer_is_a_message_of_the_next_request(frontend, scripted, hello):
     engine = scripted("a")
-    async with door(engine) as (_, client):
+    async with frontend(engine) as (_, client):
         first = await client.chat.completions.create(**hello)
         messages = [*hello["messages"], first.choices[0].message]
         await client.chat.completions.create(model="tiny", messages=messages)
     assert len(engine.submits[1].prompt_token_ids) > len(engine.submits[0].prompt_token_ids)
 
 
-async def test_content_in_parts_and_developers(door, scripted, encode):
+async def test_content_in_parts_and_developers(frontend, scripted, encode):
     engine = scripted("a")
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
-    async with door(engine) as (_, client):
+    async with frontend(engine) as (_, client):
         await client.chat.completions.create(model="tiny", messages=messages)
     expected = encode("<s>system:be<s>user:one\ntwo<s>assistant:")
     assert list(engine.submits[0].prompt_token_ids) == expected
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_logprobs(door, scripted, hello, encode, streamed):
+async def test_logprobs(frontend, scripted, hello, encode, streamed):
     engine = scripted(interval=None)
     a, euro = encode("a"), encode("é")
     assert len(euro) == 2
@@ -80,19 +80,19 @@ async def test_logprobs(door, scripted, hello, encode, streamed):
         TokenLogprob(token_id=256, logprob=-2),
     ]
 
-    async def answer(stand):
-        await stand.until(lambda: engine.submits)
+    async def answer(app):
+        await app.until(lambda: engine.submits)
         (submit,) = engine.submits
         assert submit.output.logprobs == 1
         engine.send(started=[{"request_id": submit.request_id}])
         ids = [token.token_id for token in tokens]
         engine.send_tokens(submit.request_id, ids, logprobs=tokens, reason=1)
 
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         request = client.chat.completions.create(
             **hello, logprobs=True, top_logprobs=1, stream=streamed
         )
-        got, _ = await asyncio.gather(request, answer(stand))
+        got, _ = await asyncio.gather(request, answer(app))
         if streamed:
             choices = [chunk.choices[0] async for chunk in got]
             shown = [entry for c in choices if c.logprobs for entry in c.logprobs.content]
@@ -106,14 +106,14 @@ async def test_logprobs(door, scripted, hello, encode, streamed):
     assert [len(entry.top_logprobs) for entry in shown] == [1, 0, 0]
 
 
-async def test_the_best_of_a_beam_search(door, scripted, hello, encode):
+async def test_the_best_of_a_beam_search(frontend, scripted, hello, encode):
     engine = scripted(interval=None, features={"beam_search": True})
 
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         task = asyncio.create_task(
             client.chat.completions.create(**hello, n=2, extra_body={"beam_width": 3})
         )
-        await stand.until(lambda: engine.submits)
+        await app.until(lambda: engine.submits)
         (submit,) = engine.submits
         assert submit.beam.width == 3
         assert not submit.HasField("sampling")

@@ -9,8 +9,8 @@ def count(scripted):
     return scripted(script=lambda submit, i: [submit.prompt_token_ids[-1], 15 + i])
 
 
-async def test_every_kind_of_prompt(door, count, encode):
-    async with door(count) as (stand, client):
+async def test_every_kind_of_prompt(frontend, count, encode):
+    async with frontend(count) as (app, client):
         for prompt, texts in [
             ("xa", ["a0"]),
             (["xa", "xb"], ["a0", "b0"]),
@@ -24,11 +24,11 @@ async def test_every_kind_of_prompt(door, count, encode):
             assert answer.usage.completion_tokens == 2 * len(texts)
         assert answer.object == "text_completion"
         assert {submit.stop.max_tokens for submit in count.submits} == {16}
-        await stand.clean()
+        await app.clean()
 
 
-async def test_stream_of_several_prompts(door, count):
-    async with door(count) as (_, client):
+async def test_stream_of_several_prompts(frontend, count):
+    async with frontend(count) as (_, client):
         stream = await client.completions.create(
             model="tiny", prompt=["xa", "xb"], n=2, stream=True,
             stream_options={"include_usage": True},
@@ -44,11 +44,11 @@ async def test_stream_of_several_prompts(door, count):
     assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (4, 8)
 
 
-async def test_logprobs_are_columns(door, scripted, encode):
+async def test_logprobs_are_columns(frontend, scripted, encode):
     engine = scripted(interval=None)
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         task = asyncio.create_task(client.completions.create(model="tiny", prompt="x", logprobs=2))
-        await stand.until(lambda: engine.submits)
+        await app.until(lambda: engine.submits)
         (submit,) = engine.submits
         ids = encode("abc")
         top = [{"token_id": ids[0], "logprob": -0.5}, {"token_id": ids[1], "logprob": -1.5}]
@@ -62,9 +62,9 @@ async def test_logprobs_are_columns(door, scripted, encode):
     assert choice.logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}] * 3
 
 
-async def test_one_bad_prompt_fails_all(door, count):
-    async with door(count) as (stand, client):
+async def test_one_bad_prompt_fails_all(frontend, count):
+    async with frontend(count) as (app, client):
         with pytest.raises(Exception, match="prompt must have at least one character") as caught:
             await client.completions.create(model="tiny", prompt=["good", ""])
         assert caught.value.param == "prompt"
-        await stand.clean()
+        await app.clean()

@@ -36,8 +36,8 @@ def connect():
     """Opens connections, and closes them at the end."""
 
     @asynccontextmanager
-    async def open_connections(stand):
-        host, port = stand.url.removeprefix("http://").split(":")
+    async def open_connections(app):
+        host, port = app.url.removeprefix("http://").split(":")
         writers = []
 
         async def one(data: bytes = b"", **options):
@@ -74,8 +74,11 @@ async def answered(reader) -> bytes:
     return head.partition(b"\r\n")[0]
 
 
-async def test_half_sent_headers_keep_nobody_out(door, scripted, hello, connect):
-    async with door(scripted("abc"), max_connections=10) as (stand, client), connect(stand) as one:
+async def test_half_sent_headers_keep_nobody_out(frontend, scripted, hello, connect):
+    async with (
+        frontend(scripted("abc"), max_connections=10) as (app, client),
+        connect(app) as one,
+    ):
         readers = [(await one(HALF))[0] for _ in range(40)]
         for _ in range(3):
             assert (await client.chat.completions.create(**hello)).choices
@@ -84,9 +87,9 @@ async def test_half_sent_headers_keep_nobody_out(door, scripted, hello, connect)
         assert readers[-1] not in ended
 
 
-async def test_a_header_has_a_deadline(door, scripted, connect, monkeypatch):
+async def test_a_header_has_a_deadline(frontend, scripted, connect, monkeypatch):
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
-    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+    async with frontend(scripted("a")) as (app, _), connect(app) as one:
         readers = [(await one(data))[0] for data in (b"", HALF)]
         reader, writer = await one(HEALTH)
         assert await answered(reader) == b"HTTP/1.1 200 OK"
@@ -97,8 +100,11 @@ async def test_a_header_has_a_deadline(door, scripted, connect, monkeypatch):
         assert second.startswith(b"HTTP/1.1 408 ")
 
 
-async def test_a_header_has_a_size(door, scripted, connect):
-    async with door(scripted("a"), max_metadata_bytes=4096) as (stand, _), connect(stand) as one:
+async def test_a_header_has_a_size(frontend, scripted, connect):
+    async with (
+        frontend(scripted("a"), max_metadata_bytes=4096) as (app, _),
+        connect(app) as one,
+    ):
         for long in (b"x" * 5000, b"x" * 200_000 + b"\r\n\r\n", b"\r\nX: y" * 2000):
             reader, _ = await one(HALF + long)
             assert (await rest(reader)).startswith((b"HTTP/1.1 431 ", b""))
@@ -106,8 +112,8 @@ async def test_a_header_has_a_size(door, scripted, connect):
         assert await answered(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_an_endless_header_is_not_taken_in(door, scripted, connect):
-    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+async def test_an_endless_header_is_not_taken_in(frontend, scripted, connect):
+    async with frontend(scripted("a")) as (app, _), connect(app) as one:
         _, writer = await one(HALF)
 
         async def send_until_closed():
@@ -119,8 +125,8 @@ async def test_an_endless_header_is_not_taken_in(door, scripted, connect):
             await send_until_closed()
 
 
-async def test_requests_on_one_connection_are_parsed_one_by_one(door, scripted, connect):
-    async with door(scripted("a")) as (stand, client), connect(stand) as one:
+async def test_requests_on_one_connection_are_parsed_one_by_one(frontend, scripted, connect):
+    async with frontend(scripted("a")) as (app, client), connect(app) as one:
         reader, _ = await one(HEALTH * 80 + HALF)
         assert await answered(reader) == b"HTTP/1.1 200 OK"
         parsed = sum(type(o) is RequestResponseCycle for o in gc.get_objects())
@@ -130,18 +136,18 @@ async def test_requests_on_one_connection_are_parsed_one_by_one(door, scripted, 
         assert await client.models.list()
 
 
-async def test_one_who_sends_requests_without_end_is_cut_off(door, scripted, connect):
-    async with door(scripted("a")) as (stand, _), connect(stand) as one:
+async def test_one_who_sends_requests_without_end_is_cut_off(frontend, scripted, connect):
+    async with frontend(scripted("a")) as (app, _), connect(app) as one:
         reader, _ = await one(HEALTH * 100_000)
         assert len(await rest(reader)) < 1 << 20
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_requests_are_the_same_however_they_are_cut(door, scripted, connect, chunked):
+async def test_requests_are_the_same_however_they_are_cut(frontend, scripted, connect, chunked):
     """Pipelined ones, too: the second is sent before the first is answered."""
     data = completion(chunked=chunked) + HEALTH + completion(chunked=chunked, close=True)
     rng = random.Random(0)
-    async with door(scripted("ab")) as (stand, _), connect(stand) as one:
+    async with frontend(scripted("ab")) as (app, _), connect(app) as one:
         cuts = [[], range(1, len(data)), *(rng.sample(range(1, len(data)), 9) for _ in range(20))]
         for cut in map(sorted, cuts):
             reader, writer = await one()
@@ -154,12 +160,12 @@ async def test_requests_are_the_same_however_they_are_cut(door, scripted, connec
 
 
 async def test_the_rest_of_a_refused_body_has_a_deadline(
-    door, scripted, connect, tmp_path, monkeypatch
+    frontend, scripted, connect, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.3)
     file = tmp_path / "tenants.toml"
     file.write_text(f'[alice]\nkeys = ["{hash_key("alice-key")}"]\n')
-    async with door(scripted("ab"), tenants=file) as (stand, _), connect(stand) as one:
+    async with frontend(scripted("ab"), tenants=file) as (app, _), connect(app) as one:
         trickled = completion().replace(b"Content-Length: ", b"Content-Length: 1")
         reader, writer = await one(trickled)
         assert await answered(reader) == b"HTTP/1.1 401 Unauthorized"
@@ -176,8 +182,11 @@ async def test_the_rest_of_a_refused_body_has_a_deadline(
             assert await answered(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_one_address_has_so_many_connections(door, scripted, connect):
-    async with door(scripted("a"), max_connections_per_peer=3) as (stand, _), connect(stand) as one:
+async def test_one_address_has_so_many_connections(frontend, scripted, connect):
+    async with (
+        frontend(scripted("a"), max_connections_per_peer=3) as (app, _),
+        connect(app) as one,
+    ):
         first, second, third, fourth = [(await one(HALF))[0] for _ in range(4)]
         assert await rest(first) == b""
         fifth, _ = await one(HEALTH)
@@ -187,11 +196,11 @@ async def test_one_address_has_so_many_connections(door, scripted, connect):
         assert not fourth.at_eof()
 
 
-async def test_unfinished_handshakes_keep_nobody_out(door, scripted, connect, authority):
+async def test_unfinished_handshakes_keep_nobody_out(frontend, scripted, connect, authority):
     cert, key = authority.issue("server", *HERE)
     trusted = ssl.create_default_context(cafile=authority.ca)
     settings = {"tls_cert": cert, "tls_key": key, "max_connections": 10}
-    async with door(scripted("a"), **settings) as (stand, _), connect(stand) as one:
+    async with frontend(scripted("a"), **settings) as (app, _), connect(app) as one:
         for hello in (b"", b"\x16\x03\x01"):
             for _ in range(20):
                 await one(hello)
@@ -199,10 +208,13 @@ async def test_unfinished_handshakes_keep_nobody_out(door, scripted, connect, au
             assert await answered(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_a_handshake_has_a_deadline(door, scripted, connect, authority, monkeypatch):
+async def test_a_handshake_has_a_deadline(frontend, scripted, connect, authority, monkeypatch):
     monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
     cert, key = authority.issue("server", *HERE)
-    async with door(scripted("a"), tls_cert=cert, tls_key=key) as (stand, _), connect(stand) as one:
+    async with (
+        frontend(scripted("a"), tls_cert=cert, tls_key=key) as (app, _),
+        connect(app) as one,
+    ):
         for start in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             reader, _ = await one(start)
             assert b"HTTP" not in await rest(reader)

@@ -10,10 +10,10 @@ import pytest
 from octavo.common import rpc
 
 
-async def test_a_full_queue_says_when_to_come_back(door, scripted, hello, fill):
+async def test_a_full_queue_says_when_to_come_back(frontend, scripted, hello, fill):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with door(engine, max_queue_size=0) as (stand, client):
-        running = await fill(stand, client, engine)
+    async with frontend(engine, max_queue_size=0) as (app, client):
+        running = await fill(app, client, engine)
         with pytest.raises(openai.RateLimitError) as caught:
             await client.chat.completions.create(**hello)
         assert caught.value.code == "rate_limit_exceeded"
@@ -21,26 +21,26 @@ async def test_a_full_queue_says_when_to_come_back(door, scripted, hello, fill):
         assert int(caught.value.response.headers["retry-after-ms"]) >= 100
         for task in running:
             task.cancel()
-        await stand.clean()
+        await app.clean()
 
 
-async def test_one_address_may_have_so_many(door, scripted, hello, fill):
+async def test_one_address_may_have_so_many(frontend, scripted, hello, fill):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with door(engine, max_calls_per_peer=2) as (stand, client):
-        running = await fill(stand, client, engine)
+    async with frontend(engine, max_calls_per_peer=2) as (app, client):
+        running = await fill(app, client, engine)
         with pytest.raises(openai.RateLimitError, match="2 requests of 127") as caught:
             await client.chat.completions.create(**hello)
         assert caught.value.response.headers["retry-after"] == "1"
         assert [model.id async for model in client.models.list()] == ["tiny"]
         for task in running:
             task.cancel()
-        await stand.clean()
+        await app.clean()
         with pytest.raises(openai.BadRequestError):
             await client.chat.completions.create(**hello, n=0)
 
 
-async def test_nothing_there(door, scripted, hello):
-    async with door(scripted("a")) as (_, client):
+async def test_nothing_there(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
         with pytest.raises(openai.NotFoundError) as caught:
             await client.chat.completions.create(**{**hello, "model": "huge"})
         assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
@@ -50,24 +50,24 @@ async def test_nothing_there(door, scripted, hello):
             await client.embeddings.create(model="tiny", input="x")
 
 
-async def test_no_engine(door, hello):
-    async with door(addresses=["127.0.0.1:1"]) as (_, client):
+async def test_no_engine(frontend, hello):
+    async with frontend(addresses=["127.0.0.1:1"]) as (_, client):
         with pytest.raises(openai.InternalServerError, match="no engine is up") as caught:
             await client.chat.completions.create(**hello)
         assert caught.value.status_code == 503
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_time_runs_out(door, scripted, hello, streamed):
+async def test_time_runs_out(frontend, scripted, hello, streamed):
     engine = scripted(interval=None)
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         with pytest.raises(openai.InternalServerError, match="time was over") as caught:
             await client.chat.completions.create(
                 **hello, stream=streamed, extra_headers={"X-Request-Timeout": "0.3"}
             )
         assert caught.value.status_code == 504
-        await stand.clean()
-        await stand.until(lambda: engine.aborts)
+        await app.clean()
+        await app.until(lambda: engine.aborts)
         for wrong in ("0", "soon", "nan", "inf"):
             with pytest.raises(openai.BadRequestError, match="X-Request-Timeout"):
                 await client.chat.completions.create(
@@ -75,11 +75,11 @@ async def test_time_runs_out(door, scripted, hello, streamed):
                 )
 
 
-async def test_a_failure_in_the_middle_of_a_stream(door, scripted, hello, encode):
+async def test_a_failure_in_the_middle_of_a_stream(frontend, scripted, hello, encode):
     engine = scripted(interval=None)
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         task = asyncio.create_task(client.chat.completions.create(**hello, stream=True))
-        await stand.until(lambda: engine.submits)
+        await app.until(lambda: engine.submits)
         (submit,) = engine.submits
         engine.send(started=[{"request_id": submit.request_id}])
         engine.send_tokens(submit.request_id, encode("ab"))
@@ -91,13 +91,13 @@ async def test_a_failure_in_the_middle_of_a_stream(door, scripted, hello, encode
                 heard.extend(chunk.choices[0].delta.content or "")
 
         listening = asyncio.create_task(listen())
-        await stand.until(lambda: "".join(heard) == "ab")
+        await app.until(lambda: "".join(heard) == "ab")
         failure = {"request_id": submit.request_id, "code": 13, "message": "it is on fire"}
         engine.send(failures=[failure])
         with pytest.raises(openai.APIError, match="it is on fire") as caught:
             await listening
         assert caught.value.body["type"] == "server_error"
-        await stand.clean()
+        await app.clean()
 
 
 STATUSES = [
@@ -110,21 +110,21 @@ STATUSES = [
 ]
 
 
-async def test_every_other_status(door, scripted, hello, monkeypatch):
-    async with door(scripted("a")) as (stand, client):
+async def test_every_other_status(frontend, scripted, hello, monkeypatch):
+    async with frontend(scripted("a")) as (app, client):
         for code, kind in STATUSES:
 
             async def fail(*_, code=code):
                 raise rpc.RpcError(code, f"it is {code.name}")
 
-            monkeypatch.setattr(stand.router.service, "_generate", fail)
+            monkeypatch.setattr(app.router.service, "_generate", fail)
             with pytest.raises(kind, match=code.name):
                 await client.chat.completions.create(**hello)
 
 
-async def test_an_unexpected_error_keeps_its_insides(door, scripted, hello):
-    async with door(scripted("a")) as (stand, client):
-        stand.router._http._vocabularies = None  # the door itself is broken
+async def test_an_unexpected_error_keeps_its_insides(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (app, client):
+        app.router._http._vocabularies = None  # the frontend itself is broken
         with pytest.raises(openai.InternalServerError, match="the server's log") as caught:
             await client.chat.completions.create(**hello)
         assert "NoneType" not in json.dumps(caught.value.body)

@@ -11,9 +11,9 @@ OURS = {
 }  # fmt: skip
 
 
-async def test_parameters_reach_the_engine(door, scripted, hello):
+async def test_parameters_reach_the_engine(frontend, scripted, hello):
     engine = scripted("hello world STOP and more")
-    async with door(engine) as (_, client):
+    async with frontend(engine) as (_, client):
         answer = await client.chat.completions.create(
             **hello, n=2, stop=["STOP"], max_completion_tokens=50, temperature=0.5, top_p=0.75,
             frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={"5": -1}, seed=-1,
@@ -32,9 +32,9 @@ async def test_parameters_reach_the_engine(door, scripted, hello):
     assert (list(stop.token_ids), submit.priority, submit.cache_salt) == ([7, 8], 3, "mine")
 
 
-async def test_one_stop_string_and_max_tokens(door, scripted, hello):
+async def test_one_stop_string_and_max_tokens(frontend, scripted, hello):
     engine = scripted("hello world")
-    async with door(engine) as (_, client):
+    async with frontend(engine) as (_, client):
         answer = await client.chat.completions.create(**hello, stop="wor", max_tokens=9)
     assert answer.choices[0].message.content == "hello "
     assert engine.submits[0].stop.max_tokens == 9
@@ -100,9 +100,9 @@ COMPLETIONS = [
 ]
 
 
-async def test_what_is_wrong_is_named(door, scripted, hello):
+async def test_what_is_wrong_is_named(frontend, scripted, hello):
     engine = scripted("a")
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         for extra, param in CHAT:
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(**{**hello, **extra})
@@ -111,12 +111,12 @@ async def test_what_is_wrong_is_named(door, scripted, hello):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.completions.create(**{"model": "tiny", "prompt": "x", **extra})
             assert caught.value.param == param, extra
-        await stand.clean()
+        await app.clean()
     assert not engine.submits
 
 
-async def test_what_changes_nothing_is_taken(door, scripted, hello):
-    async with door(scripted("a")) as (_, client):
+async def test_what_changes_nothing_is_taken(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
         answer = await client.chat.completions.create(
             **hello, tools=[], tool_choice="none", response_format={"type": "text"}, store=False,
             service_tier="auto", parallel_tool_calls=False, metadata={"a": "b"}, stop=None,
@@ -125,8 +125,8 @@ async def test_what_changes_nothing_is_taken(door, scripted, hello):
     assert answer.choices[0].message.content == "a"
 
 
-async def test_bodies_that_are_none(door, scripted, post):
-    async with door(scripted("a"), max_message_bytes=2000) as (stand, _):
+async def test_bodies_that_are_none(frontend, scripted, post):
+    async with frontend(scripted("a"), max_message_bytes=2000) as (app, _):
         for body, status, words in [
             (b"", 400, "not JSON"),
             (b"{", 400, "not JSON"),
@@ -138,8 +138,8 @@ async def test_bodies_that_are_none(door, scripted, post):
             (b"{}", 400, "prompt: field required"),
             (b'{"prompt": "x", "temperature": NaN}', 400, "temperature must be in"),
         ]:
-            response = await post(f"{stand.url}/v1/completions", body)
+            response = await post(f"{app.url}/v1/completions", body)
             assert response.status == status, body
             assert words in json.loads(response.body)["error"]["message"], body
-        response = await post(f"{stand.url}/v1/completions", b"{}", kind="text/plain")
+        response = await post(f"{app.url}/v1/completions", b"{}", kind="text/plain")
         assert response.status == 415

@@ -12,21 +12,21 @@ from octavo.router.server import Router
 from octavo.router.settings import RouterSettings
 
 
-async def test_models(door, scripted):
-    async with door(scripted("a")) as (_, client):
+async def test_models(frontend, scripted):
+    async with frontend(scripted("a")) as (_, client):
         (model,) = [model async for model in client.models.list()]
         assert (model.id, model.object, model.owned_by) == ("tiny", "model", "octavo")
         assert model.max_model_len == 512
         assert await client.models.retrieve("tiny") == model
 
 
-async def test_status_is_what_engines_report(door, scripted, get, hello):
+async def test_status_is_what_engines_report(frontend, scripted, get, hello):
     engine = scripted("abc", device="abacus", dtype="float32")
-    async with door(engine) as (stand, client):
+    async with frontend(engine) as (app, client):
         await client.chat.completions.create(**hello)
         engine.info.load.shared_blocks = 3
-        await stand.until(lambda: stand.router.pool.up()[0].load.shared_blocks == 3)
-        response = await get(f"{stand.url}/status")
+        await app.until(lambda: app.router.pool.up()[0].load.shared_blocks == 3)
+        response = await get(f"{app.url}/status")
         status = json.loads(response.body)
         assert (status["requests"], status["output_tokens"]) == (0, 3)
         (shown,) = status["engines"]
@@ -36,24 +36,27 @@ async def test_status_is_what_engines_report(door, scripted, get, hello):
         assert engine.address not in response.body.decode()
 
 
-async def test_health(door, scripted, get):
+async def test_health(frontend, scripted, get):
     engine = scripted("a")
-    async with door(engine) as (stand, _):
-        assert (await get(f"{stand.url}/health")).status == 200
+    async with frontend(engine) as (app, _):
+        assert (await get(f"{app.url}/health")).status == 200
         await engine.kill()
-        await stand.up(0)
-        assert (await get(f"{stand.url}/health")).status == 503
+        await app.up(0)
+        assert (await get(f"{app.url}/health")).status == 503
 
 
-async def test_other_origins_only_where_told(door, scripted, get):
+async def test_other_origins_only_where_told(frontend, scripted, get):
     origin = {"Origin": "https://example.com"}
-    async with door(scripted("a")) as (stand, _):
-        response = await get(f"{stand.url}/v1/models", headers=origin)
+    async with frontend(scripted("a")) as (app, _):
+        response = await get(f"{app.url}/v1/models", headers=origin)
         assert "access-control-allow-origin" not in response.headers
-    async with door(scripted("a"), http_cors_origin=["https://example.com"]) as (stand, _):
-        response = await get(f"{stand.url}/v1/models", headers=origin)
+    async with frontend(scripted("a"), http_cors_origin=["https://example.com"]) as (
+        app,
+        _,
+    ):
+        response = await get(f"{app.url}/v1/models", headers=origin)
         assert response.headers["access-control-allow-origin"] == "https://example.com"
-        response = await get(f"{stand.url}/v1/models", headers={"Origin": "https://evil.com"})
+        response = await get(f"{app.url}/v1/models", headers={"Origin": "https://evil.com"})
         assert "access-control-allow-origin" not in response.headers
 
 
@@ -70,7 +73,7 @@ async def test_a_port_that_is_taken(scripted):
         await first.stop()
 
 
-async def test_headers_become_metadata(door, scripted, hello, monkeypatch):
+async def test_headers_become_metadata(frontend, scripted, hello, monkeypatch):
     seen = []
 
     async def note(call, message, usage, context):
@@ -78,8 +81,8 @@ async def test_headers_become_metadata(door, scripted, hello, monkeypatch):
         raise rpc.unavailable("noted")
 
     sent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "k=v", "cookie": "c=d"}
-    async with door(scripted("a"), key="mine") as (stand, client):
-        monkeypatch.setattr(stand.router.service, "_generate", note)
+    async with frontend(scripted("a"), key="mine") as (app, client):
+        monkeypatch.setattr(app.router.service, "_generate", note)
         with pytest.raises(openai.InternalServerError, match="noted"):
             await client.chat.completions.create(**hello, extra_headers=sent)
     (metadata,) = seen
@@ -88,11 +91,11 @@ async def test_headers_become_metadata(door, scripted, hello, monkeypatch):
     assert "cookie" not in metadata
 
 
-async def test_tokenize(door, scripted, post, encode):
-    async with door(scripted("a")) as (stand, _):
+async def test_tokenize(frontend, scripted, post, encode):
+    async with frontend(scripted("a")) as (app, _):
 
         async def ask(**body):
-            response = await post(f"{stand.url}/tokenize", json.dumps(body).encode())
+            response = await post(f"{app.url}/tokenize", json.dumps(body).encode())
             return response.status, json.loads(response.body)
 
         expected = encode("hello")
@@ -104,14 +107,14 @@ async def test_tokenize(door, scripted, post, encode):
             assert (await ask(**wrong))[0] == 400
 
 
-async def test_the_playground_is_served_and_nothing_beside_it(door, scripted, get):
-    async with door(scripted("a")) as (stand, _):
-        page = await get(f"{stand.url}/")
+async def test_the_playground_is_served_and_nothing_beside_it(frontend, scripted, get):
+    async with frontend(scripted("a")) as (app, _):
+        page = await get(f"{app.url}/")
         assert page.status == 200
         assert "text/html" in page.headers["content-type"]
         assert "default-src 'self'" in page.headers["content-security-policy"]
         names = re.findall(r'"(playground/[^"]+)"', page.body.decode())
         for name in {*names, "playground/api.js"}:
-            assert (await get(f"{stand.url}/{name}")).status == 200, name
+            assert (await get(f"{app.url}/{name}")).status == 200, name
         for name in ("app.py", "..%2Fapp.py", "%2e%2e/app.py"):
-            assert (await get(f"{stand.url}/playground/{name}")).status == 404, name
+            assert (await get(f"{app.url}/playground/{name}")).status == 404, name

@@ -24,8 +24,8 @@ def tenants(tmp_path):
     return file
 
 
-async def test_a_key_is_needed(door, scripted, hello, tenants, get):
-    async with door(scripted("a"), tenants=tenants, key="alice-key") as (stand, client):
+async def test_a_key_is_needed(frontend, scripted, hello, tenants, get):
+    async with frontend(scripted("a"), tenants=tenants, key="alice-key") as (app, client):
         answer = await client.chat.completions.create(**hello)
         assert answer.choices[0].message.content == "a"
         for key, why in (
@@ -45,33 +45,33 @@ async def test_a_key_is_needed(door, scripted, hello, tenants, get):
                 assert caught.value.response.headers["www-authenticate"] == "Bearer"
         for path in ("chat/completions", "completions"):
             rubbish = {"data": b"{", "headers": {"Content-Type": "application/json"}}
-            assert (await get(f"{stand.url}/v1/{path}", **rubbish)).status == 401
-        assert (await get(f"{stand.url}/status")).status == 401
-        assert (await get(f"{stand.url}/v1/models")).status == 401
-        assert (await get(f"{stand.url}/health")).status == 200
+            assert (await get(f"{app.url}/v1/{path}", **rubbish)).status == 401
+        assert (await get(f"{app.url}/status")).status == 401
+        assert (await get(f"{app.url}/v1/models")).status == 401
+        assert (await get(f"{app.url}/health")).status == 200
 
 
-async def test_what_a_key_may_not_do(door, scripted, hello, tenants, get):
-    async with door(scripted("a"), tenants=tenants, key="bob-key") as (stand, client):
+async def test_what_a_key_may_not_do(frontend, scripted, hello, tenants, get):
+    async with frontend(scripted("a"), tenants=tenants, key="bob-key") as (app, client):
         with pytest.raises(openai.PermissionDeniedError) as caught:
             await client.chat.completions.create(**hello)
         assert caught.value.param == "model"
         key = {"Authorization": "Bearer bob-key"}
-        assert b'"engines":[]' in (await get(f"{stand.url}/status", headers=key)).body
+        assert b'"engines":[]' in (await get(f"{app.url}/status", headers=key)).body
 
 
-async def test_its_limits(door, scripted, hello, tenants):
+async def test_its_limits(frontend, scripted, hello, tenants):
     engine = scripted(interval=None)
-    async with door(engine, tenants=tenants, key="alice-key") as (stand, client):
+    async with frontend(engine, tenants=tenants, key="alice-key") as (app, client):
         running = asyncio.create_task(client.chat.completions.create(**hello))
-        await stand.until(lambda: engine.submits)
+        await app.until(lambda: engine.submits)
         with pytest.raises(openai.RateLimitError):
             await client.chat.completions.create(**hello)
         running.cancel()
-        await stand.clean()
+        await app.clean()
 
 
-async def test_a_key_that_is_no_header(door, scripted, tenants, get):
-    async with door(scripted("a"), tenants=tenants) as (stand, _):
+async def test_a_key_that_is_no_header(frontend, scripted, tenants, get):
+    async with frontend(scripted("a"), tenants=tenants) as (app, _):
         odd = {"Authorization": "Bearer \xe9"}
-        assert (await get(f"{stand.url}/v1/models", headers=odd)).status == 400
+        assert (await get(f"{app.url}/v1/models", headers=odd)).status == 400

@@ -10,51 +10,53 @@ import pytest
 HERE = ("ip:127.0.0.1",)
 
 
-async def health(stand, ca, *identity) -> int:
+async def health(app, ca, *identity) -> int:
     context = ssl.create_default_context(cafile=ca)
     if identity:
         context.load_cert_chain(*identity)
-    url = f"{stand.url.replace('http:', 'https:')}/health"
+    url = f"{app.url.replace('http:', 'https:')}/health"
     response = await asyncio.to_thread(urllib.request.urlopen, url, timeout=20, context=context)
     with response:
         return response.status
 
 
-async def test_a_changed_certificate_holds_for_new_connections(door, scripted, authority, impostor):
+async def test_a_changed_certificate_holds_for_new_connections(
+    frontend, scripted, authority, impostor
+):
     cert, key = authority.issue("server", *HERE)
     fresh_cert, fresh_key = impostor.issue("server", *HERE)
-    async with door(scripted("a"), tls_cert=cert, tls_key=key) as (stand, _):
-        assert stand.router._settings.http_url.startswith("https://")
-        assert await health(stand, authority.ca) == 200
+    async with frontend(scripted("a"), tls_cert=cert, tls_key=key) as (app, _):
+        assert app.router._settings.http_url.startswith("https://")
+        assert await health(app, authority.ca) == 200
         with pytest.raises(urllib.error.URLError, match="certificate"):
-            await health(stand, impostor.ca)
+            await health(app, impostor.ca)
         cert.write_bytes(fresh_cert.read_bytes())
-        assert await health(stand, authority.ca) == 200  # the key does not fit yet
+        assert await health(app, authority.ca) == 200  # the key does not fit yet
         key.write_bytes(fresh_key.read_bytes())
-        assert await health(stand, impostor.ca) == 200
+        assert await health(app, impostor.ca) == 200
 
 
 async def test_clients_need_a_certificate_where_one_is_asked_for(
-    door, scripted, authority, impostor
+    frontend, scripted, authority, impostor
 ):
     cert, key = authority.issue("server", *HERE)
     settings = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
-    async with door(scripted("a"), **settings) as (stand, _):
-        assert await health(stand, authority.ca, *authority.issue("client")) == 200
+    async with frontend(scripted("a"), **settings) as (app, _):
+        assert await health(app, authority.ca, *authority.issue("client")) == 200
         for identity in ((), impostor.issue("client")):
             with pytest.raises(OSError):
-                await health(stand, authority.ca, *identity)
+                await health(app, authority.ca, *identity)
 
 
-async def test_a_changed_client_authority_holds_too(door, scripted, authority, impostor):
+async def test_a_changed_client_authority_holds_too(frontend, scripted, authority, impostor):
     cert, key = authority.issue("server", *HERE)
     theirs, others = authority.issue("client"), impostor.issue("client")
     settings = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
-    async with door(scripted("a"), **settings) as (stand, _):
+    async with frontend(scripted("a"), **settings) as (app, _):
         root = authority.ca.with_name("root.pem")
         root.write_bytes(authority.ca.read_bytes())
-        assert await health(stand, root, *theirs) == 200
+        assert await health(app, root, *theirs) == 200
         authority.ca.write_bytes(impostor.ca.read_bytes())
-        assert await health(stand, root, *others) == 200
+        assert await health(app, root, *others) == 200
         with pytest.raises(OSError):
-            await health(stand, root, *theirs)
+            await health(app, root, *theirs)

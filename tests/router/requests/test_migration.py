@@ -47,10 +47,10 @@ def ends(responses) -> dict[int, generation_pb2.Finished]:
     return {r.finished.index: r.finished for r in responses if r.HasField("finished")}
 
 
-async def test_every_token_once_when_an_engine_dies(scripted, stand, encode):
+async def test_every_token_once_when_an_engine_dies(scripted, serve, encode):
     text = "the quick brown fox, née 日本 🎉 " * 4
     engines = [scripted(text, interval=0.005, max_num_seqs=32) for _ in range(2)]
-    async with stand(*engines) as s:
+    async with serve(*engines) as s:
         await s.up(2)
         calls = [asyncio.create_task(collect(s.stub.Generate(ask()))) for _ in range(20)]
         await s.until(lambda: sum(len(engine.playing) for engine in engines) == 20)
@@ -67,14 +67,14 @@ async def test_every_token_once_when_an_engine_dies(scripted, stand, encode):
         assert ends(responses)[0].usage.output_tokens == len(encode(text))
 
 
-async def test_what_moves_says_all_that_another_engine_needs(scripted, stand, encode):
+async def test_what_moves_says_all_that_another_engine_needs(scripted, serve, encode):
     first, second = scripted(interval=None), scripted(interval=None)
     request = ask(
         sampling={"n": 3},
         stop={"max_tokens": 9, "min_tokens": 2, "strings": ["stop"]},
         output={"prompt_logprobs": 0},
     )
-    async with stand(first, second) as s:
+    async with serve(first, second) as s:
         await s.up(2)
         task = asyncio.create_task(collect(s.stub.Generate(request)))
         await s.until(lambda: first.submits or second.submits)
@@ -109,9 +109,9 @@ async def test_what_moves_says_all_that_another_engine_needs(scripted, stand, en
     assert {end.usage.cached_tokens for end in ends(responses).values()} == {4}
 
 
-async def test_a_refused_request_goes_to_another_engine(scripted, stand):
+async def test_a_refused_request_goes_to_another_engine(scripted, serve):
     first, second = scripted(interval=None), scripted()
-    async with stand(first, second) as s:
+    async with serve(first, second) as s:
         await s.up(2)
         s.router.pool.up()[1].claims.sequences += 1  # the first is the less loaded
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
@@ -124,9 +124,9 @@ async def test_a_refused_request_goes_to_another_engine(scripted, stand):
     assert len(second.submits) == 1
 
 
-async def test_lost_and_new_requests_wait_for_the_only_engine(scripted, stand, encode):
+async def test_lost_and_new_requests_wait_for_the_only_engine(scripted, serve, encode):
     engine = scripted("a long answer " * 4, interval=0.01)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
         await s.until(lambda: engine.playing)
@@ -141,9 +141,9 @@ async def test_lost_and_new_requests_wait_for_the_only_engine(scripted, stand, e
         await s.clean()
 
 
-async def test_it_does_not_wait_forever(scripted, stand):
+async def test_it_does_not_wait_forever(scripted, serve):
     engine = scripted(interval=None)
-    async with stand(engine, failover_timeout=0.2) as s:
+    async with serve(engine, failover_timeout=0.2) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
@@ -154,9 +154,9 @@ async def test_it_does_not_wait_forever(scripted, stand):
     assert "no engine is up" in error.details()
 
 
-async def test_moves_are_limited(scripted, stand):
+async def test_moves_are_limited(scripted, serve):
     engine = scripted(interval=None)
-    async with stand(engine, max_moves=2) as s:
+    async with serve(engine, max_moves=2) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         for attempt in range(3):
@@ -168,9 +168,9 @@ async def test_moves_are_limited(scripted, stand):
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "not now")
 
 
-async def test_shutdown_reaches_what_waits_to_move(scripted, stand):
+async def test_shutdown_reaches_what_waits_to_move(scripted, serve):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
@@ -185,11 +185,11 @@ async def test_shutdown_reaches_what_waits_to_move(scripted, stand):
     )
 
 
-async def test_a_search_begins_anew(scripted, stand, encode):
+async def test_a_search_begins_anew(scripted, serve, encode):
     first, second = (scripted(interval=None) for _ in range(2))
     for engine in (first, second):
         engine.info.features.beam_search = True
-    async with stand(first, second) as s:
+    async with serve(first, second) as s:
         await s.up(2)
         task = asyncio.create_task(collect(s.stub.Generate(ask(beam={"width": 2}))))
         await s.until(lambda: first.submits or second.submits)
@@ -207,9 +207,9 @@ async def test_a_search_begins_anew(scripted, stand, encode):
     assert [text_of(responses, i) for i in range(2)] == ["yes", "no"]
 
 
-async def test_a_hung_engine_is_left_and_readmitted(scripted, stand):
+async def test_a_hung_engine_is_left_and_readmitted(scripted, serve):
     engines = [scripted("one answer " * 5, interval=0.01) for _ in range(2)]
-    async with stand(*engines, heartbeat_timeout=0.6) as s:
+    async with serve(*engines, heartbeat_timeout=0.6) as s:
         await s.up(2)
         calls = [asyncio.create_task(collect(s.stub.Generate(ask()))) for _ in range(4)]
         await s.until(lambda: all(engine.playing for engine in engines))
@@ -227,9 +227,9 @@ async def test_a_hung_engine_is_left_and_readmitted(scripted, stand):
         await s.clean()
 
 
-async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(scripted, stand):
+async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(scripted, serve):
     flaky, sound = scripted(), scripted()
-    async with stand(flaky, sound) as s:
+    async with serve(flaky, sound) as s:
         await s.up(2)
         (link,) = [link for link in s.router.pool.links if link.address == flaky.address]
         for _ in range(4):
@@ -245,9 +245,9 @@ async def test_an_engine_that_fails_again_is_passed_over_while_there_are_others(
         assert len(flaky.submits) == 1
 
 
-async def test_a_session_that_breaks_gets_no_requests_while_it_is_closed(scripted, stand):
+async def test_a_session_that_breaks_gets_no_requests_while_it_is_closed(scripted, serve):
     engine = scripted()
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         session = s.router.pool.up()[0].session
         session._broken = "for a test"
@@ -265,9 +265,9 @@ def fault(engine, submit):
     engine.send(failures=[failure])
 
 
-async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted, stand):
+async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted, serve):
     broken, busy = scripted(interval=None), scripted(max_num_seqs=1, interval=None)
-    async with stand(broken, busy) as s:
+    async with serve(broken, busy) as s:
         await s.up(2)
         (link,) = [link for link in s.router.pool.links if link.address == broken.address]
         (other,) = [e for e in s.router.pool.up() if e.address == busy.address]
@@ -290,9 +290,9 @@ async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted,
     assert (len(broken.submits), len(busy.submits)) == (1, 1)
 
 
-async def test_a_failed_step_of_the_only_engine_is_told(scripted, stand):
+async def test_a_failed_step_of_the_only_engine_is_told(scripted, serve):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
@@ -303,9 +303,9 @@ async def test_a_failed_step_of_the_only_engine_is_told(scripted, stand):
     assert len(engine.submits) == 1
 
 
-async def test_an_engine_whose_step_may_hang_gets_nothing_while_there_are_others(scripted, stand):
+async def test_an_engine_whose_step_may_hang_gets_nothing_while_there_are_others(scripted, serve):
     slow, sound = scripted(), scripted()
-    async with stand(slow, sound, heartbeat_timeout=5) as s:
+    async with serve(slow, sound, heartbeat_timeout=5) as s:
         await s.up(2)
         slow.info.load.step_running_seconds = 6
         (engine,) = [e for e in s.router.pool.up() if e.address == slow.address]

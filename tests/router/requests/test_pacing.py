@@ -19,9 +19,9 @@ def test_a_few_streams_hardly_wait_and_many_never_long():
 
 
 @pytest.mark.parametrize("others", [0, 100_000])
-async def test_of_many_streams_each_gets_tokens_together(scripted, stand, encode, others):
+async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode, others):
     engine = scripted(interval=None)
-    async with stand(engine) as s:
+    async with serve(engine) as s:
         await s.up()
         s.router.service._pacer.streams = others
         call = s.stub.Generate(generation_pb2.GenerateRequest(text="p"))

@@ -40,14 +40,14 @@ def file(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shop(stand, scripted, file):
+def shop(serve, scripted, file):
     """A router with tenants and one scripted engine."""
 
     @asynccontextmanager
     async def make(*tables, engines=None, **settings):
         file.write_text("".join(tables))
         engines = engines or [scripted()]
-        async with stand(*engines, tenants=file, **settings) as s:
+        async with serve(*engines, tenants=file, **settings) as s:
             await s.up(len(engines))
             yield s
 

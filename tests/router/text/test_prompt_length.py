@@ -85,7 +85,7 @@ async def refusal(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_long_texts_are_never_tokenized_whole(scripted, stand, monkeypatch):
+async def test_long_texts_are_never_tokenized_whole(scripted, serve, monkeypatch):
     """Nor does a text that fits wait for them; a text that is only to be tokenized is."""
     lengths = []
     encode = tokenization.Tokenizer.encode
@@ -95,7 +95,7 @@ async def test_long_texts_are_never_tokenized_whole(scripted, stand, monkeypatch
         return encode(tokenizer, text, **options)
 
     monkeypatch.setattr(tokenization.Tokenizer, "encode", watched)
-    async with stand(scripted("abc")) as servers:
+    async with serve(scripted("abc")) as servers:
         await servers.up()
         text = "words " * (MIB // 2)
         chat = ChatPrompt(messages=[ChatMessage(role="user", content=text)])
@@ -109,13 +109,13 @@ async def test_long_texts_are_never_tokenized_whole(scripted, stand, monkeypatch
         assert len(response.token_ids) == MIB
 
 
-async def test_a_refused_request_is_not_kept(scripted, stand):
+async def test_a_refused_request_is_not_kept(scripted, serve):
     """Not even until garbage is collected."""
 
     def requests() -> int:
         return sum(type(found) is GenerateRequest for found in gc.get_objects())
 
-    async with stand(scripted("abc")) as servers:
+    async with serve(scripted("abc")) as servers:
         await servers.up()
         request = GenerateRequest(text="long " * 10_000)
         gc.collect()
@@ -129,8 +129,8 @@ async def test_a_refused_request_is_not_kept(scripted, stand):
             gc.enable()
 
 
-async def test_a_chat_has_no_more_messages_than_tokens(scripted, stand):
-    async with stand(scripted("abc")) as servers:
+async def test_a_chat_has_no_more_messages_than_tokens(scripted, serve):
+    async with serve(scripted("abc")) as servers:
         await servers.up()
         chat = ChatPrompt(messages=[ChatMessage(role="user")] * 513)
         for call in (

@@ -54,8 +54,8 @@ class Gate(Admission[Replica]):
         """Gives a replica all the sequences that it takes, or so many."""
         most = replica.max_num_seqs + max(1, replica.max_num_seqs // 8)
         count = most - replica.sequences if sequences is None else sequences
-        line = self._lines["m"]
-        return [self._grant(line, Claim(ticket(), line.lengths), replica) for _ in range(count)]
+        queue = self._queues["m"]
+        return [self._grant(queue, Claim(ticket(), queue.lengths), replica) for _ in range(count)]
 
 
 def ticket(arrival: float = 0.0, *, priority: int = 0, sequences: int = 1, model="m", **fields):
