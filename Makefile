@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format \
-	protos contracts contracts-release docs readme clean
+	protos contracts contracts-release docs clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -34,16 +34,12 @@ bench: $(STAMP) ## Serve MODEL and measure its throughput (ARGS="-c 1 8 32")
 	$(BIN)/octavo bench throughput --serve $(MODEL) $(ARGS)
 
 gpu: $(STAMP) ## Test and time the kernels on the GPU at hand (ARGS="--parts decode")
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 gpu-serving: $(STAMP) ## Serve LLaMA-7B on the GPU beside transformers (ARGS="--model LLaMA-13B")
 	$(BIN)/python -m benchmarks.gpu.serving $(ARGS)
 
 memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,bench]'
 	$(BIN)/python -m benchmarks.memory_study $(ARGS)
 
 peers: $(STAMP) ## Octavo beside vLLM, OpenVINO, llama.cpp and transformers
@@ -68,13 +64,11 @@ contracts: $(BUF) ## buf's checks of the contracts: style, and that nothing rele
 contracts-release: $(BUF) ## Make today's contracts the ones that `make contracts` holds later ones to
 	$(BUF) build protos --exclude-source-info --output protos/released.binpb
 
-docs: $(STAMP) ## Make docs/api.md, the dashboard and the tables of metrics anew from their sources
+docs: $(STAMP) ## Make docs/api.md, docs/flags.md, the dashboard and the tables of metrics anew
 	$(BIN)/python -m tools.api_reference
+	$(BIN)/python -m tools.flag_table
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.metric_table
-
-readme: $(STAMP) ## Bring the README's tables of flags up to date
-	$(BIN)/python -m tools.flag_table
 
 clean: ## Remove everything that is made, .venv included
 	rm -rf $(VENV) build dist octavo/v1 .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,25 +2,20 @@
 #   docker build -f docker/engine.Dockerfile -t octavo-engine .
 # and for NVIDIA GPUs (PyPI's PyTorch brings CUDA; the host needs the driver and its container toolkit):
 #   docker build -f docker/engine.Dockerfile -t octavo-engine:cuda \
-#     --build-arg DEVICE=cuda --build-arg TORCH_INDEX=https://pypi.org/simple .
+#     --build-arg TORCH_INDEX=https://pypi.org/simple .
 
 ARG BASE_IMAGE=python:3.12-slim-bookworm
 
 FROM ${BASE_IMAGE} AS build
-ARG DEVICE=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-RUN python3 -m venv /opt/octavo
-# Before the sources, so that a change to them does not install everything anew.
-COPY pyproject.toml docker/requirements.py ./
-# PyTorch from its own index first: PyPI's would bring gigabytes of CUDA to a CPU.
-RUN python3 requirements.py "${DEVICE}" > requirements.txt \
-    && grep '^torch' requirements.txt > torch.txt \
-    && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" -r torch.txt \
-    && /opt/octavo/bin/pip install -r requirements.txt
+# PyTorch first, from its own index: PyPI's would bring gigabytes of CUDA and Triton to a CPU. And
+# before the sources, so that a change to them does not install it again.
+RUN python3 -m venv /opt/octavo \
+    && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" "torch>=2.11,<2.14"
 COPY . .
-RUN /opt/octavo/bin/pip install --no-deps .
+RUN /opt/octavo/bin/pip install '.[engine,tracing]'
 
 FROM ${BASE_IMAGE}
 # Kernels are compiled for the very machine, once, and kept in /cache. Triton takes a C compiler.

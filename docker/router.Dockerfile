@@ -7,12 +7,8 @@ FROM ${BASE_IMAGE} AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/octavo
-# Before the sources, so that a change to them does not install everything anew.
-COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py router > requirements.txt \
-    && /opt/octavo/bin/pip install -r requirements.txt
 COPY . .
-RUN /opt/octavo/bin/pip install --no-deps . \
+RUN /opt/octavo/bin/pip install '.[router,tracing]' \
     && /opt/octavo/bin/pip uninstall --yes pip
 
 FROM ${BASE_IMAGE}

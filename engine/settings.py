@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
-from octavo.common.tracing import TracingSettings
+from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 
 Quantization = Literal["none", "int8", "int4"]

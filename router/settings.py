@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from octavo.common.listening import TlsSettings, is_loopback
 from octavo.common.tls import Tls
-from octavo.common.tracing import TracingSettings
+from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
 
 DNS_SCHEME = "dns:///"

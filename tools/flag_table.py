@@ -1,4 +1,4 @@
-"""The README's table of flags, made from the settings: `python -m tools.flag_table`."""
+"""Write docs/flags.md, the reference of the flags, from the settings."""
 
 from pathlib import Path
 
@@ -6,25 +6,46 @@ from octavo.cli.options import declaring, describe
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.settings import Settings, flag
-from octavo.common.tracing import TracingSettings
+from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
-from tools.generated_part import MadePart
 
-PLACE = MadePart(Path("README.md"), "flags", target="readme")
+TARGET = Path(__file__).parents[1] / "docs" / "flags.md"
 TITLES = (
-    ("All three", Settings),
-    ("All three, on the connections that they take", ConnectionSettings),
-    ("All three, on TLS at their port", TlsSettings),
-    ("All three, on traces", TracingSettings),
-    ("`octavo router` and `octavo serve`", RouterSettings),
-    ("`octavo engine` and `octavo serve`", EngineSettings),
+    ("`serve`, `router` and `engine`", Settings),
+    ("`serve`, `router` and `engine`: connections", ConnectionSettings),
+    ("`serve`, `router` and `engine`: TLS", TlsSettings),
+    ("`serve`, `router` and `engine`: tracing", TracingSettings),
+    ("`router` and `serve`", RouterSettings),
+    ("`engine` and `serve`", EngineSettings),
 )
 
+HEAD = """\
+# Flags
 
-def markdown() -> str:
-    """The tables, one for each settings class, without what it inherits."""
-    parts = []
+<!-- Made from the settings by `make docs`. -->
+
+Each flag of `octavo serve`, `octavo router` and `octavo engine` is also an environment variable
+(`--block-size`: `OCTAVO_BLOCK_SIZE`) and a key of the TOML file that `--config` names
+(`block_size`). A flag wins over the variable, the variable over the file. In the file, a key
+outside of a table is for every command that has it; a key in `[engine]` or `[router]` is for one,
+and wins there.
+
+The commands for clients have their flags in their `--help`: they find the server by `--address` or
+`OCTAVO_ADDRESS` (default `localhost:50051`).
+
+| variable without a flag | sets |
+| --- | --- |
+| `OCTAVO_CACHE_DIR` | Directory of prepared and compiled models and kernels. Default: `octavo` in \
+the user's cache directory. |
+| `OCTAVO_MARCH` | CPU to compile for, as the C++ compiler's `-march` names it. Default: this \
+machine's. |
+"""
+
+
+def reference() -> str:
+    """Return the text of docs/flags.md: a table for each class, without what it inherits."""
+    parts = [HEAD]
     for title, cls in TITLES:
         rows = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
         for name, field in cls.model_fields.items():
@@ -37,9 +58,9 @@ def markdown() -> str:
             default = "required" if field.is_required() else f"`{default}`" if default else ""
             kind = kind.replace("|", ", ")
             rows.append(f"| `{shown}` | {kind} | {default} | {field.description} |")
-        parts.append(f"{title}:\n\n" + "\n".join(rows))
-    return "\n\n".join(parts)
+        parts += [f"## {title}", "\n".join(rows)]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 if __name__ == "__main__":
-    PLACE.renew(markdown())
+    TARGET.write_text(reference())

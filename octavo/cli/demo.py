@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
 
+from octavo.cli.extras import require
 from octavo.cli.local_server import local_server
 from octavo.cli.output import bar, err, fail, failures, out, warning
 from octavo.client import AsyncClient, Delta, Message, Model
@@ -61,6 +62,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 160,
 ) -> None:
     """Serve the demo model, ask it several things at once and show it at work."""
+    require("demo", "engine", "router")
     try:
         models.resolve(models.DEMO)
     except ModelError as error:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.cli import running
+from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
 from octavo.engine.settings import EngineSettings
@@ -12,6 +13,7 @@ from octavo.engine.settings import EngineSettings
 @settings_options(EngineSettings)
 def engine(flags: Flags) -> None:
     """Run an engine: one model with its paged KV cache, for routers to use."""
+    require("engine", "engine")
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
     running.run(lambda progress: _engine(settings, progress), settings.log_format)

@@ -1,6 +1,7 @@
 """`octavo router`: what clients talk to."""
 
 from octavo.cli import running
+from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
 from octavo.router.settings import RouterSettings
@@ -9,6 +10,7 @@ from octavo.router.settings import RouterSettings
 @settings_options(RouterSettings)
 def router(flags: Flags) -> None:
     """Run a router: takes clients' requests and spreads them over engines."""
+    require("router", "router")
     settings = load(RouterSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
     running.run(lambda progress: _router(settings, progress), settings.log_format)

@@ -10,7 +10,6 @@ from typing import Any
 
 import structlog
 import typer
-import uvloop
 from rich.console import Console
 from rich.panel import Panel
 from rich.status import Status
@@ -88,6 +87,8 @@ def settle() -> None:
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
     """Runs a server in an event loop of its own, and lets go of all that it kept."""
+    import uvloop  # noqa: PLC0415 - of the servers' extras
+
     try:
         uvloop.run(main)
     finally:

@@ -11,6 +11,7 @@ import structlog
 
 from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
+from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
@@ -38,6 +39,7 @@ def serve(flags: Flags) -> None:
     listens on a socket that its user alone can open; its metrics' port is the one after the
     router's.
     """
+    require("serve", "engine", "router")
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     own: Flags = {"host": "127.0.0.1"}
     if "metrics_port" in router.model_fields_set:  # else each falls back from its default

@@ -22,7 +22,6 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
@@ -453,6 +452,8 @@ async def create_server(
         The server, and its health service: every service, and "" for the whole,
         is NOT_SERVING until the owner says otherwise; `LIVENESS` is SERVING.
     """
+    from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - of the servers' extras
+
     server = grpc.aio.server(
         interceptors=[RpcInterceptor(guard), *interceptors],
         options=server_options(max_message_bytes, limits),

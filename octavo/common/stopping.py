@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-import psutil
-
 
 class StoppedWhileStartingError(Exception):
     """A server was told to stop before it was ready. Nothing is left to be finished."""
@@ -32,6 +30,8 @@ def exit_at_once(code: int) -> NoReturn:
 
     Threads are not waited for: one that loads a model or waits for a compiler may take minutes.
     """
+    import psutil  # noqa: PLC0415 - of the servers' extras
+
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):

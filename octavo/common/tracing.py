@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from pydantic import Field
-
-from octavo.common.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as Provider
@@ -28,17 +25,6 @@ CONTEXT_FIELDS = ("traceparent", "tracestate")
 """What carries a trace from process to process, as W3C Trace Context has it."""
 
 _propagator = TraceContextTextMapPropagator()
-
-
-class TracingSettings(Settings):
-    """Where spans go."""
-
-    otlp_endpoint: str | None = Field(
-        None,
-        pattern=r"^https?://",
-        description="URL of an OpenTelemetry collector that spans go to by OTLP over gRPC, such as "
-        "http://localhost:4317. Default: no tracing.",
-    )
 
 
 class TracingError(OSError):

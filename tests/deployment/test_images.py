@@ -1,8 +1,6 @@
 """The Dockerfiles: linted, and what they take from the repository is there to be taken."""
 
 import fnmatch
-import importlib.util
-import re
 import subprocess
 import sys
 import tomllib
@@ -14,14 +12,6 @@ from tests.deployment.composed import DOCKER, Image
 
 ROOT = DOCKER.parent
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
-
-
-@pytest.fixture(scope="module")
-def requirements():
-    spec = importlib.util.spec_from_file_location("requirements", DOCKER / "requirements.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return lambda image: module.requirements(image, ROOT / "pyproject.toml")
 
 
 def test_hadolint():
@@ -60,16 +50,15 @@ def test_the_context_is_what_the_wheel_is_made_of():
     assert not any(map(taken, unwanted))
 
 
-def test_a_router_needs_no_pytorch(requirements):
-    def names(image):
-        return {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in requirements(image)}
+@pytest.mark.parametrize("name", ["router", "engine"])
+def test_an_image_installs_its_extra(name):
+    assert f"pip install '.[{name},tracing]'" in (DOCKER / f"{name}.Dockerfile").read_text()
 
-    assert names("cuda") - names("router") == {"accelerate", "gguf", "pip", "torch", "triton"}
-    assert names("cuda") - names("cpu") == {"triton"}
-    assert "opentelemetry-sdk" in names("router")
-    hidden = "import sys\nfor name in ('torch', 'triton', 'accelerate', 'gguf'):\n"
-    hidden += "    sys.modules[name] = None\nimport octavo.router.server"
-    subprocess.run([sys.executable, "-c", hidden], check=True, cwd=ROOT)
+
+def test_the_engine_takes_the_pytorch_that_the_package_asks_for():
+    engine = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (r for r in engine["optional-dependencies"]["engine"] if r.startswith("torch"))
+    assert f'"{torch}"' in (DOCKER / "engine.Dockerfile").read_text()
 
 
 def taken(path: str) -> bool:

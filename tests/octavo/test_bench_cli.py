@@ -117,7 +117,7 @@ def test_a_plot_without_matplotlib(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = bench("latency", "--plot", "a.png")
     assert result.exit_code == 2
-    assert "pip install matplotlib" in result.stderr
+    assert "octavo[bench]" in result.stderr
 
 
 @pytest.mark.parametrize(

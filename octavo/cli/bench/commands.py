@@ -44,6 +44,7 @@ from octavo.cli.bench.settings import (
 )
 from octavo.cli.bench.several_values import SeveralValues
 from octavo.cli.connection import Server, with_server
+from octavo.cli.extras import require
 
 METRICS = """\
 [bold]What is measured[/], by the client's clock, over the requests that succeeded:
@@ -274,6 +275,9 @@ def _measure(
         extra = " ".join(target.server_flags)
         raise typer.BadParameter(f"{extra}: a server's flags need --serve")
     outputs.check()
+    require(f"bench {command}", "bench")
+    if target.serve is not None:
+        require(f"bench {command} --serve", "engine", "router")
     from octavo.cli.bench import session  # noqa: PLC0415 - needs numpy
 
     session.measure(command, workload, plans, server, target, objectives, outputs)

@@ -214,4 +214,4 @@ class Outputs:
         if self.plot.suffix not in {".png", ".svg", ".pdf"}:
             raise typer.BadParameter(f"--plot {self.plot}: must end in .png, .svg or .pdf")
         if importlib.util.find_spec("matplotlib") is None:
-            raise typer.BadParameter("--plot needs matplotlib: pip install matplotlib")
+            raise typer.BadParameter("--plot needs matplotlib: pip install 'octavo[bench]'")

@@ -1,0 +1,34 @@
+"""The package's extras: what a command needs beyond the client, and how to install it."""
+
+from importlib.util import find_spec
+
+import typer
+
+from octavo.cli.output import err
+
+MODULES = {
+    "bench": ("numpy", "uvloop"),
+    "engine": ("accelerate", "gguf", "grpc_reflection", "torch", "transformers", "uvloop"),
+    "router": ("grpc_reflection", "jinja2", "starlette", "transformers", "uvicorn", "uvloop"),
+}
+"""Modules by which an extra of pyproject.toml is recognised as installed."""
+
+USAGE_ERROR = 2
+
+
+def require(command: str, *extras: str) -> None:
+    """Check that `extras` are installed.
+
+    Raises:
+        typer.Exit: A module is missing; what to install has been printed.
+    """
+    needed = dict.fromkeys(module for extra in extras for module in MODULES[extra])
+    missing = [module for module in needed if find_spec(module) is None]
+    if missing:
+        name = extras[0] if len(extras) == 1 else "all"
+        err.print(
+            f"[bold red]error[/]: octavo {command} needs {', '.join(missing)}: "
+            f"pip install 'octavo\\[{name}]'",
+            soft_wrap=True,
+        )
+        raise typer.Exit(USAGE_ERROR)

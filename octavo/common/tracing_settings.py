@@ -1,0 +1,16 @@
+"""Where spans are sent; apart from `tracing`, so that flags need no OpenTelemetry."""
+
+from pydantic import Field
+
+from octavo.common.settings import Settings
+
+
+class TracingSettings(Settings):
+    """Where spans are sent."""
+
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://",
+        description="URL of an OpenTelemetry collector that receives spans by OTLP over gRPC, "
+        "such as http://localhost:4317. Default: no tracing.",
+    )
