@@ -1,12 +1,11 @@
-"""Does a client that attacks the router cost its neighbour time, or the router memory?
+"""Measure what a client that attacks the router costs its neighbour, and the router's memory.
 
     python -m benchmarks.attacks [--seconds 4] [--rounds 8] [--attack NAME ...]
 
-A tenant with a key asks for short completions over HTTP, each on a connection of its own,
-from the same address as the attacker, and in turns while nobody attacks and while one
-does. The engine is paced, so what is measured is the router; the attacker is a process of
-its own at the lowest priority, and its rates are bounded. For each attack two lines say
-whether
+A tenant with a key sends short completions over HTTP, each on a connection of its own and from the
+attacker's address, in turns without and with an attack. The engine is paced, so the figures are the
+router's; the attacker is a process of its own at the lowest priority, and its rates are bounded.
+For each attack a line says whether
 
     latency     the neighbour's 99th percentile moves by less than 25%
     memory      of the router grows by less than 100 MB
@@ -21,32 +20,30 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median, quantiles
 
-import psutil
-
-from benchmarks.fleet import Node, make_model, router
+from benchmarks.fixture import Node, make_model, router, serving, write_tenants
 from benchmarks.paced_engine import paced_engine
+from benchmarks.report import percentiles, table, verdict
 from octavo import AsyncClient, Error
 from octavo.common.ports import free_port
-from octavo.router.tenants.tenant import hash_key
 
 MB = 10**6
 MIB = 1 << 20
 STEP_SECONDS = 0.01
 MAX_CONNECTIONS = 60
 NEIGHBOURS = 2
-"""Requests of the neighbour that are in progress."""
+"""The neighbour's requests in progress."""
 PAUSE_SECONDS = 0.01
 TIMEOUT_SECONDS = 120.0
 COOL_SECONDS = 0.5
 LATENCY_MARK = 0.25
 MEMORY_MARK = 100 * MB
-KEYS = {"neighbour": "neighbour-key", "attacker": "attacker-key"}
+NEIGHBOUR, ATTACKER = "neighbour", "attacker"
+"""Tenants; each one's key is its name."""
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Half: "
@@ -55,13 +52,13 @@ SLOW = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n
 
 @dataclass
 class Outcome:
-    """What the neighbour and the router went through.
+    """What happened to the neighbour and the router.
 
     Attributes:
-        before: seconds of each of the neighbour's requests while nobody attacked.
-        during: the same during the attack.
-        failed: the neighbour's requests that were not served.
-        grown: bytes by which the router's memory grew, at most.
+        before: Seconds of each of the neighbour's requests without an attack.
+        during: Seconds of each during the attack.
+        failed: Errors of the neighbour's other requests.
+        grown: Most bytes by which the router's memory grew.
     """
 
     before: list[float] = field(default_factory=list)
@@ -71,44 +68,28 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """A router in front of a paced engine.
-
-    Attributes:
-        router: its process.
-        http_port: where it speaks HTTP.
-    """
+class Service:
+    """A router in front of a paced engine, and its HTTP port."""
 
     router: Node
     http_port: int
 
-    def rss(self) -> int:
-        """Bytes of the router's memory."""
-        return int(psutil.Process(self.router.pid).memory_info().rss)
-
 
 @asynccontextmanager
-async def stand(directory: Path, tokenizer: str | None = None) -> AsyncIterator[Stand]:
-    """Starts both; the tokenizer is one of bytes unless another is named."""
-    tenants = directory / "tenants.toml"
-    tenants.write_text("".join(f'[{n}]\nkeys = ["{hash_key(k)}"]\n' for n, k in KEYS.items()))
+async def service(directory: Path, tokenizer: str | None = None) -> AsyncIterator[Service]:
+    """Start both; the tokenizer is the byte tokenizer unless another is named."""
+    tenants = write_tenants(directory / "tenants.toml", {NEIGHBOUR: 1, ATTACKER: 1})
     source = tokenizer or make_model(directory)
-    engine = paced_engine(source, step_seconds=STEP_SECONDS, max_num_seqs=64)
+    back = paced_engine(source, step_seconds=STEP_SECONDS, max_num_seqs=64)
     port = free_port()
     limits = {"max_connections": MAX_CONNECTIONS, "tenants": tenants, "http_port": port}
-    front = router([engine.address], **limits)
-    async with AsyncExitStack() as stack:
-        for node in (engine, front):
-            stack.push_async_callback(node.close)
-            await node.start()
-        async with AsyncClient(front.address, api_key=KEYS["neighbour"]) as client:
-            while not await client.list_models():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        yield Stand(front, port)
+    front = router([back.address], **limits)
+    async with serving([back], front, api_key=NEIGHBOUR):
+        yield Service(front, port)
 
 
 async def ask(port: int) -> float:
-    """Has one short completion made on a new connection; returns the seconds it took.
+    """Request a short completion on a new connection; return its seconds.
 
     Raises:
         OSError: The router closed the connection.
@@ -117,7 +98,7 @@ async def ask(port: int) -> float:
     body = json.dumps({"prompt": "Say something.", "max_tokens": 2}).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {KEYS['neighbour']}\r\nConnection: close\r\n"
+        f"Authorization: Bearer {NEIGHBOUR}\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     began = time.monotonic()
@@ -132,55 +113,59 @@ async def ask(port: int) -> float:
     return time.monotonic() - began
 
 
-async def neighbour(stand: Stand, seconds: float, took: list[float], failed: list[str]) -> None:
-    """Asks again and again for a while."""
+async def neighbour(served: Service, seconds: float, took: list[float], failed: list[str]) -> None:
+    """Send one request after another."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             async with asyncio.timeout(TIMEOUT_SECONDS):
-                took.append(await ask(stand.http_port))
+                took.append(await ask(served.http_port))
         except (OSError, ValueError, TimeoutError) as error:
             failed.append(f"{type(error).__name__}: {error}")
         await asyncio.sleep(PAUSE_SECONDS)
 
 
-async def measure(stand: Stand, attack: str, *, seconds: float, rounds: int) -> Outcome:
-    """Measures by turns without and with an attack."""
+async def measure(served: Service, attack: str, *, seconds: float, rounds: int) -> Outcome:
+    """Measure in turns without and with an attack."""
     outcome = Outcome()
     warm: list[float] = []
-    await _phase(stand, min(seconds, 2.0), warm, outcome)
-    start = stand.rss()
-    async with attacker(attack, stand) as switch:
+    await _phase(served, min(seconds, 2.0), warm, outcome)
+    start = served.router.rss()
+    async with attacker(attack, served) as switch:
         for _ in range(rounds):
             await asyncio.sleep(COOL_SECONDS)
-            await _phase(stand, seconds, outcome.before, outcome)
+            await _phase(served, seconds, outcome.before, outcome)
             await switch(True)
-            grown = await _phase(stand, seconds, outcome.during, outcome)
+            grown = await _phase(served, seconds, outcome.during, outcome)
             outcome.grown = max(outcome.grown, grown - start)
             await switch(False)
     return outcome
 
 
-async def _phase(stand: Stand, seconds: float, took: list[float], outcome: Outcome) -> int:
-    """Has the neighbour ask; returns the router's most memory meanwhile."""
+async def _phase(served: Service, seconds: float, took: list[float], outcome: Outcome) -> int:
+    """Run the neighbour; return the router's most memory meanwhile."""
     tasks = [
-        asyncio.create_task(neighbour(stand, seconds, took, outcome.failed))
+        asyncio.create_task(neighbour(served, seconds, took, outcome.failed))
         for _ in range(NEIGHBOURS)
     ]
     most = 0
     while not all(task.done() for task in tasks):
-        most = max(most, stand.rss())
+        most = max(most, served.router.rss())
         await asyncio.sleep(0.05)
     return most
 
 
 @asynccontextmanager
-async def attacker(attack: str, stand: Stand) -> AsyncIterator[Callable[[bool], Awaitable[None]]]:
-    """Starts a process that attacks when switched on; gives the switch."""
+async def attacker(
+    attack: str, served: Service
+) -> AsyncIterator[Callable[[bool], Awaitable[None]]]:
+    """Start a process that attacks while switched on; yield the switch."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_attacker, args=(attack, stand.http_port, stand.router.address, theirs), daemon=True
+        target=_attacker,
+        args=(attack, served.http_port, served.router.address, theirs),
+        daemon=True,
     )
     process.start()
     theirs.close()
@@ -214,7 +199,7 @@ async def _obey(begin: Callable[[], Awaitable[None]], switch: Connection) -> Non
 
 
 async def many(count: int, one: Callable[[], Awaitable[None]], *, pause: float) -> None:
-    """Runs `count` of something; each begins again a while after its end."""
+    """Run `count` of something; each starts again a while after its end."""
 
     async def again(first: float) -> None:
         await asyncio.sleep(first)
@@ -232,7 +217,7 @@ async def many(count: int, one: Callable[[], Awaitable[None]], *, pause: float) 
 async def connection(
     port: int,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Opens a connection, and closes it rudely."""
+    """Open a connection; abort it at the end."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         yield reader, writer
@@ -241,7 +226,7 @@ async def connection(
 
 
 async def half_headers(port: int, _: str) -> None:
-    """70 connections send half a header and wait."""
+    """Send half a header on 70 connections and wait."""
 
     async def one() -> None:
         async with connection(port) as (reader, writer):
@@ -252,7 +237,7 @@ async def half_headers(port: int, _: str) -> None:
 
 
 async def endless_headers(port: int, _: str) -> None:
-    """8 connections send a header of up to 50 MB each."""
+    """Send a header of up to 50 MB on each of 8 connections."""
 
     async def one() -> None:
         async with connection(port) as (_, writer):
@@ -265,7 +250,7 @@ async def endless_headers(port: int, _: str) -> None:
 
 
 async def pipelined(port: int, _: str) -> None:
-    """One connection sends 15 MB of GETs and reads what is answered."""
+    """Send 15 MB of GETs on one connection and read the answers."""
 
     async def one() -> None:
         async with connection(port) as (reader, writer):
@@ -277,7 +262,7 @@ async def pipelined(port: int, _: str) -> None:
 
 
 async def polite_pipelines(port: int, _: str) -> None:
-    """8 connections send as many GETs as are kept for later, and read what is answered."""
+    """Send as many GETs as are buffered on 8 connections, and read the answers."""
 
     async def one() -> None:
         async with connection(port) as (reader, writer):
@@ -289,7 +274,7 @@ async def polite_pipelines(port: int, _: str) -> None:
 
 
 async def slow_bodies(port: int, _: str) -> None:
-    """70 connections without a key send a body of 4 MB, a byte every second."""
+    """Send a body of 4 MB, a byte a second and without a key, on 70 connections."""
 
     async def one() -> None:
         async with connection(port) as (_, writer):
@@ -303,12 +288,12 @@ async def slow_bodies(port: int, _: str) -> None:
 
 
 async def long_texts(_: int, address: str) -> None:
-    """A tenant sends 12 texts of 4 MiB at once, every 2 s, that fit no context."""
+    """Send 12 texts of 4 MiB at once, every 2 s, that fit no context."""
     text = "Some words that anybody might say. " * (4 * MIB)
     text = text[: 4 * MIB - 1024]
 
     async def one() -> None:
-        async with AsyncClient(address, api_key=KEYS["attacker"]) as client:
+        async with AsyncClient(address, api_key=ATTACKER) as client:
             await client.generate(text, max_tokens=1).complete()
 
     await many(12, one, pause=2.0)
@@ -324,54 +309,46 @@ ATTACKS: dict[str, Callable[[int, str], Awaitable[None]]] = {
 }
 
 
-def report(attack: str, outcome: Outcome) -> bool:
-    """Prints a row and two verdicts; says whether both are good."""
-    before, during = (
-        (median(took), quantiles(took, n=100)[98], max(took))
-        for took in (outcome.before, outcome.during)
-    )
+def cells(attack: str, outcome: Outcome) -> tuple[tuple[object, ...], bool]:
+    """Return a row of the table, and whether both marks are met."""
+    before, during = percentiles(outcome.before), percentiles(outcome.during)
     moved = during[1] / before[1] - 1
-    both = " | ".join(
-        f"{1000 * b:.1f} | {1000 * d:.1f}" for b, d in zip(before, during, strict=True)
-    )
-    print(
-        f"| {attack} | {len(outcome.before)} | {len(outcome.during)} | {both} | {moved:+.0%} |"
-        f" {outcome.grown / MB:+.1f} | {len(outcome.failed)} |",
-        flush=True,
-    )
-    return moved < LATENCY_MARK and outcome.grown < MEMORY_MARK and not outcome.failed
+    both = (f"{ms:.1f}" for pair in zip(before, during, strict=True) for ms in pair)
+    counts = len(outcome.before), len(outcome.during)
+    passed = moved < LATENCY_MARK and outcome.grown < MEMORY_MARK and not outcome.failed
+    row = (f"{moved:+.0%}", f"{outcome.grown / MB:+.1f}", len(outcome.failed))
+    return (attack, *counts, *both, *row), passed
+
+
+HEADER = (
+    *("attack", "requests before", "during", "p50 before, ms", "during", "p99 before, ms"),
+    *("during", "longest before, ms", "during", "p99 moved", "memory, MB", "failed"),
+)
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Measures each attack and prints a table."""
-    print(
-        "| attack | requests before | during | p50 before, ms | during | p99 before, ms | during |"
-        " longest before, ms | during | p99 moved | memory, MB | failed |"
-    )
-    print("| --- |" + " --- |" * 11)
-    good = {}
+    """Measure each attack and print a table."""
+    rows, good = [], {}
     with tempfile.TemporaryDirectory() as directory:
         for attack in options.attack or ATTACKS:
-            async with stand(Path(directory), options.tokenizer) as servers:
+            async with service(Path(directory), options.tokenizer) as served:
                 outcome = await measure(
-                    servers, attack, seconds=options.seconds, rounds=options.rounds
+                    served, attack, seconds=options.seconds, rounds=options.rounds
                 )
-            good[attack] = report(attack, outcome)
+            row, good[attack] = cells(attack, outcome)
+            rows.append(row)
             for reason in sorted(set(outcome.failed)):
-                print(f"      {outcome.failed.count(reason)} times: {reason}")
+                print(f"{attack}, {outcome.failed.count(reason)} times: {reason}")
+    print(table(HEADER, rows))
     for attack, passed in good.items():
-        print(f"{'PASS' if passed else 'FAIL'}  {attack}")
+        verdict(passed, attack)
     sys.exit(not all(good.values()))
 
 
-def _options() -> argparse.Namespace:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     parser.add_argument("--rounds", type=int, default=8, help="turns without and with the attack")
     parser.add_argument("--attack", action="append", choices=ATTACKS, help="default: all")
-    parser.add_argument("--tokenizer", help="in place of one of bytes; such as demo")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    asyncio.run(main(_options()))
+    parser.add_argument("--tokenizer", help="in place of the byte tokenizer; such as demo")
+    asyncio.run(main(parser.parse_args()))

@@ -1,25 +1,22 @@
-"""Counts the prompt tokens that engines need not compute, by how requests are spread over them.
+"""Compare how many prompt tokens each balancing policy finds cached on the engines.
 
     python -m benchmarks.balancing [--engines 2] [--prefixes 50] [--rounds 6]
 
-Requests begin with one of many system prompts, more than one engine's cache
-has room for, and each policy sends the same ones, in the same order, to engines
-that have cached nothing yet. The lines give the share of the prompts' tokens
-that were found cached, and the requests that each engine had.
+Requests begin with one of many system prompts, more than one engine's cache has room for. Each
+policy sends the same requests in the same order to engines with empty caches. The lines give the
+share of prompt tokens that were found cached, and the requests of each engine.
 """
 
 import argparse
 import asyncio
 import random
 import tempfile
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fleet import EOS, Node, all_up, engine, make_model, router
-from benchmarks.metrics import Metrics
-from octavo import AsyncClient
-from octavo.common.ports import free_port
+from benchmarks.fixture import EOS, engine, make_model, router, serving
+from octavo.cli.bench.load import Load
+from octavo.cli.bench.workload import Request
 from octavo.router.balancing import POLICIES
 
 BLOCK_SIZE = 16
@@ -28,18 +25,12 @@ TAIL_TOKENS = 16
 OUTPUT_TOKENS = 4
 AT_ONCE = 12
 CACHE_SHARE = 0.75
-"""One engine's blocks, as a share of what all prefixes take."""
+"""One engine's blocks over the blocks of all prefixes."""
 
 
 @dataclass
 class Spread:
-    """What a policy made of the requests.
-
-    Attributes:
-        prompt_tokens: of all requests.
-        cached_tokens: of these, found in caches.
-        requests: that each engine had.
-    """
+    """Prompt tokens, how many of them were found cached, and the requests of each engine."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -47,12 +38,12 @@ class Spread:
 
     @property
     def imbalance(self) -> float:
-        """How far the busiest engine is above the mean, as a share of it."""
+        """The busiest engine's requests over the mean, minus 1."""
         return max(self.requests) * len(self.requests) / sum(self.requests) - 1
 
 
 def make_prompts(prefixes: int, rounds: int) -> list[list[int]]:
-    """Every prefix once a round, in random order, each time with another end."""
+    """Return every prefix once a round, in random order, each time with another tail."""
     draw = random.Random(0)
     heads = [[draw.randrange(EOS) for _ in range(PREFIX_TOKENS)] for _ in range(prefixes)]
     return [
@@ -63,38 +54,23 @@ def make_prompts(prefixes: int, rounds: int) -> list[list[int]]:
 
 
 async def measure(model: str, policy: str, engines: int, prompts: list[list[int]]) -> Spread:
-    """Starts engines and a router of the policy, and has them serve the prompts."""
+    """Serve the prompts by new engines and a router with this policy."""
     heads = len({tuple(prompt[:PREFIX_TOKENS]) for prompt in prompts})
     blocks = int(CACHE_SHARE * heads * PREFIX_TOKENS / BLOCK_SIZE)
-    async with AsyncExitStack() as stack:
-
-        async def start(node: Node) -> Node:
-            stack.push_async_callback(node.close)
-            return await node.start()
-
-        ports = [free_port() for _ in range(engines)]
-        nodes = [
-            await start(engine(model, num_blocks=blocks, max_model_len=256, metrics_port=port))
-            for port in ports
-        ]
-        front = await start(router([node.address for node in nodes], balancing=policy))
-        client = await stack.enter_async_context(AsyncClient(front.address))
-        await all_up(front, engines)
-        places = asyncio.Semaphore(AT_ONCE)
-
-        async def ask(prompt: list[int]) -> int:
-            async with places:
-                stream = client.generate(prompt, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-                return (await stream.complete()).usage.cached_tokens
-
-        cached = await asyncio.gather(*map(ask, prompts))
+    nodes = [engine(model, num_blocks=blocks, max_model_len=256) for _ in range(engines)]
+    front = router([node.address for node in nodes], balancing=policy)
+    async with serving(nodes, front) as client:
+        load = Load(client, "", salt="")
+        asked = [Request(prompt, OUTPUT_TOKENS, ignore_eos=True) for prompt in prompts]
+        await load.send_closed(asked, AT_ONCE)
+        cached = sum(record.cached_tokens for record in load.records)
         name = "octavo_engine_requests_total"
-        requests = [int(Metrics(port).value(name, outcome="finished")) for port in ports]
-    return Spread(sum(map(len, prompts)), sum(cached), requests)
+        requests = [int(node.metrics().value(name, outcome="finished")) for node in nodes]
+    return Spread(sum(map(len, prompts)), cached, requests)
 
 
 async def compare(engines: int, prefixes: int, rounds: int) -> None:
-    """Measures every policy and prints what came of it."""
+    """Measure and print every policy."""
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))
         prompts = make_prompts(prefixes, rounds)
@@ -109,7 +85,7 @@ async def compare(engines: int, prefixes: int, rounds: int) -> None:
 
 
 def main() -> None:
-    """Parses the arguments and compares."""
+    """Parse the arguments and compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--prefixes", type=int, default=50)

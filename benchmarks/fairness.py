@@ -1,14 +1,12 @@
-"""Measures what one tenant's flood does to another, and how two share an engine that both fill.
+"""Measure what one tenant's flood does to another, and how two tenants share a full engine.
 
     python -m benchmarks.fairness [--seconds 150] [--flood 20]
 
-The engine is paced, so its capacity is known and the figures are the router's;
-tenants are those of a tenants' file, with keys. First a tenant sends a quarter of
-what the engine can serve and another as much; then the other sends `--flood`
-times that. The first one's time to first token, 99th of 100, may rise by a
-quarter. Then both keep the engine busy, with requests of unlike sizes: what each
-is served may differ from its weight's share by a twentieth, for weights 1:1 and
-1:2.
+The engine is paced, so its capacity is known and the figures are the router's. First a tenant
+sends a quarter of what the engine can serve and another one as much; then the other one sends
+`--flood` times that. The first one's time to first token, 99th percentile, may rise by a quarter.
+Then both keep the engine busy with requests of different sizes: the weighted tokens of each may
+differ from its weight's share by 5%, for weights 1:1 and 1:2.
 """
 
 import argparse
@@ -17,18 +15,19 @@ import multiprocessing
 import random
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
 
-from benchmarks.fleet import Node, make_model, router
+from benchmarks.fixture import make_model, router, serving, write_tenants
 from benchmarks.paced_engine import paced_engine
-from octavo import AsyncClient, Delta, Error
-from octavo.router.tenants.tenant import hash_key
+from benchmarks.report import percentiles, verdict
+from octavo import AsyncClient
+from octavo.cli.bench.load import Load
+from octavo.cli.bench.metrics import OK, Record
+from octavo.cli.bench.workload import Request
 
 PLACES = 32
 STEP_SECONDS = 0.025
@@ -39,113 +38,69 @@ CAPACITY = PLACES / STEP_SECONDS / OUTPUT_TOKENS
 LOAD = 0.25
 STREAMS = 48
 """Of each tenant, where both keep the engine busy."""
+SIZES = ((16, 40), (64, 24))
+"""Prompt and output tokens of each tenant's requests there."""
 WARM_SECONDS = 5.0
-"""An engine is filled by one tenant before anybody knows that there is another."""
+"""One tenant fills the engine before the router has seen the other one."""
 TTFT_MARK = 0.25
 SHARE_MARK = 0.05
 
 
 @dataclass
 class Served:
-    """What one tenant had.
+    """One tenant's requests: milliseconds to the first token, and requests refused."""
 
-    Attributes:
-        ttft: seconds to each request's first token.
-        since: when counting begins, by the monotonic clock.
-        refused: requests.
-        tokens: of prompts and outputs, weighed one and two as the router does.
-    """
+    ttft: list[float]
+    refused: int
 
-    ttft: list[float] = field(default_factory=list)
-    since: float = field(default_factory=lambda: time.monotonic() + WARM_SECONDS)
-    refused: int = 0
-    tokens: int = 0
-
-    def add(self, tokens: int) -> None:
-        """Counts tokens that came."""
-        self.tokens += tokens * (time.monotonic() > self.since)
+    @classmethod
+    def of(cls, records: list[Record]) -> "Served":
+        """Sum up records; those of the first WARM_SECONDS have no time to first token."""
+        ttft = [r.ttft for r in records if r.code == OK and r.due > WARM_SECONDS]
+        return cls(ttft, sum(r.code != OK for r in records))
 
 
 @asynccontextmanager
 async def service(weights: dict[str, float]) -> AsyncIterator[dict[str, AsyncClient]]:
-    """Serves tenants of these weights; gives a client to each."""
+    """Serve tenants with these weights; yield a client for each."""
     async with AsyncExitStack() as stack:
-
-        async def start(node: Node) -> Node:
-            stack.push_async_callback(node.close)
-            return await node.start()
-
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        file = directory / "tenants.toml"
-        file.write_text(
-            "".join(
-                f'[{name}]\nweight = {weight}\nkeys = ["{hash_key(name)}"]\n'
-                for name, weight in weights.items()
-            )
-        )
+        tenants = write_tenants(directory / "tenants.toml", weights)
         model = make_model(directory / "model")
-        back = await start(paced_engine(model, step_seconds=STEP_SECONDS, max_num_seqs=PLACES))
+        back = paced_engine(model, step_seconds=STEP_SECONDS, max_num_seqs=PLACES)
         # Both tenants share a connection, which has 1024 streams at most.
-        front = await start(router([back.address], tenants=file, max_queue_size=512))
-        clients = {
+        front = router([back.address], tenants=tenants, max_queue_size=512)
+        await stack.enter_async_context(serving([back], front, api_key=next(iter(weights))))
+        yield {
             name: await stack.enter_async_context(AsyncClient(front.address, api_key=name))
             for name in weights
         }
-        for client in clients.values():
-            while not await client.list_models():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-        yield clients
-
-
-async def ask(client: AsyncClient, served: Served, prompt: int, output: int) -> None:
-    """Has a request served, or refused."""
-    began = time.monotonic()
-    stream = client.generate([64] * prompt, max_tokens=output, ignore_eos=True, token_ids=True)
-    first = True
-    try:
-        async for event in stream.events():
-            if not isinstance(event, Delta):
-                continue
-            if first:
-                first = False
-                if began > served.since:
-                    served.ttft.append(time.monotonic() - began)
-                served.add(prompt)
-            served.add(2 * len(event.token_ids))
-    except Error:
-        served.refused += 1
-
-
-async def send(client: AsyncClient, served: Served, rate: float, seconds: float) -> None:
-    """Sends requests at random times, `rate` a second, whatever became of those before."""
-    draw = random.Random(rate)
-    due = time.monotonic()
-    end = due + seconds
-    async with asyncio.TaskGroup() as group:
-        tasks = []
-        while (due := due + draw.expovariate(rate)) < end:
-            await asyncio.sleep(due - time.monotonic())
-            tasks.append(group.create_task(ask(client, served, PROMPT_TOKENS, OUTPUT_TOKENS)))
-        for task in tasks:
-            task.cancel()  # those of a flood would still wait for long
 
 
 def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
-    """Sends requests from a process of its own."""
+    """Send requests at random times from a process of its own, `rate` a second."""
+    draw = random.Random(rate)
+    times = [0.0]
+    while times[-1] < seconds:
+        times.append(times[-1] + draw.expovariate(rate))
+    requests = [Request([64] * PROMPT_TOKENS, OUTPUT_TOKENS, ignore_eos=True)] * len(times)
 
     async def run() -> Served:
-        served = Served()
         async with AsyncClient(address, api_key=key) as client:
-            await send(client, served, rate, seconds)
-        return served
+            load = Load(client, "", salt="")
+            # Those of a flood would still wait for a long time.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await load.send_open(requests, times)
+        return Served.of(load.records)
 
     return asyncio.run(run())
 
 
 async def flooded(seconds: float, times: float) -> Served:
-    """Returns what a modest tenant has beside one that sends so many times as much.
+    """Return what a modest tenant gets beside one that sends `times` times as much.
 
-    Each is a process, as tenants are: else one would wait for its turn to receive.
+    Each is a process, as tenants are; in one process they would wait for each other.
     """
     rate = LOAD * CAPACITY
     loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
@@ -156,56 +111,48 @@ async def flooded(seconds: float, times: float) -> Served:
                 loop.run_in_executor(senders, send_alone, address, "modest", rate, seconds),
                 loop.run_in_executor(senders, send_alone, address, "flood", times * rate, seconds),
             )
+    typical, slow, _ = percentiles(modest.ttft)
     print(
         f"beside {times:g} times its load: {len(modest.ttft)} served, {modest.refused} refused, "
-        f"time to first token {1e3 * median(modest.ttft):.0f} ms, 99 of 100 at most "
-        f"{1e3 * slowest(modest):.0f} ms; the other: {len(flood.ttft)} served, "
-        f"{flood.refused} refused",
+        f"time to first token {typical:.0f} ms, 99 of 100 at most {slow:.0f} ms; "
+        f"the other: {len(flood.ttft)} served, {flood.refused} refused",
         flush=True,
     )
     return modest
 
 
-def slowest(served: Served) -> float:
-    """Returns the time to first token that 99 of 100 requests keep to."""
-    return quantiles(served.ttft, n=100, method="inclusive")[98]
+async def contended(seconds: float, weights: dict[str, float]) -> dict[str, int]:
+    """Return the weighted tokens of tenants that both keep the engine busy.
 
-
-async def contended(seconds: float, weights: dict[str, float]) -> dict[str, Served]:
-    """Returns what tenants have that both keep the engine busy, one with longer requests."""
-    shares: dict[str, Served] = {}
-    sizes = dict(zip(weights, [(16, 40), (64, 24)], strict=True))
-
-    async def stream(client: AsyncClient, name: str) -> None:
-        while True:
-            await ask(client, shares[name], *sizes[name])
-
+    Prompt tokens count once and output tokens twice, as in the router.
+    """
     async with service(weights) as clients:
-        shares |= {name: Served() for name in weights}
+        loads = {name: Load(client, "", salt="") for name, client in clients.items()}
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-                for name, client in clients.items():
-                    for _ in range(STREAMS):
-                        group.create_task(stream(client, name))
-    return shares
-
-
-def verdict(passed: bool, what: str) -> bool:
-    """Prints how one mark was met."""
-    print(f"{'PASS' if passed else 'FAIL'}: {what}", flush=True)
-    return passed
+                for load, (prompt, output) in zip(loads.values(), SIZES, strict=True):
+                    requests = [Request([64] * prompt, output, ignore_eos=True)] * 1_000_000
+                    group.create_task(load.send_closed(requests, STREAMS))
+    return {
+        name: sum(
+            record.prompt_tokens + 2 * sum(record.message_tokens)
+            for record in load.records
+            if record.ended > WARM_SECONDS
+        )
+        for name, load in loads.items()
+    }
 
 
 async def measure(seconds: float, flood: float) -> bool:
-    """Measures everything; returns whether every mark was met.
+    """Measure everything; return whether every mark is met.
 
     Args:
-        seconds: that the floods take, for hundreds of requests make a 99th of 100; the shares
-            of a full engine take a quarter of that, each.
-        flood: times the modest tenant's load.
+        seconds: Duration of each flood, for hundreds of requests make a 99th percentile; each
+            measurement of a full engine takes a quarter of it.
+        flood: The flood's load over the modest tenant's.
     """
     quiet, loud = await flooded(seconds, 1.0), await flooded(seconds, flood)
-    moved = slowest(loud) / slowest(quiet) - 1
+    moved = percentiles(loud.ttft)[1] / percentiles(quiet.ttft)[1] - 1
     passed = [
         verdict(
             moved < TTFT_MARK and not loud.refused,
@@ -213,21 +160,21 @@ async def measure(seconds: float, flood: float) -> bool:
         )
     ]
     for weights in ({"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}):
-        shares = await contended(WARM_SECONDS + seconds / 4, weights)
-        by_weight = [shares[name].tokens / weight for name, weight in weights.items()]
+        tokens = await contended(WARM_SECONDS + seconds / 4, weights)
+        by_weight = [tokens[name] / weight for name, weight in weights.items()]
         apart = max(by_weight) / min(by_weight) - 1
         passed.append(
             verdict(
                 apart < SHARE_MARK,
-                f"weights {weights['a']:g}:{weights['b']:g}: served "
-                f"{shares['a'].tokens}:{shares['b'].tokens} weighted tokens, {apart:.1%} apart",
+                f"weights {weights['a']:g}:{weights['b']:g}: served {tokens['a']}:{tokens['b']}"
+                f" weighted tokens, {apart:.1%} apart",
             )
         )
     return all(passed)
 
 
 def main() -> None:
-    """Parses the arguments and measures."""
+    """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=150)
     parser.add_argument("--flood", type=float, default=20)

@@ -1,133 +1,98 @@
-"""What load and context cost: throughput by concurrency, time per token by context length.
+"""Measure what load and context cost: throughput by concurrency, time per token by context.
 
-    python -m benchmarks.load_cost [--model demo] [--quantization none]
+    python -m benchmarks.load_cost [--model demo] [--quantization none] [--output FILE]
 
-A server is started, and asked over gRPC. First so many streams at a time, each
-followed by the next as it ends: output tokens a second must not fall as more are
-added. Then one stream at a time, after prompts of more and more tokens: what a token
-takes beyond what it takes at the shortest must grow as the bytes of K and V do that
-are read for it, and not faster. Results go to `benchmarks/results/load_cost.md`.
+Starts a server and sends requests over gRPC. First by concurrency: output tokens a second must not
+fall as it grows. Then one stream at a time after longer and longer prompts: a token's extra time
+over the shortest context must grow with the bytes of K and V that are read for it, and not faster.
 """
 
 import argparse
 import asyncio
-import os
-import platform
 import random
-import statistics
-import time
-from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.report import table
 from octavo import AsyncClient
+from octavo.cli.bench.load import Load
+from octavo.cli.bench.metrics import Record
+from octavo.cli.bench.workload import Request
 from octavo.cli.local_server import local_server
 
-RESULTS = Path(__file__).parent / "results" / "load_cost.md"
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8128)
 PROMPT, OUTPUT = 64, 64
 FEWEST = 8
-"""Requests at the least, where few are in flight at a time."""
+"""Fewest requests at a concurrency."""
 MEASURED = 48
-"""Tokens of a context's stream, of which the median gap counts."""
+"""Output tokens after a context; the median gap between them counts."""
 REPEATS = 3
 LEAST_SHARE = 0.95
 """Of the peak, that throughput must keep past it."""
 VOCABULARY = range(256, 40_000)
 
 
-def main() -> None:
-    """Parses the arguments, measures and writes the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
-    arguments = parser.parse_args()
-    flags = ("--quantization", arguments.quantization, "--compile", "wait")
-    with local_server(arguments.model, *flags, "--no-enable-prefix-caching") as address:
-        rates, gaps = asyncio.run(_measure(address))
-    tables = [_rates_table(rates), _gaps_table(gaps)]
-    for table in tables:
-        Console().print(table)
-    with RESULTS.open("w") as file:
-        cores = os.cpu_count()
-        file.write(
-            f"# Cost of load and context\n\n`python -m benchmarks.load_cost --quantization "
-            f"{arguments.quantization}`, {datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, "
-            f"{cores} cores. {PROMPT} prompt and {OUTPUT} output tokens a request.\n\n```\n"
-        )
-        console = Console(file=file, width=100)
-        for table in tables:
-            console.print(table)
-        file.write("```\n")
-
-
-async def _measure(address: str) -> tuple[dict[int, float], dict[int, float]]:
-    """Output tokens a second by concurrency; seconds per token by context length."""
+async def measure(address: str) -> tuple[dict[int, float], dict[int, float]]:
+    """Return output tokens a second by concurrency, and seconds a token by context."""
     async with AsyncClient(address) as client:
-        await _rate(client, 4)
-        rates = {count: await _rate(client, count) for count in CONCURRENCIES}
+
+        async def send(count: int, prompt: int, output: int, at_once: int) -> list[Record]:
+            prompts = (random.choices(VOCABULARY, k=prompt) for _ in range(count))
+            load = Load(client, "", salt="")
+            await load.send_closed([Request(p, output, ignore_eos=True) for p in prompts], at_once)
+            return load.records
+
+        async def rate(at_once: int) -> float:
+            records = await send(max(FEWEST, 2 * at_once), PROMPT, OUTPUT, at_once)
+            seconds = max(record.ended for record in records)
+            return sum(record.output_tokens for record in records) / seconds
+
+        await rate(4)
+        rates = {at_once: await rate(at_once) for at_once in CONCURRENCIES}
         gaps = {}
-        for length in CONTEXTS:
-            gaps[length] = min([await _gap(client, length) for _ in range(REPEATS)])
+        for context in CONTEXTS:
+            records = await send(REPEATS, context, MEASURED, 1)
+            gaps[context] = min(median(record.itl) for record in records)
     return rates, gaps
 
 
-async def _rate(client: AsyncClient, concurrency: int) -> float:
-    left = iter(range(max(FEWEST, 2 * concurrency)))
-    tokens = 0
-
-    async def ask() -> None:
-        nonlocal tokens
-        for _ in left:
-            stream = client.generate(
-                _prompt(PROMPT), max_tokens=OUTPUT, temperature=0, ignore_eos=True
-            )
-            (output,) = (await stream.complete()).outputs
-            tokens += output.usage.output_tokens  # not in one line with the wait: `+=` reads first
-
-    began = time.perf_counter()
-    await asyncio.gather(*(ask() for _ in range(concurrency)))
-    return tokens / (time.perf_counter() - began)
-
-
-async def _gap(client: AsyncClient, context: int) -> float:
-    stream = client.generate(_prompt(context), max_tokens=MEASURED, temperature=0, ignore_eos=True)
-    times = [time.perf_counter() async for _ in stream]
-    return statistics.median(b - a for a, b in pairwise(times))
-
-
-def _prompt(length: int) -> list[int]:
-    return random.choices(VOCABULARY, k=length)
-
-
-def _rates_table(rates: dict[int, float]) -> Table:
+def rates_table(rates: dict[int, float]) -> str:
+    """Return the table of throughput; past the peak it says whether the mark is met."""
     peak = max(rates.values())
-    table = Table(title="Output tokens a second, by requests in flight")
-    for name in ("in flight", "tokens/s", "of the peak", ""):
-        table.add_column(name, justify="right")
-    past = False
+    rows, past = [], False
     for count, rate in rates.items():
         verdict = ("PASS" if rate >= LEAST_SHARE * peak else "FAIL") if past else ""
-        table.add_row(str(count), f"{rate:.1f}", f"{rate / peak:.0%}", verdict)
+        rows.append((count, f"{rate:.1f}", f"{rate / peak:.0%}", verdict))
         past = past or rate == peak
-    return table
+    return table(("in flight", "tokens/s", "of the peak", ""), rows)
 
 
-def _gaps_table(gaps: dict[int, float]) -> Table:
-    """Growth is a token's extra time over its extra context, in the first column's unit."""
-    table = Table(title="Milliseconds a token, by context")
-    for name in ("context", "ms", "over the shortest", "us per 1,000 tokens of context"):
-        table.add_column(name, justify="right")
+def gaps_table(gaps: dict[int, float]) -> str:
+    """Return the table of milliseconds a token, and its growth with the context."""
     (shortest, least), *_ = gaps.items()
+    rows = []
     for context, gap in gaps.items():
         extra = gap - least
         slope = f"{extra / (context - shortest) * 1e9:.0f}" if context > shortest else ""
-        table.add_row(f"{context:,}", f"{gap * 1e3:.2f}", f"{extra * 1e3:.2f}", slope)
-    return table
+        rows.append((f"{context:,}", f"{gap * 1e3:.2f}", f"{extra * 1e3:.2f}", slope))
+    return table(("context", "ms", "over the shortest", "us per 1,000 tokens of context"), rows)
+
+
+def main() -> None:
+    """Parse the arguments, measure, and print or write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
+    parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
+    options = parser.parse_args()
+    flags = ("--quantization", options.quantization, "--compile", "wait")
+    with local_server(options.model, *flags, "--no-enable-prefix-caching") as address:
+        rates, gaps = asyncio.run(measure(address))
+    tables = f"{rates_table(rates)}\n\n{gaps_table(gaps)}"
+    print(tables)
+    if options.output:
+        options.output.write_text(f"# Cost of load and context\n\n{tables}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a process' metrics port says."""
+"""Read the metrics of a process."""
 
 import urllib.request
 
@@ -6,14 +6,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Metrics:
-    """All that a metrics port says at one moment.
+    """All samples of a metrics port at one moment.
 
     Args:
-        port: of a process of this machine.
-        host: the address of it.
+        port: The process' metrics port.
+        host: Its address.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: Nothing answers there.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -22,10 +22,10 @@ class Metrics:
         self._families = list(text_string_to_metric_families(text))
 
     def value(self, name: str, **labels: str) -> float:
-        """A sample's value, summed over the labels not given; 0 if none has these.
+        """Return a sample's value, summed over the labels not given; 0 if no sample has these.
 
         Raises:
-            KeyError: there is no such metric.
+            KeyError: There is no such metric.
         """
         families = [family for family in self._families if name.startswith(family.name)]
         if not families:

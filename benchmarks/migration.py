@@ -1,20 +1,18 @@
-"""Kills, hangs and cuts off engines under load, and holds every output to the undisturbed one.
+"""Kill, hang and cut off engines under load; compare every output with the undisturbed one.
 
     python -m benchmarks.migration [--streams 100] [--seconds 60] [--every 5] [--engines 3]
 
-Streams ask again and again: greedy, seeded, penalised, several outputs of unlike
-length, beam search, in float32. First once with nothing happening, which gives
-what each must come to. Then, for each kind of trouble, while one engine after
-another has it:
+Streams send request after request: greedy, seeded, penalised, several outputs of different
+lengths, beam search, in float32. The first run has no faults and gives the expected outputs.
+Then one engine after another has each kind of fault:
 
-    kill    SIGKILL, and the engine started again
-    drain   SIGTERM, with no time to finish, and the engine started again
+    kill    SIGKILL, and the engine is started again
+    drain   SIGTERM without time to finish, and the engine is started again
     hang    SIGSTOP, and SIGCONT after a while
-    cut     the link swallows all bytes, and carries new connections after a while
+    cut     the connection drops all bytes, and carries new connections after a while
 
-The last lines say how many requests were completed, refused before they began
-(and asked again: no engine was up that moment), failed or came out different in
-any token, word, end or count, and how often requests moved.
+Each line gives the requests that were completed, refused before they began (no engine was up;
+they were sent again), failed, or had a different token, text, end or count, and the migrations.
 """
 
 import argparse
@@ -28,13 +26,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
-from benchmarks.fleet import EOS, Node, Wire, all_up, engine, make_model, router
-from benchmarks.metrics import Metrics
+from benchmarks.fixture import EOS, Node, all_up, engine, make_model, router, serving
 from benchmarks.rounding import Judge
 from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
-from octavo.common.ports import free_port
 
 KINDS: dict[str, GenerateOptions] = {
     "greedy": {"temperature": 0, "logprobs": 2},
@@ -45,11 +42,16 @@ KINDS: dict[str, GenerateOptions] = {
     "beams": {"beam_width": 2},
 }
 HEARTBEAT_SECONDS = 2.0
+FAILOVER = {
+    "heartbeat_timeout": HEARTBEAT_SECONDS,
+    "connect_timeout": HEARTBEAT_SECONDS,
+    "max_moves": 1000,
+}
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and what it comes to when nothing happens."""
+    """A request, and its outputs in the undisturbed run."""
 
     kind: str
     prompt: list[int]
@@ -59,15 +61,15 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """What became of a run's requests.
+    """What happened to a run's requests.
 
     Attributes:
-        completed: that came to their end.
-        tokens: that these had.
-        refused: before anything was done for them; they were asked again.
-        moves: from one engine to another.
-        different: the kinds of those whose outputs were not the undisturbed ones.
-        failures: what became of the others.
+        completed: Requests that came to their end.
+        tokens: Output tokens of these.
+        refused: Refusals before anything was done; these requests were sent again.
+        moves: Migrations to another engine.
+        different: Kinds of requests with other outputs than in the undisturbed run.
+        failures: Errors of the other requests.
     """
 
     completed: int = 0
@@ -77,71 +79,114 @@ class Outcome:
     different: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.completed} completed ({self.tokens} tokens), {self.refused} refused at first,"
+            f" {len(self.failures)} failed, {len(self.different)} different, {self.moves} moves"
+        )
+
+    def problems(self) -> list[str]:
+        """Return failures and differences."""
+        return self.failures + self.different
+
+
+class Wire:
+    """A TCP proxy of a port that can drop all bytes while its connections stay open."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._dropping = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.restore()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def drop(self) -> None:
+        """Drop all bytes from now on."""
+        self._dropping = True
+
+    def restore(self) -> None:
+        """Carry new connections again; close those that lost bytes."""
+        self._dropping = False
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, far_writer}
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._carry(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                if not self._dropping:
+                    sink.write(data)
+        except OSError:
+            pass
+        if not self._dropping:
+            sink.transport.abort()
+
 
 @dataclass
 class Cluster:
-    """A router over engines, with a wire between it and each."""
+    """A router over engines, and the wire between it and each."""
 
     router: Node
     engines: list[Node]
     wires: list[Wire]
-    metrics_port: int
-
-    def moves(self) -> int:
-        """How often requests have moved."""
-        return int(Metrics(self.metrics_port).value("octavo_router_moves_total"))
 
 
 @asynccontextmanager
 async def cluster(model: str, engines: int) -> AsyncIterator[Cluster]:
-    """Starts everything and ends it."""
+    """Start a router and its engines."""
+    nodes = [engine(model, max_num_seqs=64) for _ in range(engines)]
     async with AsyncExitStack() as stack:
-
-        async def start(node: Node) -> Node:
-            stack.push_async_callback(node.close)
-            return await node.start()
-
-        nodes = [await start(engine(model, max_num_seqs=64)) for _ in range(engines)]
-        wires = [await Wire(node.port).start() for node in nodes]
-        for wire in wires:
-            stack.push_async_callback(wire.close)
-        front = router(
-            [wire.address for wire in wires],
-            heartbeat_timeout=HEARTBEAT_SECONDS,
-            connect_timeout=HEARTBEAT_SECONDS,
-            max_moves=1000,
-            failover_timeout=60,
-            metrics_port=(metrics_port := free_port()),
-        )
-        served = Cluster(await start(front), nodes, wires, metrics_port)
-        await all_up(served.router, engines)
-        yield served
-
-
-# Trouble, with one engine after another.
+        wires = [await stack.enter_async_context(Wire(node.port)) for node in nodes]
+        front = router([wire.address for wire in wires], failover_timeout=60, **FAILOVER)
+        await stack.enter_async_context(serving(nodes, front))
+        yield Cluster(front, nodes, wires)
 
 
 async def kill(cluster: Cluster, victim: int, _: float) -> None:
-    """SIGKILL, and started again."""
+    """Send SIGKILL and start the engine again."""
     await cluster.engines[victim].kill()
     await cluster.engines[victim].start()
 
 
 async def drain(cluster: Cluster, victim: int, _: float) -> None:
-    """SIGTERM, with no time for what runs, and started again."""
+    """Send SIGTERM and start the engine again."""
     await cluster.engines[victim].terminate()
     await cluster.engines[victim].start()
 
 
 async def hang(cluster: Cluster, victim: int, seconds: float) -> None:
-    """SIGSTOP, for long enough to be noticed."""
+    """Stop the engine for long enough to be noticed."""
     cluster.engines[victim].signal(signal.SIGSTOP)
     await asyncio.sleep(seconds)
     cluster.engines[victim].signal(signal.SIGCONT)
 
 
 async def cut(cluster: Cluster, victim: int, seconds: float) -> None:
-    """The link carries nothing, for long enough to be noticed."""
+    """Drop all bytes for long enough to be noticed."""
     cluster.wires[victim].drop()
     await asyncio.sleep(seconds)
     cluster.wires[victim].restore()
@@ -151,11 +196,8 @@ Trouble = Callable[[Cluster, int, float], Coroutine[None, None, None]]
 TROUBLES: dict[str, Trouble] = {"kill": kill, "drain": drain, "hang": hang, "cut": cut}
 
 
-# Load.
-
-
 def make_asks(count: int, tokens: int) -> list[Ask]:
-    """Requests of every kind in turn, for outputs of up to `tokens` tokens."""
+    """Return requests of every kind in turn, with up to `tokens` output tokens."""
     draw = random.Random(0)
     asks = []
     for i, (kind, options) in zip(range(count), itertools.cycle(KINDS.items())):
@@ -168,7 +210,7 @@ def make_asks(count: int, tokens: int) -> list[Ask]:
 
 
 async def ask(client: AsyncClient, request: Ask, outcome: Outcome) -> Completion:
-    """Has a request served; asks again where it was refused, as no engine was up that moment."""
+    """Send a request until an engine takes it; return its completion."""
     while True:
         stream = client.generate(request.prompt, timeout=300, **request.options)
         try:
@@ -183,7 +225,7 @@ async def ask(client: AsyncClient, request: Ask, outcome: Outcome) -> Completion
 async def stream(
     client: AsyncClient, asks: list[Ask], first: int, outcome: Outcome, over: asyncio.Event
 ) -> None:
-    """Has one request served after another, from the `first` on, and compares what comes."""
+    """Send one request after another, from the `first` on, and compare their outputs."""
     for i in itertools.count(first):
         request = asks[i % len(asks)]
         try:
@@ -200,12 +242,12 @@ async def stream(
 
 
 def shown(output: Output) -> tuple[object, ...]:
-    """All of an output that must not depend on where it was made."""
+    """Return everything in an output that must not depend on where it was made."""
     return output.token_ids, output.text, output.reason, output.usage.output_tokens
 
 
 async def settle(client: AsyncClient, asks: list[Ask], model: str) -> list[Ask]:
-    """Finds out what requests come to; drops those that rounding may decide."""
+    """Find each request's outputs; drop requests that rounding may decide."""
     judge = Judge(model)
     completions = await asyncio.gather(*(ask(client, request, Outcome()) for request in asks))
     return [
@@ -218,35 +260,37 @@ async def settle(client: AsyncClient, asks: list[Ask], model: str) -> list[Ask]:
 async def run(
     cluster: Cluster, asks: list[Ask], trouble: Trouble, *, streams: int, times: int, every: float
 ) -> Outcome:
-    """Keeps `streams` requests going while engines have trouble `times` times."""
-    outcome = Outcome()
-    before = cluster.moves()
-    over = asyncio.Event()
+    """Run `streams` streams while engines have a fault `times` times."""
+    outcome, over = Outcome(), asyncio.Event()
+
+    def moves() -> int:
+        return int(cluster.router.metrics().value("octavo_router_moves_total"))
+
+    before = moves()
 
     async def trouble_engines() -> None:
         lasts = max(every, 2.5 * HEARTBEAT_SECONDS)
-        victims = itertools.cycle(range(len(cluster.engines)))
         sound = [asyncio.Lock() for _ in cluster.engines]
 
         async def strike(victim: int) -> None:
-            async with sound[victim]:  # it may have been slow to come back
+            async with sound[victim]:  # it may not be back from the fault before
                 await trouble(cluster, victim, lasts)
 
         async with asyncio.TaskGroup() as group:
-            for victim in itertools.islice(victims, times):
+            for number in range(times):
                 await asyncio.sleep(every)
-                group.create_task(strike(victim))
+                group.create_task(strike(number % len(cluster.engines)))
         over.set()
 
     async with AsyncClient(cluster.router.address) as client:
         streaming = (stream(client, asks, i, outcome, over) for i in range(streams))
         await asyncio.gather(trouble_engines(), *streaming)
-    outcome.moves = cluster.moves() - before
+    outcome.moves = moves() - before
     return outcome
 
 
 async def measure(streams: int, seconds: float, every: float, engines: int) -> bool:
-    """Runs every kind of trouble and prints what came of it; returns whether all was well."""
+    """Run every kind of fault and print its outcome; return whether there was no problem."""
     well = True
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))
@@ -258,29 +302,22 @@ async def measure(streams: int, seconds: float, every: float, engines: int) -> b
                 outcome = await run(
                     served, asks, trouble, streams=streams, times=times, every=every
                 )
-                print(
-                    f"{name:6} {times:4} times: {outcome.completed} completed "
-                    f"({outcome.tokens} tokens), {outcome.refused} refused at first, "
-                    f"{len(outcome.failures)} failed, "
-                    f"{len(outcome.different)} different, {outcome.moves} moves",
-                    flush=True,
-                )
-                for what in (outcome.failures + outcome.different)[:5]:
+                print(f"{name:6} {times:4} times: {outcome}", flush=True)
+                for what in outcome.problems()[:5]:
                     print(f"       {what}")
-                well &= not outcome.failures and not outcome.different
+                well &= not outcome.problems()
                 await all_up(served.router, engines)
     return well
 
 
 def main() -> None:
-    """Parses the arguments and measures."""
+    """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--every", type=float, default=5)
     parser.add_argument("--engines", type=int, default=3)
-    arguments = parser.parse_args()
-    sys.exit(not asyncio.run(measure(**vars(arguments))))
+    sys.exit(not asyncio.run(measure(**vars(parser.parse_args()))))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""Sends several times what an engine can serve, with deadlines, and sees what is still served.
+"""Send several times what an engine can serve, with deadlines, and measure what is still served.
 
     python -m benchmarks.overload [--seconds 60] [--load 3] [--deadline 4] [--model M | --paced]
 
-First as many streams as keep the engine busy ask again and again, with no
-deadline: what comes of that is the peak. Then requests come at random times,
-`--load` times as many as that, whatever became of those before, each with a
-deadline of so many times what one took at the peak; then the peak once more, as
-other work on the machine may have changed it. Router and engine are processes
-of their own. The model is tiny and real: its tokens are so many that on few cores
-router and clients take what the engine needs. With `--model` it is another one, such
-as `demo`, compiled, on all cores. With `--paced` the engine's steps take a fixed time instead,
-so that its capacity does not hang on what else the machine does, and the figures are
-the router's. The lines say whether
+First, streams that keep the engine busy send request after request without deadline: that rate
+is the peak. Then requests come at random times, `--load` times the peak, each with a deadline of
+`--deadline` times what one took at the peak. Then the peak is measured again, as other work on the
+machine may have changed it. The default model is tiny and real: its tokens are so many that on few
+cores router and clients take what the engine needs. `--model` serves another one, compiled, on all
+cores. With `--paced` the engine's steps take a fixed time, so the figures are the router's. The
+lines say whether
 
-    goodput     tokens of requests complete by their deadlines: within 5% of the peak
-    refusals    are fast, 99 of 100 within 50 ms, and each says when to come back
+    goodput     tokens of requests complete by their deadlines are within 5% of the peak
+    refusals    99 of 100 come within 50 ms, and each says when to come back
     misses      no request that an engine began is late by more than one step
     memory      of router and engine does not grow
 """
@@ -25,16 +22,16 @@ import random
 import sys
 import tempfile
 import time
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 
 import numpy as np
-import psutil
 
-from benchmarks.fleet import EOS, Node, all_up, engine, make_model, router
+from benchmarks.fixture import EOS, Node, engine, make_model, router, serving
 from benchmarks.paced_engine import paced_engine
+from benchmarks.report import percentiles, verdict
 from octavo import AsyncClient, Delta, Error
 from octavo.client import Accepted
 from octavo.client.errors import DeadlineExceededError, ResourceExhaustedError
@@ -44,29 +41,29 @@ PACED_STEP = 0.01
 PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 128
 GOODPUT_MARK = 0.95
-REFUSAL_MARK = 0.05
+REFUSAL_MARK_MS = 50
 GROWTH_MARK = 0.02
 """Share of its memory that a process may grow by in a minute."""
 
 
 @dataclass
 class Outcome:
-    """What became of requests.
+    """What happened to requests.
 
     Attributes:
-        served: when each began and ended that was complete in time.
-        tokens: that came of all.
-        refused: seconds until each heard so that was refused.
-        dumb: refusals that did not say when to come back.
-        short: tokens that each had still to get at its deadline, of those begun.
-        unbegun: requests whose deadline passed before an engine began.
-        failures: what became of the others.
+        served: Begin and end of each that was complete in time.
+        tokens: Tokens of all requests.
+        refused: Seconds until each refusal.
+        silent: Refusals that did not say when to come back.
+        short: Missing tokens of each request that an engine began and that was late.
+        unbegun: Requests that were late before an engine began.
+        failures: Errors of the others.
     """
 
     served: list[tuple[float, float]] = field(default_factory=list)
     tokens: int = 0
     refused: list[float] = field(default_factory=list)
-    dumb: int = 0
+    silent: int = 0
     short: list[int] = field(default_factory=list)
     unbegun: int = 0
     failures: list[str] = field(default_factory=list)
@@ -74,29 +71,27 @@ class Outcome:
 
 @dataclass
 class Memory:
-    """A process's resident memory in the course of time."""
+    """A process' resident memory over time."""
 
-    process: psutil.Process
+    node: Node
     samples: list[tuple[float, int]] = field(default_factory=list)
 
     def sample(self) -> None:
-        """Notes how much it is now."""
-        self.samples.append((time.monotonic(), self.process.memory_info().rss))
+        """Note how much it is now."""
+        self.samples.append((time.monotonic(), self.node.rss()))
 
-    @property
     def growth(self) -> float:
-        """Bytes a second, by a line through the later three quarters of the samples."""
+        """Return bytes a second, by a line through the later three quarters of the samples."""
         times, sizes = np.array(self.samples[len(self.samples) // 4 :], dtype=float).T
         return float(np.polyfit(times - times[0], sizes, 1)[0])
 
-    @property
     def size(self) -> float:
-        """Bytes, on average."""
+        """Return the mean in bytes."""
         return mean(size for _, size in self.samples)
 
 
 async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float | None) -> None:
-    """Has one request served, or not."""
+    """Send one request and note what happens to it."""
     began = time.monotonic()
     prompt = random.Random(number).choices(range(EOS), k=PROMPT_TOKENS)
     stream = client.generate(
@@ -113,7 +108,7 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float
         outcome.served.append((began, time.monotonic()))
     except ResourceExhaustedError as error:
         outcome.refused.append(time.monotonic() - began)
-        outcome.dumb += error.retry_after is None
+        outcome.silent += error.retry_after is None
     except DeadlineExceededError:
         if accepted:
             outcome.short.append(OUTPUT_TOKENS - tokens)
@@ -124,7 +119,7 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float
 
 
 async def closed_loop(client: AsyncClient, seconds: float) -> Outcome:
-    """Keeps the engine busy for a while."""
+    """Keep the engine busy for `seconds` seconds."""
     outcome = Outcome()
 
     async def stream(number: int) -> None:
@@ -142,11 +137,9 @@ async def closed_loop(client: AsyncClient, seconds: float) -> Outcome:
 async def open_loop(
     client: AsyncClient, seconds: float, rate: float, timeout: float, memory: list[Memory]
 ) -> Outcome:
-    """Sends `rate` requests a second at random times."""
+    """Send `rate` requests a second at random times."""
     outcome = Outcome()
     draw = random.Random(1)
-    end = due = time.monotonic()
-    end += seconds
 
     async def watch() -> None:
         while True:
@@ -155,8 +148,9 @@ async def open_loop(
             await asyncio.sleep(seconds / 60)
 
     watcher = asyncio.create_task(watch())
+    due = time.monotonic()
+    end, number = due + seconds, 0
     async with asyncio.TaskGroup() as group:
-        number = 0
         while due < end:
             due += draw.expovariate(rate)
             await asyncio.sleep(due - time.monotonic())
@@ -166,27 +160,21 @@ async def open_loop(
     return outcome
 
 
-def verdict(passed: bool, what: str) -> bool:
-    """Prints how one mark was met."""
-    print(f"{'PASS' if passed else 'FAIL'}: {what}", flush=True)
-    return passed
-
-
 def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memory]) -> bool:
-    """Prints what came of the overload; returns whether every mark was met.
+    """Print the outcome of the overload; return whether every mark is met.
 
     Args:
-        outcome: of the requests.
-        goodput: tokens a second of requests complete in time.
-        peak: tokens a second at the peak.
-        memory: of the processes, by name.
+        outcome: Of the requests.
+        goodput: Tokens a second of requests complete in time.
+        peak: Tokens a second at the peak.
+        memory: Of the processes, by name.
     """
     print(
         f"overload: {len(outcome.served)} served, {len(outcome.refused)} refused, "
         f"{len(outcome.short)} late, {outcome.unbegun} never begun, "
         f"{len(outcome.failures)} failed {outcome.failures[:3]}"
     )
-    slow = quantiles(outcome.refused, n=100)[98] if len(outcome.refused) > 1 else float("inf")
+    typical, slow, _ = percentiles(outcome.refused)
     late = [tokens for tokens in outcome.short if tokens > 1]
     passed = [
         verdict(
@@ -194,9 +182,9 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
             f"goodput {goodput:.0f} tokens/s, {goodput / peak:.1%} of the peak",
         ),
         verdict(
-            slow < REFUSAL_MARK and not outcome.dumb,
-            f"refusals took {1e3 * median(outcome.refused or [0]):.1f} ms, 99 of 100 at most "
-            f"{1e3 * slow:.1f} ms; {outcome.dumb} did not say when to come back",
+            bool(outcome.refused) and slow < REFUSAL_MARK_MS and not outcome.silent,
+            f"refusals took {typical:.1f} ms, 99 of 100 at most {slow:.1f} ms; "
+            f"{outcome.silent} did not say when to come back",
         ),
         verdict(
             not late and not outcome.failures,
@@ -204,73 +192,66 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
         ),
     ]
     for name, process in memory.items():
-        growth = process.growth * 60 / process.size
+        size, growth = process.size(), process.growth()
+        a_minute = growth * 60 / size
         passed.append(
             verdict(
-                growth < GROWTH_MARK,
-                f"{name}: {process.size / 2**20:.0f} MiB, {process.growth / 2**10:+.1f} KiB/s, "
-                f"{growth:+.2%} a minute",
+                a_minute < GROWTH_MARK,
+                f"{name}: {size / 2**20:.0f} MiB, {growth / 2**10:+.1f} KiB/s, "
+                f"{a_minute:+.2%} a minute",
             )
         )
     return all(passed)
 
 
-def _engine(model: str | None, stack: AsyncExitStack, *, paced: bool) -> Node:
+def _engine(model: str | None, tiny: str, *, paced: bool) -> Node:
     if model is not None:
-        # So few blocks that all have been used, and have their memory, before that is looked at.
+        # So few blocks that all have been used, and have their memory, before it is measured.
         own = {"dtype": "auto", "compile": "wait", "num_blocks": 512}
         return engine(model, threads=None, max_num_seqs=PLACES, **own)
-    model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory())))
     if paced:
-        return paced_engine(model, step_seconds=PACED_STEP, max_num_seqs=PLACES)
-    return engine(model, max_num_seqs=PLACES)
+        return paced_engine(tiny, step_seconds=PACED_STEP, max_num_seqs=PLACES)
+    return engine(tiny, max_num_seqs=PLACES)
 
 
 async def measure(
     seconds: float, load: float, deadline: float, *, model: str | None = None, paced: bool = False
 ) -> bool:
-    """Overloads a router and its engine; returns whether every mark was met.
+    """Overload a router and its engine; return whether every mark is met.
 
     Args:
-        seconds: of overload; the peak is measured for a sixth of that before and after.
-        load: times the peak.
-        deadline: times what a request takes at the peak.
-        model: what is served; a tiny one if None.
-        paced: whether the engine's capacity is fixed.
+        seconds: Duration of the overload; the peak takes a sixth of it before and after.
+        load: Requests a second over those at the peak.
+        deadline: Of each request, over what one takes at the peak.
+        model: What is served; None for the tiny model.
+        paced: Whether the engine's capacity is fixed.
     """
-    async with AsyncExitStack() as stack:
-
-        async def start(node: Node) -> Node:
-            stack.push_async_callback(node.close)
-            return await node.start()
-
-        back = await start(_engine(model, stack, paced=paced))
-        front = await start(router([back.address]))
-        client = await stack.enter_async_context(AsyncClient(front.address))
-        await all_up(front, 1)
-        memory = {
-            "router": Memory(psutil.Process(front.pid)),
-            "engine": Memory(psutil.Process(back.pid)),
-        }
-        await closed_loop(client, 2.0)  # warms all up
-        span = max(seconds / 6, 2.0)
-        before = await closed_loop(client, span)
-        took = median(ended - began for began, ended in before.served)
-        rate = before.tokens / span / OUTPUT_TOKENS
-        print(f"peak: {rate:.1f} requests of {OUTPUT_TOKENS} tokens a second, {took:.2f} s each")
-        timeout = deadline * took
-        began = time.monotonic()
-        outcome = await open_loop(client, seconds, load * rate, timeout, list(memory.values()))
-        after = await closed_loop(client, span)
-        print(f"peak afterwards: {after.tokens / span / OUTPUT_TOKENS:.1f} requests a second")
-        # While it fills and empties, the engine does less than it can.
-        served = sum(began + took < ended < began + seconds for _, ended in outcome.served)
-        goodput = served * OUTPUT_TOKENS / (seconds - took)
-        return judge(outcome, goodput, mean((before.tokens, after.tokens)) / span, memory)
+    with tempfile.TemporaryDirectory() as directory:
+        back = _engine(model, make_model(Path(directory)), paced=paced)
+        front = router([back.address])
+        async with serving([back], front) as client:
+            memory = {"router": Memory(front), "engine": Memory(back)}
+            await closed_loop(client, 2.0)  # warms everything up
+            span = max(seconds / 6, 2.0)
+            before = await closed_loop(client, span)
+            took = median(ended - began for began, ended in before.served)
+            rate = before.tokens / span / OUTPUT_TOKENS
+            print(
+                f"peak: {rate:.1f} requests of {OUTPUT_TOKENS} tokens a second, {took:.2f} s each"
+            )
+            timeout = deadline * took
+            began = time.monotonic()
+            outcome = await open_loop(client, seconds, load * rate, timeout, [*memory.values()])
+            after = await closed_loop(client, span)
+    print(f"peak afterwards: {after.tokens / span / OUTPUT_TOKENS:.1f} requests a second")
+    # While it fills and empties, the engine does less than it can.
+    served = sum(began + took < ended < began + seconds for _, ended in outcome.served)
+    goodput = served * OUTPUT_TOKENS / (seconds - took)
+    return judge(outcome, goodput, mean((before.tokens, after.tokens)) / span, memory)
 
 
 def main() -> None:
-    """Parses the arguments and measures."""
+    """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--load", type=float, default=3)

@@ -1,9 +1,8 @@
-"""An engine without a model: real gRPC and the real sessions, and a step every so many seconds.
+"""An engine without a model: real gRPC and real sessions, and a step of a fixed duration.
 
-What it serves is as fast as it is told to be, whatever else the machine does:
-so a benchmark sees the router in front of it, and knows its capacity. Each step
-gives every running sequence one token; as many run as there are places, in the
-order of coming; requests end with LENGTH, or at their deadline.
+Its speed does not depend on the machine, so a benchmark measures the router in front of it and
+knows its capacity. Each step gives every running sequence one token. As many sequences run as there
+are places, first come, first served; requests end with LENGTH or at their deadline.
 """
 
 import asyncio
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.fleet import CONTEXT, EOS, VOCABULARY, Node
+from benchmarks.fixture import CONTEXT, EOS, VOCABULARY, Node
 from octavo.common import logging
 from octavo.common.rpc import create_server
 from octavo.engine.events import Failure, FailureCode, Load, Output, Started
@@ -27,15 +25,15 @@ from octavo.engine.session import Session, to_load
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
-BLOCK_SIZE = 16
 LETTERS = range(64, 90)
-"""Tokens that are one letter each in the tokenizer of bytes."""
+"""Tokens that are one letter each in the byte tokenizer."""
 HEARTBEAT_SECONDS = 1.0
+NO_BLOCKS_USED = CacheStats(1 << 20, 1 << 20, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(slots=True)
 class Running:
-    """A request at work."""
+    """A request that waits or runs."""
 
     session: int
     submit: engine_pb2.Submit
@@ -45,7 +43,7 @@ class Running:
 
 
 class PacedCore:
-    """What sessions take for the engine's core."""
+    """Do for sessions what the engine's core does."""
 
     def __init__(self, step_seconds: float, max_num_seqs: int) -> None:
         self._step_seconds = step_seconds
@@ -56,25 +54,25 @@ class PacedCore:
 
     @property
     def load(self) -> Load:
-        """The load; of blocks there are always enough."""
-        stats = CacheStats(1 << 20, 1 << 20, 0, 0, 0, 0, 0, 0)
-        return Load(len(self._running), len(self._waiting), 0, stats, self._step_seconds, False)
+        """The load; there are always enough blocks."""
+        running, waiting = len(self._running), len(self._waiting)
+        return Load(running, waiting, 0, NO_BLOCKS_USED, self._step_seconds, False)
 
     def open_session(self, session: int) -> None:
-        """Says at once that it lives."""
+        """Send a first heartbeat."""
         self.sessions[session].add((), to_load(self.load))
 
     def close_session(self, session: int) -> None:
-        """Stops a session's requests."""
+        """Stop a session's requests."""
         self._running = [r for r in self._running if r.session != session]
         self._waiting = deque(r for r in self._waiting if r.session != session)
 
     def submit(self, request: Running) -> None:
-        """Queues a request."""
+        """Queue a request."""
         self._waiting.append(request)
 
     def abort(self, session: int, request_id: str, _: int | None) -> None:
-        """Stops a request."""
+        """Stop a request."""
         for queue in (self._running, self._waiting):
             for request in queue:
                 if (request.session, request.submit.request_id) == (session, request_id):
@@ -82,7 +80,7 @@ class PacedCore:
                     return
 
     async def run(self) -> None:
-        """Steps for ever, as often as it is to; says that it lives while there is nothing to do."""
+        """Run steps at their times; send a heartbeat while there is nothing to do."""
         due = spoke = time.monotonic()
         while True:
             due = max(due + self._step_seconds, time.monotonic() - self._step_seconds)
@@ -94,28 +92,23 @@ class PacedCore:
     def _step(self) -> None:
         events: dict[int, list[Any]] = {number: [] for number in self.sessions}
         self._admit(events)
-        ended = []
-        for request in self._running:
-            submit = request.submit
+        running, self._running = self._running, []
+        for request in running:
+            session, name = request.session, request.submit.request_id
             if request.deadline is not None and time.monotonic() > request.deadline:
-                failure = FailureCode.DEADLINE_EXCEEDED, "the deadline passed"
-                events[request.session].append(
-                    Failure(request.session, submit.request_id, *failure)
-                )
-                ended.append(request)
+                code = FailureCode.DEADLINE_EXCEEDED
+                events[session].append(Failure(session, name, code, "the deadline passed"))
                 continue
             request.drawn += 1
-            last = request.drawn == submit.stop.max_tokens
+            last = request.drawn == request.submit.stop.max_tokens
             token = LETTERS[request.drawn % len(LETTERS)]
             reason = FinishReason.LENGTH if last else None
-            events[request.session].extend(
-                Output(request.session, submit.request_id, i, [token], None, [], reason)
+            events[session].extend(
+                Output(session, name, i, [token], None, [], reason)
                 for i in range(request.sequences)
             )
-            if last:
-                ended.append(request)
-        for request in ended:
-            self._running.remove(request)
+            if not last:
+                self._running.append(request)
         load = to_load(self.load)
         for number, session in self.sessions.items():
             session.add(events[number], load)
@@ -143,17 +136,17 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=1 << 20,
             max_outputs=64,
-            block_size=BLOCK_SIZE,
+            block_size=16,
             eos_token_ids=[EOS],
             load=to_load(core.load),
         )
 
     async def GetEngineInfo(self, request: Any, context: Any) -> Any:  # noqa: ANN401, ARG002, N802
-        """Says what it is."""
+        """Return the engine's description."""
         return self._info
 
     async def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: ANN401, ARG002, N802
-        """Carries a router's requests and tokens."""
+        """Carry a router's requests and tokens."""
         number = next(self._ids)
         session = Session(self._core, partial(_to_request, number))  # type: ignore[arg-type]
         self._core.sessions[number] = session
@@ -173,27 +166,25 @@ def _to_request(session: int, submit: engine_pb2.Submit) -> Any:  # noqa: ANN401
 
 
 def paced_engine(tokenizer: str, *, step_seconds: float, max_num_seqs: int) -> Node:
-    """A paced engine as a process.
+    """Return a paced engine as a process.
 
     Args:
-        tokenizer: directory with the fleet's tokenizer of bytes.
-        step_seconds: a step takes.
-        max_num_seqs: run at most.
+        tokenizer: Directory with the byte tokenizer.
+        step_seconds: Duration of a step.
+        max_num_seqs: Sequences that run at once.
     """
-    settings = SimpleNamespace(tokenizer=tokenizer, step=step_seconds, places=max_num_seqs)
-    return Node(partial(_run, settings))
+    return Node(partial(_run, tokenizer, step_seconds, max_num_seqs))
 
 
-def _run(settings: SimpleNamespace, port: int, ready: Connection) -> None:
+def _run(tokenizer: str, step: float, places: int, port: int, ready: Connection) -> None:
     logging.configure("console", "error")
-    asyncio.run(_serve(settings, port, ready))
+    core = PacedCore(step, places)
+    asyncio.run(_serve(core, PacedServicer(tokenizer, core, places), port, ready))
 
 
-async def _serve(settings: SimpleNamespace, port: int, ready: Connection) -> None:
+async def _serve(core: PacedCore, servicer: PacedServicer, port: int, ready: Connection) -> None:
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
-    core = PacedCore(settings.step, settings.places)
-    servicer = PacedServicer(settings.tokenizer, core, settings.places)
     add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, servicer)
     server, _ = await create_server({SERVICE: add}, max_message_bytes=1 << 24)
     address = f"127.0.0.1:{port}"

@@ -1,66 +1,61 @@
-"""Times the first token of a long prompt, new to a server and again with its prefix cached.
+"""Time the first token of a long prompt, first new to a server and then with its prefix cached.
 
-    python benchmarks/prefix_caching.py [--model demo] [--prefix 1000] [--rounds 5]
+    python -m benchmarks.prefix_caching [--model demo] [--prefix 1000] [--rounds 5]
 
-Starts `octavo serve` and talks to it as any client does. Each round takes a
-prefix of random tokens and asks for one token after it twice, each time with
-another end of 16 tokens. The time is the client's, from sending the request to
-its first token. The last lines give the medians and their ratio.
+Starts `octavo serve`. Each round sends two prompts with the same prefix of random tokens and
+different tails of 16 tokens, and asks for one token after each. The time is the client's, from
+sending the request to its first token. The last lines give the medians and their ratio.
 """
 
 import argparse
+import asyncio
 import random
-import statistics
-import time
+from statistics import median
 
-from octavo import Client, Delta
+from octavo import AsyncClient
+from octavo.cli.bench.load import Load
+from octavo.cli.bench.workload import Request
 from octavo.cli.local_server import local_server
 
 TAIL = 16
-"""Tokens of each prompt after the prefix."""
+VOCABULARY = range(256, 40_000)
+"""The first tokens of a vocabulary are often special ones."""
 
 
-def time_first_token(client: Client, prompt: list[int]) -> tuple[float, int]:
-    """Returns seconds to the first token, and how many of the prompt's were cached."""
-    began = time.perf_counter()
-    stream = client.generate(prompt, max_tokens=1, temperature=0, ignore_eos=True, token_ids=True)
-    first = None
-    for event in stream.events():
-        if isinstance(event, Delta) and first is None:
-            first = time.perf_counter() - began
-    assert first is not None
-    assert stream.accepted is not None
-    return first, stream.accepted.cached_tokens
+async def measure(address: str, prefix_tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds to the first token of each round, with the prefix new and cached."""
+    draw = random.Random(0)
+    times: dict[str, list[float]] = {"new": [], "cached": []}
+    async with AsyncClient(address) as client:
+
+        async def ask(prompt: list[int]) -> float:
+            load = Load(client, "", salt="")
+            await load.send_closed([Request(prompt, 1, ignore_eos=True)], 1)
+            (record,) = load.records
+            print(f"{record.ttft * 1e3:8.1f} ms, {record.cached_tokens:4} tokens cached")
+            return record.ttft
+
+        await ask(draw.choices(VOCABULARY, k=prefix_tokens + TAIL))  # warms the server up
+        for _ in range(rounds):
+            prefix = draw.choices(VOCABULARY, k=prefix_tokens)
+            for found in times.values():
+                found.append(await ask(prefix + draw.choices(VOCABULARY, k=TAIL)))
+    return times
 
 
 def main() -> None:
-    """Runs the rounds and prints them."""
+    """Measure and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prefix", type=int, default=1000, help="tokens that both prompts share")
     parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    draw = random.Random(0)
-    new, again = [], []
-    with local_server(arguments.model) as address, Client(address) as client:
-        vocabulary = client.list_models()[0].vocab_size
-
-        def tokens(count: int) -> list[int]:
-            # The first tokens of a vocabulary are often special ones.
-            return [draw.randrange(256, vocabulary) for _ in range(count)]
-
-        time_first_token(client, tokens(arguments.prefix + TAIL))  # warms the server up
-        for number in range(arguments.rounds):
-            prefix = tokens(arguments.prefix)
-            for times in (new, again):
-                seconds, cached = time_first_token(client, prefix + tokens(TAIL))
-                times.append(seconds)
-                print(f"round {number + 1}: {seconds * 1e3:8.1f} ms, {cached:4} tokens cached")
-    before, after = statistics.median(new), statistics.median(again)
-    print(f"\ntime to the first token, median of {arguments.rounds} rounds:")
-    print(f"  prefix of {arguments.prefix} tokens new:    {before * 1e3:8.1f} ms")
-    print(f"  prefix of {arguments.prefix} tokens cached: {after * 1e3:8.1f} ms")
-    print(f"  ratio: {before / after:.1f}x")
+    options = parser.parse_args()
+    with local_server(options.model) as address:
+        times = asyncio.run(measure(address, options.prefix, options.rounds))
+    print(f"\ntime to the first token, median of {options.rounds} rounds:")
+    for name, seconds in times.items():
+        print(f"  prefix of {options.prefix} tokens {name}: {median(seconds) * 1e3:8.1f} ms")
+    print(f"  ratio: {median(times['new']) / median(times['cached']):.1f}x")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Rude clients against real processes: `python -m benchmarks.fuzz`."""
+"""Fuzz real processes with bad requests: `python -m benchmarks.fuzz`."""

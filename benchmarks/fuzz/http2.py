@@ -1,4 +1,4 @@
-"""Connections that speak HTTP/2 badly, or only too much of it."""
+"""Connections that break HTTP/2's rules or flood the server with it."""
 
 import asyncio
 import random
@@ -25,14 +25,14 @@ from octavo.v1 import engine_pb2
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 READ_SECONDS = 0.3
-"""How long an answer is listened to; what it is does not matter."""
+"""How long an answer is read; its contents do not matter."""
 FLOOD = 500
 """Frames of a flood."""
 BOMB_BYTES = 1 << 20
 
 
 class Wire:
-    """A connection to a server, and the frames that are sent by it."""
+    """A connection to a server, and the call that it makes."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes
@@ -43,10 +43,10 @@ class Wire:
         self.body = body
 
     def send(self, *parts: bytes | Frame) -> None:
-        """Sends bytes as they are and frames as they are written.
+        """Send bytes and frames.
 
         Raises:
-            ConnectionError: the server has cut the connection off.
+            ConnectionError: The server has closed the connection.
         """
         if self._writer.is_closing():
             raise ConnectionResetError
@@ -54,18 +54,18 @@ class Wire:
             self._writer.write(part.serialize() if isinstance(part, Frame) else part)
 
     def greet(self) -> None:
-        """Begins as a client should."""
+        """Send a client's preface."""
         self.send(PREFACE, SettingsFrame(0))
 
     def call(self, stream: int, *, end: bool = True, path: str | None = None) -> None:
-        """Begins a call of the server's, and sends its request."""
+        """Begin a call and send its request."""
         self.send(
             headers(stream, request_headers(path or self.path)),
             data(stream, struct.pack(">BI", 0, len(self.body)) + self.body, end=end),
         )
 
     async def listen(self, seconds: float = READ_SECONDS) -> None:
-        """Sends what is left, and reads what comes for a while."""
+        """Send what is buffered and read for a while."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._writer.drain()
@@ -73,7 +73,7 @@ class Wire:
                     pass
 
     def close(self, *, rudely: bool) -> None:
-        """Closes it, or breaks it off."""
+        """Close the connection, or abort it."""
         if rudely:
             self._writer.transport.abort()
         else:
@@ -81,18 +81,18 @@ class Wire:
 
 
 def headers(stream: int, fields: list[tuple[str, str]], *flags: str) -> HeadersFrame:
-    """A HEADERS frame."""
+    """Return a HEADERS frame."""
     block = hpack.Encoder().encode(fields)
     return HeadersFrame(stream, block, flags=["END_HEADERS", *flags])
 
 
 def data(stream: int, body: bytes, *, end: bool = False) -> DataFrame:
-    """A DATA frame."""
+    """Return a DATA frame."""
     return DataFrame(stream, body, flags=["END_STREAM"] if end else [])
 
 
 def request_headers(path: str) -> list[tuple[str, str]]:
-    """What a call begins with."""
+    """Return the headers of a call."""
     return [
         (":method", "POST"),
         (":scheme", "http"),
@@ -107,23 +107,23 @@ def request_headers(path: str) -> list[tuple[str, str]]:
 
 
 async def noise(wire: Wire, rng: random.Random) -> None:
-    """Bytes of no protocol."""
+    """Send random bytes."""
     wire.send(rng.randbytes(rng.randrange(1, 3000)))
 
 
 async def noise_after_preface(wire: Wire, rng: random.Random) -> None:
-    """Bytes that are no frames."""
+    """Send random bytes after the preface."""
     wire.greet()
     wire.send(rng.randbytes(rng.randrange(1, 3000)))
 
 
 async def http1(wire: Wire, rng: random.Random) -> None:  # noqa: ARG001 - as all
-    """Another protocol."""
+    """Send HTTP/1.1."""
     wire.send(b"GET / HTTP/1.1\r\nHost: fuzz\r\nUpgrade: h2c\r\n\r\n")
 
 
 async def random_frames(wire: Wire, rng: random.Random) -> None:
-    """Frames of any kind, on any stream, in any order."""
+    """Send frames of any kind, on any stream, in any order."""
     wire.greet()
     for _ in range(rng.randrange(1, 40)):
         body = rng.randbytes(rng.choice((0, 1, 4, 5, 6, 8, 100)))
@@ -133,14 +133,14 @@ async def random_frames(wire: Wire, rng: random.Random) -> None:
 
 
 async def truncated_frame(wire: Wire, rng: random.Random) -> None:
-    """A frame that never comes to its end."""
+    """Send a part of a frame."""
     wire.greet()
     whole = headers(1, request_headers(wire.path)).serialize()
     wire.send(whole[: rng.randrange(1, len(whole))])
 
 
 async def broken_hpack(wire: Wire, rng: random.Random) -> None:
-    """Headers that do not decode, or to anything."""
+    """Send headers that do not decode."""
     wire.greet()
     block = bytearray(hpack.Encoder().encode(request_headers(wire.path)))
     for _ in range(rng.randint(1, 8)):
@@ -149,7 +149,7 @@ async def broken_hpack(wire: Wire, rng: random.Random) -> None:
 
 
 async def header_bomb(wire: Wire, rng: random.Random) -> None:  # noqa: ARG001
-    """One long header, and a thousand references to it."""
+    """Send a long header and thousands of references to it."""
     wire.greet()
     encoder = hpack.Encoder()
     long = encoder.encode([("x", "y" * 3900)])
@@ -161,7 +161,7 @@ async def header_bomb(wire: Wire, rng: random.Random) -> None:  # noqa: ARG001
 
 
 async def endless_headers(wire: Wire, rng: random.Random) -> None:
-    """Headers that go on and on."""
+    """Send headers without an end."""
     wire.greet()
     wire.send(HeadersFrame(1, hpack.Encoder().encode(request_headers(wire.path))))
     block = hpack.Encoder().encode([(f"x-{i}", "y" * 50) for i in range(200)])
@@ -170,20 +170,20 @@ async def endless_headers(wire: Wire, rng: random.Random) -> None:
 
 
 async def settings_flood(wire: Wire, rng: random.Random) -> None:
-    """Settings upon settings."""
+    """Send hundreds of SETTINGS."""
     wire.greet()
     for _ in range(FLOOD):
         wire.send(SettingsFrame(0, {rng.randrange(1, 8): rng.randrange(1 << 16)}))
 
 
 async def ping_flood(wire: Wire, rng: random.Random) -> None:
-    """Pings upon pings."""
+    """Send hundreds of PINGs."""
     wire.greet()
     wire.send(*(PingFrame(0, rng.randbytes(8)) for _ in range(FLOOD)))
 
 
 async def rapid_reset(wire: Wire, rng: random.Random) -> None:
-    """Calls that are taken back at once: they cost no stream, and yet the work."""
+    """Reset calls at once: they hold no stream, but they cost the server work."""
     wire.greet()
     for i in range(FLOOD):
         wire.call(2 * i + 1, end=rng.random() < 0.5)
@@ -191,7 +191,7 @@ async def rapid_reset(wire: Wire, rng: random.Random) -> None:
 
 
 async def window_flood(wire: Wire, rng: random.Random) -> None:
-    """Windows of nothing, and of more than there can be."""
+    """Enlarge windows by 1 and beyond their limit."""
     wire.greet()
     wire.call(1)
     for _ in range(FLOOD):
@@ -201,7 +201,7 @@ async def window_flood(wire: Wire, rng: random.Random) -> None:
 
 
 async def priority_flood(wire: Wire, rng: random.Random) -> None:
-    """Streams that depend on others and on themselves."""
+    """Make streams depend on others and on themselves."""
     wire.greet()
     for _ in range(FLOOD):
         stream = rng.randrange(1, 2000, 2)
@@ -209,7 +209,7 @@ async def priority_flood(wire: Wire, rng: random.Random) -> None:
 
 
 async def data_nowhere(wire: Wire, rng: random.Random) -> None:
-    """Data on streams that are not open, or past their window."""
+    """Send data on streams that are not open, or past their window."""
     wire.greet()
     wire.call(1)
     for _ in range(rng.choice((1, 20))):
@@ -217,7 +217,7 @@ async def data_nowhere(wire: Wire, rng: random.Random) -> None:
 
 
 async def odd_calls(wire: Wire, rng: random.Random) -> None:
-    """Calls whose headers or framing are not gRPC's."""
+    """Send calls with headers or framing that gRPC does not allow."""
     wire.greet()
     for stream in range(1, 41, 2):
         fields = request_headers(wire.path)
@@ -240,7 +240,7 @@ async def odd_calls(wire: Wire, rng: random.Random) -> None:
 
 
 async def never_reading(wire: Wire, rng: random.Random) -> None:
-    """Calls whose answers may not be sent: the client's window is closed."""
+    """Send calls with a closed window, so that no answer may be sent."""
     wire.send(PREFACE, SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 0}))
     for stream in range(1, 21, 2):
         wire.call(stream)
@@ -248,7 +248,7 @@ async def never_reading(wire: Wire, rng: random.Random) -> None:
 
 
 async def half_a_call(wire: Wire, rng: random.Random) -> None:
-    """Calls whose requests never end."""
+    """Send calls with requests that never end."""
     wire.greet()
     for stream in range(1, 101, 2):
         wire.send(headers(stream, request_headers(wire.path)))
@@ -256,7 +256,7 @@ async def half_a_call(wire: Wire, rng: random.Random) -> None:
 
 
 async def silence(wire: Wire, rng: random.Random) -> None:
-    """Part of a preface, if that, and then nothing for a while."""
+    """Send at most a part of a preface, then nothing for a while."""
     wire.send(PREFACE[: rng.randrange(len(PREFACE))])
     await wire.listen(rng.uniform(0, 2))
 
@@ -270,18 +270,10 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 async def attack(rng: random.Random, router: int, engine: int) -> str:
-    """Attacks one of the ports once.
-
-    Args:
-        rng: all chance comes from it.
-        router: the router's port.
-        engine: the engine's port.
-
-    Returns:
-        The attack's name.
+    """Attack the router's or the engine's port once; return the attack's name.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: Nothing listens there.
     """
     chosen = rng.choice(ATTACKS)
     at_router = rng.random() < 0.6

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from benchmarks.fleet import VOCABULARY
+from benchmarks.fixture import VOCABULARY
 from octavo.v1 import engine_pb2, generation_pb2
 
 M = TypeVar("M", bound=Message)

@@ -1,31 +1,24 @@
-"""What a run of the fuzzer found, for people."""
+"""Write what a run of the fuzzer found as Markdown."""
 
 from collections import Counter, defaultdict
-from statistics import median, quantiles
 
 from benchmarks.fuzz.run import Outcome
+from benchmarks.report import percentiles, table
 
 MIB = 1 << 20
 
 
-def text(outcome: Outcome, seed: int) -> str:
-    """The outcome for a terminal: the faults last."""
-    parts = [_summary(outcome, seed), _table(_answers(outcome)), _table(_levels(outcome))]
-    parts += outcome.faults or ["No faults."]
-    return "\n\n".join(parts)
-
-
 def markdown(outcome: Outcome, seed: int) -> str:
-    """The outcome as a file of results."""
+    """Return the whole report, the faults last."""
     attacks = ", ".join(f"{name} {count}" for name, count in sorted(outcome.attacks.items()))
     parts = [
         "# Rude clients",
         _summary(outcome, seed),
         "What calls were answered:",
-        _table(_answers(outcome)),
+        _answers(outcome),
         f"Connections that spoke HTTP/2 badly: {attacks}.",
         "What the processes held before and after:",
-        _table(_levels(outcome)),
+        _levels(outcome),
         "\n\n".join(outcome.faults) or "No faults.",
     ]
     return "\n\n".join(parts) + "\n"
@@ -33,41 +26,29 @@ def markdown(outcome: Outcome, seed: int) -> str:
 
 def _summary(outcome: Outcome, seed: int) -> str:
     calls, attacks = outcome.answers.total(), outcome.attacks.total()
-    lines = (
+    median, slow, _ = percentiles(outcome.ordinary)
+    return (
         f"Seed {seed}: {outcome.cases:,} cases in {outcome.seconds:.0f} s, {calls:,} calls and "
-        f"{attacks:,} connections; {len(outcome.faults)} faults."
+        f"{attacks:,} connections; {len(outcome.faults)} faults. An ordinary request beside them "
+        f"took {median / 1e3:.2f} s (p99 {slow / 1e3:.2f} s, {len(outcome.ordinary)} of them)."
     )
-    if len(outcome.ordinary) > 1:
-        worst = quantiles(outcome.ordinary, n=100)[98]
-        lines += (
-            f" An ordinary request beside them took {median(outcome.ordinary):.2f} s"
-            f" (p99 {worst:.2f} s, {len(outcome.ordinary)} of them)."
-        )
-    return lines
 
 
-def _answers(outcome: Outcome) -> list[list[str]]:
+def _answers(outcome: Outcome) -> str:
     methods: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for (method, code), count in outcome.answers.items():
         methods[method.rpartition("/")[2]][code] += count
     codes = sorted({code for _, code in outcome.answers})
-    rows = [["method", *codes]]
-    rows += [
+    rows = [
         [name, *(f"{counts[code]:,}" for code in codes)] for name, counts in sorted(methods.items())
     ]
-    return rows
+    return table(["method", *codes], rows)
 
 
-def _levels(outcome: Outcome) -> list[list[str]]:
-    rows = [["", "RSS, MiB", "files", "tasks", "sessions", "requests", "blocks"]]
+def _levels(outcome: Outcome) -> str:
+    rows = []
     for moment, all_levels in (("before", outcome.before), ("after", outcome.after)):
         for name, held in all_levels.items():
             counts = (held.fds, held.tasks, held.sessions, held.requests, held.blocks)
-            rows.append([f"{name} {moment}", f"{held.rss / MIB:.0f}", *map(str, counts)])
-    return rows
-
-
-def _table(rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|" + " --- |" * len(rows[0]))
-    return "\n".join(lines)
+            rows.append([f"{name} {moment}", f"{held.rss / MIB:.0f}", *counts])
+    return table(["", "RSS, MiB", "files", "tasks", "sessions", "requests", "blocks"], rows)

@@ -1,4 +1,4 @@
-"""Cases by number, many at a time, beside an ordinary client."""
+"""Run numbered cases, many at a time, beside an ordinary client."""
 
 import asyncio
 import gc
@@ -14,31 +14,30 @@ import grpc.aio
 
 from benchmarks.fuzz import calls, http2
 from benchmarks.fuzz.calls import FaultError
-from benchmarks.fuzz.stand import Levels, Stand
+from benchmarks.fuzz.fixture import Levels, Service
 
 ATTACK_SHARE = 0.03
 CHANNELS = 8
 MOST_FAULTS = 20
 ASK_SECONDS = 0.5
 CLOSING_SECONDS = 1.0
-"""What closed connections get to be gone before what is open is counted."""
+"""For closed connections to be gone before open ones are counted."""
 WARM_UP = 300
-"""Cases before anything is counted, so that what is made once has been made."""
+"""Cases before anything is counted: some things are allocated once."""
 
 
 @dataclass
 class Outcome:
-    """What came of it.
+    """What was run and found.
 
     Attributes:
-        cases: that were run.
-        answers: of calls, by method and code.
-        attacks: connections, by kind.
-        faults: what should not have been.
-        ordinary: seconds that the ordinary client's requests took.
-        before: levels of both processes.
-        after: levels of both processes.
-        seconds: that the cases took.
+        cases: Number of cases that were run.
+        answers: Number of calls by method and code.
+        attacks: Number of connections by kind.
+        faults: What a server did wrong.
+        ordinary: Seconds of each of the ordinary client's requests.
+        before: Levels of both processes before the cases; `after`: after them.
+        seconds: Duration of all cases.
     """
 
     cases: int = 0
@@ -52,30 +51,30 @@ class Outcome:
 
 
 async def fuzz(
-    stand: Stand, seed: int, numbers: Iterable[int], outcome: Outcome, *, workers: int = 64
+    served: Service, seed: int, numbers: Iterable[int], outcome: Outcome, *, workers: int = 64
 ) -> None:
-    """Runs the numbered cases of a seed, and looks at what they leave; fills in `outcome`."""
-    await _all(stand, "warm-up", range(WARM_UP), Outcome(), workers)
-    await stand.ask()
+    """Run the numbered cases of a seed and check what they leave; fill in `outcome`."""
+    await _all(served, "warm-up", range(WARM_UP), Outcome(), workers)
+    await served.ask()
     await asyncio.sleep(CLOSING_SECONDS)
-    outcome.before = await stand.settled(await asyncio.to_thread(stand.levels))
+    outcome.before = await served.settled(await asyncio.to_thread(served.levels))
     began = time.monotonic()
-    asking = asyncio.create_task(_ask(stand, outcome))
-    await _all(stand, str(seed), numbers, outcome, workers)
+    asking = asyncio.create_task(_ask(served, outcome))
+    await _all(served, str(seed), numbers, outcome, workers)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     outcome.seconds = time.monotonic() - began
     try:
-        outcome.ordinary.append(await stand.ask())
-        outcome.after = await stand.settled(outcome.before)
+        outcome.ordinary.append(await served.ask())
+        outcome.after = await served.settled(outcome.before)
     except FaultError as error:
         outcome.faults.append(str(error))
-    if logged := stand.logged():
+    if logged := served.logged():
         outcome.faults.append(f"errors were logged:\n{logged[:20_000]}")
 
 
 async def _all(
-    stand: Stand, seed: str, numbers: Iterable[int], outcome: Outcome, workers: int
+    served: Service, seed: str, numbers: Iterable[int], outcome: Outcome, workers: int
 ) -> None:
     left = iter(numbers)
     async with AsyncExitStack() as stack:
@@ -87,7 +86,7 @@ async def _all(
                 )
                 for _ in range(CHANNELS)
             ]
-            for node in (stand.router, stand.engine)
+            for node in (served.router, served.engine)
         }
 
         async def work(numbers: Iterator[int]) -> None:
@@ -96,10 +95,10 @@ async def _all(
                     return
                 rng = random.Random(f"{seed}:{number}")
                 if rng.random() < ATTACK_SHARE:
-                    await _attack(stand, rng, number, outcome)
+                    await _attack(served, rng, number, outcome)
                 else:
                     case = calls.make(rng)
-                    node = stand.engine if case.on_engine else stand.router
+                    node = served.engine if case.on_engine else served.router
                     await _call(case, channels[node][number % CHANNELS], number, outcome)
                 outcome.cases += 1
 
@@ -116,20 +115,20 @@ async def _call(case: calls.Case, channel: grpc.aio.Channel, number: int, outcom
         outcome.answers[case.method, answer] += 1
 
 
-async def _attack(stand: Stand, rng: random.Random, number: int, outcome: Outcome) -> None:
+async def _attack(served: Service, rng: random.Random, number: int, outcome: Outcome) -> None:
     try:
-        name = await http2.attack(rng, stand.router.port, stand.engine.port)
+        name = await http2.attack(rng, served.router.port, served.engine.port)
     except OSError as error:
-        outcome.faults.append(f"case {number}: an attack found nobody to attack: {error}")
+        outcome.faults.append(f"case {number}: nothing listens: {error}")
     else:
         outcome.attacks[name] += 1
 
 
-async def _ask(stand: Stand, outcome: Outcome) -> None:
-    """Is an ordinary client."""
+async def _ask(served: Service, outcome: Outcome) -> None:
+    """Run the ordinary client."""
     while True:
         try:
-            outcome.ordinary.append(await stand.ask())
+            outcome.ordinary.append(await served.ask())
         except FaultError as error:
             outcome.faults.append(str(error))
         await asyncio.sleep(ASK_SECONDS)

@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fleet import save_tokenizer
+from benchmarks.fixture import save_tokenizer
 from benchmarks.gpu.parts import measure_device
 from benchmarks.gpu.random_model import save_llama, tiny_layout
 from benchmarks.gpu.report import device_name, file_stem

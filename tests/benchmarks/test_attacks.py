@@ -17,7 +17,7 @@ MOST = 200 * MB
     ],
 )
 async def test_a_neighbour_is_served_and_memory_stays(attack, tmp_path):
-    async with attacks.stand(tmp_path) as servers:
+    async with attacks.service(tmp_path) as servers:
         outcome = await attacks.measure(servers, attack, seconds=1.5, rounds=1)
     assert not outcome.failed
     assert outcome.before

@@ -1,4 +1,4 @@
-"""Short runs of the router's benchmarks, with real processes: that they measure, not how fast."""
+"""Run the router's benchmarks briefly: they measure something; how fast is not tested."""
 
 import pytest
 
@@ -27,5 +27,5 @@ async def test_fairness_knows_its_tenants(monkeypatch):
     monkeypatch.setattr(fairness, "PLACES", 8)
     monkeypatch.setattr(fairness, "STREAMS", 12)
     served = await fairness.contended(4.0, {"a": 1.0, "b": 3.0})
-    assert served["a"].tokens > 0
-    assert served["b"].tokens / served["a"].tokens == pytest.approx(3.0, rel=0.6)
+    assert served["a"] > 0
+    assert served["b"] / served["a"] == pytest.approx(3.0, rel=0.6)

@@ -11,12 +11,12 @@ import pytest
 from compose_spec import parse_duration
 
 import octavo
-from benchmarks import dashboard
-from benchmarks.fleet import make_model
+from benchmarks.fixture import make_model
 from benchmarks.metrics import Metrics
-from benchmarks.prometheus import Prometheus
 from octavo.common.ports import free_port
+from tests.deployment import dashboard
 from tests.deployment.composed import DOCKER, Image, here, process, services
+from tests.deployment.prometheus import Prometheus
 from tests.integration.harness import wait_until
 
 READY_SECONDS = 180.0

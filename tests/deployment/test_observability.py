@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import yaml
 
-from benchmarks import dashboard
+from tests.deployment import dashboard
 from tests.deployment.composed import DOCKER
 from tools import metric_table
 

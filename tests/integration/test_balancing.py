@@ -1,7 +1,7 @@
 """Prefix-aware balancing over real engines: benchmarks/balancing.py in short."""
 
 from benchmarks import balancing
-from benchmarks.fleet import make_model
+from benchmarks.fixture import make_model
 
 
 async def test_prefixes_stay_where_they_are_cached_and_load_stays_even(tmp_path):

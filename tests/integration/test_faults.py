@@ -7,7 +7,7 @@ import time
 import grpc
 import pytest
 
-from benchmarks import fleet
+from benchmarks import fixture
 from benchmarks.metrics import Metrics
 from octavo import AsyncClient, InternalError
 from octavo.common.ports import free_port
@@ -20,7 +20,7 @@ REQUESTS = 40
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return fleet.make_model(tmp_path_factory.mktemp("model"))
+    return fixture.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -47,10 +47,10 @@ async def complete(client, count=1, **options):
 
 
 async def test_an_engine_whose_every_step_fails_exits_and_its_peer_serves_all(model, start):
-    broken = await start(fleet.engine(model, max_num_seqs=8, sabotage=sabotage.fail_every_step))
-    sound = await start(fleet.engine(model, max_num_seqs=8))
-    router = await start(fleet.router([broken.address, sound.address]))
-    await fleet.all_up(router, 2)
+    broken = await start(fixture.engine(model, max_num_seqs=8, sabotage=sabotage.fail_every_step))
+    sound = await start(fixture.engine(model, max_num_seqs=8))
+    router = await start(fixture.router([broken.address, sound.address]))
+    await fixture.all_up(router, 2)
     async with AsyncClient(router.address) as client:
         done = await complete(client, REQUESTS)
         assert [c.usage.output_tokens for c in done] == [12] * REQUESTS
@@ -63,13 +63,13 @@ async def test_an_engine_whose_every_step_fails_exits_and_its_peer_serves_all(mo
 
 async def test_a_request_that_fails_on_two_engines_is_not_tried_on_a_third(model, start):
     engines = [
-        await start(fleet.engine(model, max_failed_steps=100, sabotage=sabotage.fail_every_step))
+        await start(fixture.engine(model, max_failed_steps=100, sabotage=sabotage.fail_every_step))
         for _ in range(3)
     ]
     router = await start(
-        fleet.router([e.address for e in engines], metrics_port=(port := free_port()))
+        fixture.router([e.address for e in engines], metrics_port=(port := free_port()))
     )
-    await fleet.all_up(router, 3)
+    await fixture.all_up(router, 3)
     async with AsyncClient(router.address) as client:
         (error,) = await complete(client)
     assert isinstance(error, InternalError)
@@ -77,9 +77,9 @@ async def test_a_request_that_fails_on_two_engines_is_not_tried_on_a_third(model
 
 
 async def test_without_another_engine_a_failed_step_is_told_at_once(model, start):
-    engine = await start(fleet.engine(model, sabotage=sabotage.fail_one_step))
-    router = await start(fleet.router([engine.address]))
-    await fleet.all_up(router, 1)
+    engine = await start(fixture.engine(model, sabotage=sabotage.fail_one_step))
+    router = await start(fixture.router([engine.address]))
+    await fixture.all_up(router, 1)
     async with AsyncClient(router.address) as client:
         (error,) = await complete(client)
         assert error.code is grpc.StatusCode.INTERNAL
@@ -89,19 +89,19 @@ async def test_without_another_engine_a_failed_step_is_told_at_once(model, start
 
 
 async def test_events_that_cannot_be_handed_over_lose_no_request(model, start):
-    engine = await start(fleet.engine(model, sabotage=sabotage.lose_events_once))
-    router = await start(fleet.router([engine.address]))
-    await fleet.all_up(router, 1)
+    engine = await start(fixture.engine(model, sabotage=sabotage.lose_events_once))
+    router = await start(fixture.router([engine.address]))
+    await fixture.all_up(router, 1)
     async with AsyncClient(router.address) as client:
         done = await complete(client, 12)
     assert [c.usage.output_tokens for c in done] == [12] * 12
 
 
 async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start):
-    slow = await start(fleet.engine(model, sabotage=sabotage.take_long))
+    slow = await start(fixture.engine(model, sabotage=sabotage.take_long))
     port = free_port()
-    router = await start(fleet.router([slow.address], heartbeat_timeout=2, metrics_port=port))
-    await fleet.all_up(router, 1)
+    router = await start(fixture.router([slow.address], heartbeat_timeout=2, metrics_port=port))
+    await fixture.all_up(router, 1)
     async with AsyncClient(router.address) as client:
         done = await complete(client, 3)
         assert [c.usage.output_tokens for c in done] == [12] * 3
@@ -109,7 +109,7 @@ async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start)
         slow.signal(signal.SIGSTOP)
         await asyncio.to_thread(wait_until, lambda: engines_up(port) == 0, PATIENCE)
         slow.signal(signal.SIGCONT)
-        await fleet.all_up(router, 1)
+        await fixture.all_up(router, 1)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start)
     [sabotage.hang_with_the_lock, pytest.param(sabotage.hang, marks=pytest.mark.slow)],
 )
 async def test_a_step_that_never_ends_ends_the_engine(model, start, trouble):
-    hung = await start(fleet.engine(model, step_timeout=3, sabotage=trouble))
-    sound = await start(fleet.engine(model))
-    router = await start(fleet.router([hung.address, sound.address], heartbeat_timeout=30))
-    await fleet.all_up(router, 2)
+    hung = await start(fixture.engine(model, step_timeout=3, sabotage=trouble))
+    sound = await start(fixture.engine(model))
+    router = await start(fixture.router([hung.address, sound.address], heartbeat_timeout=30))
+    await fixture.all_up(router, 2)
     async with AsyncClient(router.address) as client:
         done = await complete(client, 8)
     assert [c.usage.output_tokens for c in done] == [12] * 8

@@ -3,15 +3,15 @@
 benchmarks/fuzz in short.
 """
 
+from benchmarks.fuzz.fixture import service
 from benchmarks.fuzz.run import Outcome, fuzz
-from benchmarks.fuzz.stand import stand
 
 CASES = 600
 
 
 async def test_rude_clients_leave_no_trace(tmp_path):
     outcome = Outcome()
-    async with stand(tmp_path) as servers:
+    async with service(tmp_path) as servers:
         await fuzz(servers, 0, range(CASES), outcome)
     assert not outcome.faults, "\n".join(outcome.faults)
     assert outcome.cases == CASES

@@ -3,7 +3,7 @@
 benchmarks/migration.py in short.
 """
 
-from benchmarks import fleet, migration
+from benchmarks import fixture, migration
 from octavo import AsyncClient
 
 STREAMS = 30
@@ -21,4 +21,4 @@ async def test_every_output_is_the_undisturbed_one(tmp_path):
             assert outcome.different == [], name
             assert outcome.completed >= STREAMS, name
             assert outcome.moves > 0, name
-            await fleet.all_up(cluster.router, 3)
+            await fixture.all_up(cluster.router, 3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import octavo
-from benchmarks import fleet
+from benchmarks import fixture
 from octavo.router.tenants.tenant import hash_key
 from tests.conftest import Authority
 from tests.integration.harness import Server, wait_until
@@ -151,16 +151,16 @@ class Guarded:
 def guarded(tmp_path_factory) -> Iterator[Guarded]:
     """Over a tiny model of random weights."""
     directory = tmp_path_factory.mktemp("guarded")
-    model = fleet.make_model(directory / "model")
+    model = fixture.make_model(directory / "model")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (directory / "model/chat_template.jinja").write_text(template)
     tenants = directory / "tenants.toml"
     tenants.write_text(f'[alice]\nkeys = ["{hash_key(KEY)}"]\n')
     authority = Authority(directory / "authority")
     certificate, key = authority.issue("router", "ip:127.0.0.1")
-    engine = fleet.engine(model)
-    plain = fleet.router([engine.address], tenants=tenants)
-    tls = fleet.router([engine.address], tenants=tenants, tls_cert=certificate, tls_key=key)
+    engine = fixture.engine(model)
+    plain = fixture.router([engine.address], tenants=tenants)
+    tls = fixture.router([engine.address], tenants=tenants, tls_cert=certificate, tls_key=key)
     nodes = (engine, plain, tls)
     try:
         for node in nodes:

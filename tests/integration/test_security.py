@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 import octavo
-from benchmarks import fleet
+from benchmarks import fixture
 
 HERE = ("ip:127.0.0.1", "dns:localhost")
 WORD = "zanzibarquokka"
@@ -25,7 +25,7 @@ def tenants(**tables):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return fleet.make_model(tmp_path_factory.mktemp("model"))
+    return fixture.make_model(tmp_path_factory.mktemp("model"))
 
 
 async def test_tenants_over_mutual_tls_share_prefixes_only_where_told(model, authority, tmp_path):
@@ -34,9 +34,9 @@ async def test_tenants_over_mutual_tls_share_prefixes_only_where_told(model, aut
     file.write_text(tenants(alice="", bob="", carol=team, dave=team))
     cert, key = authority.issue("engine", *HERE)
     guarded = {"tls_client_ca": authority.ca}
-    engine = fleet.engine(model, tls_cert=cert, tls_key=key, **guarded)
+    engine = fixture.engine(model, tls_cert=cert, tls_key=key, **guarded)
     own_cert, own_key = authority.issue("router", *HERE)
-    router = fleet.router(
+    router = fixture.router(
         [engine.address],
         tenants=file,
         tls_cert=own_cert,
@@ -82,8 +82,8 @@ async def test_neither_keys_nor_prompts_are_written_down(model, tmp_path, form):
     file = tmp_path / "tenants.toml"
     file.write_text(tenants(alice="", bob="models = []"))
     said = {"log_format": form, "log_level": "debug"}
-    engine = fleet.engine(model, **said)
-    router = fleet.router([engine.address], tenants=file, **said)
+    engine = fixture.engine(model, **said)
+    router = fixture.router([engine.address], tenants=file, **said)
     async with AsyncExitStack() as stack:
         for name, node in (("engine", engine), ("router", router)):
             node.errors = tmp_path / name

@@ -10,7 +10,7 @@ MIB = 1 << 20
 
 
 async def test_clients_that_never_read(tmp_path):
-    async with slow_readers.stand(tmp_path, step_seconds=0.004) as servers:
+    async with slow_readers.service(tmp_path, step_seconds=0.004) as servers:
         for company in ("alone", "beside sleepers"):
             outcome = await slow_readers.measure(servers, company, others=SLEEPERS, tokens=400)
     assert outcome.tokens == 400

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from benchmarks import fleet
+from benchmarks import fixture
 from benchmarks.metrics import Metrics
 from octavo import AsyncClient, Error
 from octavo.common.ports import free_port
@@ -69,7 +69,7 @@ def attributes(span) -> dict:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return fleet.make_model(tmp_path_factory.mktemp("tiny"))
+    return fixture.make_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -90,16 +90,16 @@ async def traced(collector, model, *, engines: int = 1, **settings):
         nodes = []
         for _ in range(engines):
             port = free_port()
-            node = fleet.engine(
+            node = fixture.engine(
                 model, otlp_endpoint=collector.endpoint, metrics_port=port, **settings
             )
             node.metrics_port = port
             stack.push_async_callback(node.close)
             nodes.append(await node.start())
-        router = fleet.router([node.address for node in nodes], otlp_endpoint=collector.endpoint)
+        router = fixture.router([node.address for node in nodes], otlp_endpoint=collector.endpoint)
         stack.push_async_callback(router.close)
         await router.start()
-        await fleet.all_up(router, engines)
+        await fixture.all_up(router, engines)
         client = AsyncClient(router.address, metadata=SAMPLED)
         yield await stack.enter_async_context(client), nodes
 
@@ -202,12 +202,12 @@ async def test_requests_that_are_preempted(collector, model, mode):
 
 async def test_a_collector_that_is_gone_is_no_trouble(model):
     async with AsyncExitStack() as stack:
-        engine = fleet.engine(model)
-        router = fleet.router([engine.address], otlp_endpoint=f"http://127.0.0.1:{free_port()}")
+        engine = fixture.engine(model)
+        router = fixture.router([engine.address], otlp_endpoint=f"http://127.0.0.1:{free_port()}")
         for node in (engine, router):
             stack.push_async_callback(node.close)
             await node.start()
-        await fleet.all_up(router, 1)
+        await fixture.all_up(router, 1)
         async with AsyncClient(router.address) as client:
             await client.generate(PROMPT, max_tokens=2).text()
         await router.terminate()

@@ -1,34 +1,32 @@
-"""A router and an engine to be rude to, and what shows whether it left a trace."""
+"""Start a router and an engine to fuzz, and read what shows whether they kept anything."""
 
 import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks import fleet
+from benchmarks import fixture
 from benchmarks.fuzz.calls import FaultError
-from benchmarks.metrics import Metrics
 from octavo import AsyncClient
-from octavo.common.ports import free_port
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SETTLE_SECONDS = 60.0
 PROMPT = "a request as any other: "
 TOKENS = 40
 NOT_OURS = re.compile(r"[EWI]\d{4} \d|\s*Loading weights|.*\rLoading weights")
-"""What gRPC says of clients, and transformers of its progress."""
+"""What gRPC logs about clients, and transformers about its progress."""
 PATIENCE = 30.0
 """Seconds that an ordinary request may take while the servers are kept busy."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What a process holds, as its metrics say."""
+    """What a process holds."""
 
     pid: int
     rss: int
@@ -39,7 +37,7 @@ class Levels:
     blocks: int
 
     def left_over(self, before: "Levels") -> list[str]:
-        """Says what is held that was not held before."""
+        """Return what is held that was not held before."""
         names = ("fds", "tasks", "sessions", "requests", "blocks")
         return [
             f"{getattr(self, name)} {name}, not {getattr(before, name)}"
@@ -49,23 +47,22 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Stand:
-    """The processes and what is known of them."""
+class Service:
+    """The router, the engine, the folder with their logs, and the ordinary request's answer."""
 
-    router: fleet.Node
-    engine: fleet.Node
-    router_metrics: int
-    engine_metrics: int
-    errors: Path
+    router: fixture.Node
+    engine: fixture.Node
+    logs: Path
     expected: str
 
     def levels(self) -> dict[str, Levels]:
-        """What each process holds now."""
-        # Before the metrics are asked for, which takes a connection.
+        """Return what each process holds now."""
+        # Before the metrics are read, which takes a connection.
         router, engine = (psutil.Process(node.pid) for node in (self.router, self.engine))
-        files = {process: _files_of_its_own(process) for process in (router, engine)}
-        of_router, of_engine = (
-            Metrics(port).value for port in (self.router_metrics, self.engine_metrics)
+        files = {process: _own_files(process) for process in (router, engine)}
+        of_router, of_engine = self.router.metrics().value, self.engine.metrics().value
+        blocks = sum(
+            of_engine(f"octavo_engine_{name}", state="used") for name in ("blocks", "swap_blocks")
         )
         return {
             "router": Levels(
@@ -84,18 +81,15 @@ class Stand:
                 tasks=int(of_engine("octavo_tasks")),
                 sessions=int(of_engine("octavo_engine_sessions")),
                 requests=int(of_engine("octavo_engine_groups")),
-                blocks=int(
-                    of_engine("octavo_engine_blocks", state="used")
-                    + of_engine("octavo_engine_swap_blocks", state="used")
-                ),
+                blocks=int(blocks),
             ),
         }
 
     async def settled(self, before: dict[str, Levels]) -> dict[str, Levels]:
-        """Waits until nothing is held that was not held `before`.
+        """Wait until nothing is held that was not held `before`; return the levels.
 
         Raises:
-            FaultError: something stays, or a process was replaced.
+            FaultError: Something stays, or a process was replaced.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
@@ -107,15 +101,15 @@ class Stand:
             if not any(left.values()):
                 break
             if time.monotonic() > deadline:
-                raise FaultError(f"left behind: {left}\n{self._files()}")
+                raise FaultError(f"left behind: {left}\n{self._open_files()}")
             await asyncio.sleep(0.1)
         for name, levels in now.items():
             if levels.pid != before[name].pid:
                 raise FaultError(f"the {name} is not the process that it was")
         return now
 
-    def _files(self) -> str:
-        """What the processes have open, for a person."""
+    def _open_files(self) -> str:
+        """Return the processes' open files and connections, for a person."""
         lines = []
         for node in (self.router, self.engine):
             files = Path(f"/proc/{node.pid}/fd").iterdir()
@@ -125,10 +119,10 @@ class Stand:
         return "\n".join(lines)
 
     async def ask(self) -> float:
-        """Makes an ordinary request; returns the seconds that it took.
+        """Send an ordinary request; return its seconds.
 
         Raises:
-            FaultError: it did not get the output that it should.
+            FaultError: Its output is not the expected one.
         """
         began = time.monotonic()
         try:
@@ -141,10 +135,10 @@ class Stand:
         return time.monotonic() - began
 
     def logged(self) -> str:
-        """What the processes said on stderr: nothing, unless something is wrong."""
+        """Return what the processes logged: nothing, unless something is wrong."""
         lines = [
             f"{path.stem}: {line}"
-            for path in sorted(self.errors.glob("*.log"))
+            for path in sorted(self.logs.glob("*.log"))
             for line in path.read_text().splitlines()
             if line and not NOT_OURS.match(line)
         ]
@@ -152,36 +146,28 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(directory: Path) -> AsyncIterator[Stand]:
-    """Starts a router and an engine of the tiny model, with little memory for K and V."""
-    model = fleet.make_model(directory / "model")
+async def service(directory: Path) -> AsyncIterator[Service]:
+    """Serve the tiny model with little memory for K and V."""
+    model = fixture.make_model(directory / "model")
     (directory / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    engine = fleet.engine(
-        model, metrics_port=(engine_metrics := free_port()), num_blocks=256, swap_space=0.002
-    )
-    router = fleet.router(
-        [engine.address], metrics_port=(router_metrics := free_port()), write_timeout=5
-    )
-    async with AsyncExitStack() as stack:
-        for name, node in (("engine", engine), ("router", router)):
-            node.errors = directory / f"{name}.log"
-            stack.push_async_callback(node.close)
-            await node.start()
-        await fleet.all_up(router, 1)
-        async with AsyncClient(router.address) as client:
-            expected = await _text(client)
-        yield Stand(router, engine, router_metrics, engine_metrics, directory, expected)
+    engine = fixture.engine(model, num_blocks=256, swap_space=0.002)
+    router = fixture.router([engine.address], write_timeout=5)
+    engine.errors, router.errors = directory / "engine.log", directory / "router.log"
+    async with fixture.serving([engine], router) as client:
+        expected = await _text(client)
+        await client.close()
+        yield Service(router, engine, directory, expected)
 
 
-def _files_of_its_own(process: psutil.Process) -> int:
-    """How many files a process has open, but for connections that this process holds open."""
+def _own_files(process: psutil.Process) -> int:
+    """Count a process' open files without the connections that this process holds open."""
     ours = {_plain(connection.laddr) for connection in psutil.Process().net_connections()}
     theirs = process.net_connections()
     return process.num_fds() - sum(_plain(connection.raddr) in ours for connection in theirs)
 
 
 def _plain(address: tuple[str, int] | tuple[()]) -> tuple[str, int] | tuple[()]:
-    """An address that is not IPv4 in IPv6's clothes."""
+    """Return an IPv4 address that IPv6 has wrapped."""
     return (address[0].removeprefix("::ffff:"), address[1]) if address else ()
 
 

@@ -13,8 +13,9 @@ from typing import Any, Self
 import yaml
 
 from octavo.common.ports import free_port
+from tests.deployment.composed import DOCKER
 
-CONFIGURATION = Path(__file__).parents[1] / "docker" / "prometheus"
+CONFIGURATION = DOCKER / "prometheus"
 READY_SECONDS = 60.0
 
 Labels = dict[str, str]
@@ -59,7 +60,7 @@ class Prometheus:
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:
-                urllib.request.urlopen(f"{self.url}/-/ready", timeout=5).close()  # noqa: S310
+                urllib.request.urlopen(f"{self.url}/-/ready", timeout=5).close()
             except (urllib.error.URLError, ConnectionError):
                 if time.monotonic() > deadline or self._process.poll() is not None:
                     self.__exit__()
@@ -78,19 +79,9 @@ class Prometheus:
         found = self._get("query", query=expression)
         return [(series["metric"], float(series["value"][1])) for series in found]
 
-    def query_range(
-        self, expression: str, start: float, end: float, step: float
-    ) -> list[tuple[Labels, list[tuple[float, float]]]]:
-        """Returns an expression's series: seconds since 1970, and values."""
-        found = self._get("query_range", query=expression, start=start, end=end, step=step)
-        return [
-            (series["metric"], [(time, float(value)) for time, value in series["values"]])
-            for series in found
-        ]
-
     def _get(self, what: str, **arguments: str | float) -> list[dict[str, Any]]:
         url = f"{self.url}/api/v1/{what}?{urllib.parse.urlencode(arguments)}"
-        with urllib.request.urlopen(url, timeout=30) as page:  # noqa: S310
+        with urllib.request.urlopen(url, timeout=30) as page:
             answer = json.load(page)
         found: list[dict[str, Any]] = answer["data"]["result"]
         return found
