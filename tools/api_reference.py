@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of the contracts, from their comments."""
+"""Write docs/api.md, the reference of the contracts, from their comments."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROTOS = ROOT / "protos"
 TARGET = ROOT / "docs" / "api.md"
 CONTRACTS = ("generation", "sampling", "admin", "engine")
-"""In the order that readers want them: what clients need comes first."""
+"""What clients need comes first."""
 
 HEAD = """\
 # The contracts
@@ -28,31 +28,31 @@ HEAD = """\
 
 Package `octavo.v1`. A router offers GenerationService to clients and, on a port of its own,
 AdminService to operators; an engine offers EngineService to routers. Each also offers
-`grpc.health.v1.Health` and [reflection](#calling-without-stubs). What is released stays as it is:
-[protos/README.md](../protos/README.md) has the rules.
+`grpc.health.v1.Health` and [reflection](#calling-without-stubs). Released contracts change by
+addition only: [protos/README.md](../protos/README.md) has the rules.
 
-What a failed call means, and what comes with it in the trailer `grpc-status-details-bin`
-(google.rpc.BadRequest names the field at fault, google.rpc.RetryInfo says when to come back):
+A failed call has one of these statuses. The trailer `grpc-status-details-bin` has the details:
+google.rpc.BadRequest names the invalid field, google.rpc.RetryInfo the time to retry.
 
-| status | why | then |
+| status | reason | what to do |
 | --- | --- | --- |
-| INVALID_ARGUMENT | the request is wrong; BadRequest | mend it |
-| NOT_FOUND | no such model, or engine; BadRequest | `ListModels` says what there is |
-| FAILED_PRECONDITION | a chat for a model without a chat template; BadRequest | send text |
-| UNIMPLEMENTED | the model's engines cannot do it, as beam search; BadRequest | do without |
-| UNAUTHENTICATED | no key or certificate that the router knows | get one |
-| PERMISSION_DENIED | a model or priority that the tenant may not have | ask for less |
-| RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline too near; RetryInfo | come back |
-| UNAVAILABLE | no engine is up, or the server stops; RetryInfo where known | come back |
-| DEADLINE_EXCEEDED | the call's deadline passed | allow more time, or ask for less |
+| INVALID_ARGUMENT | a field is invalid; BadRequest | correct the field |
+| NOT_FOUND | no such model or engine; BadRequest | call `ListModels` |
+| FAILED_PRECONDITION | the model has no chat template; BadRequest | send text |
+| UNIMPLEMENTED | the model's engines lack the feature; BadRequest | leave it out |
+| UNAUTHENTICATED | no valid key or certificate | send one |
+| PERMISSION_DENIED | the tenant may not use this model or priority | use another |
+| RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline is too short; RetryInfo | retry later |
+| UNAVAILABLE | no engine is connected, or the server stops; RetryInfo if known | retry later |
+| DEADLINE_EXCEEDED | the call's deadline passed | set a longer deadline |
 | CANCELLED | the client cancelled, or did not read its stream | |
-| INTERNAL | a fault of the server's, which its log has | come back; report it |
+| INTERNAL | the server failed; its log has the reason | retry, and report it |
 """
 
 TAIL = """\
 ## Calling without stubs
 
-Servers describe their services by reflection, so tools that know no contract can call them:
+Servers describe their services by reflection, so generic tools can call them:
 [grpcurl](https://github.com/fullstorydev/grpcurl), or `buf curl` of the npm package
 `@bufbuild/buf`.
 
@@ -70,7 +70,7 @@ buf curl --protocol grpc --http2-prior-knowledge \\
   http://localhost:50051/octavo.v1.GenerationService/Generate
 ```
 
-Where the router has tenants, reflection asks for a key as all else does:
+If the router has tenants, reflection needs a key too:
 `-H 'authorization: Bearer KEY'`, and `--reflect-header` of the same with `buf curl`.
 """
 
