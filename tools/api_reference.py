@@ -42,7 +42,7 @@ google.rpc.BadRequest names the invalid field, google.rpc.RetryInfo the time to 
 | UNIMPLEMENTED | the model's engines lack the feature; BadRequest | leave it out |
 | UNAUTHENTICATED | no valid key or certificate | send one |
 | PERMISSION_DENIED | the tenant may not use this model or priority | use another |
-| RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline is too short; RetryInfo | retry later |
+| RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline too short; RetryInfo | retry |
 | UNAVAILABLE | no engine is connected, or the server stops; RetryInfo if known | retry later |
 | DEADLINE_EXCEEDED | the call's deadline passed | set a longer deadline |
 | CANCELLED | the client cancelled, or did not read its stream | |

@@ -1,8 +1,8 @@
-"""Writes the dashboard that Grafana is provisioned with: a line here is a query there.
+"""Write the Grafana dashboard, docker/grafana/dashboards/octavo.json.
 
-    python tools/dashboard.py
+    python -m tools.dashboard
 
-Every panel stands under the operator's question that it answers.
+Panels are grouped by the operator's question that they answer.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 TARGET = Path(__file__).parents[1] / "docker" / "grafana" / "dashboards" / "octavo.json"
 COLUMNS = 24
-"""Of Grafana's grid."""
+"""Width of Grafana's grid."""
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 
 ROUTER = 'model=~"$model"'
@@ -24,15 +24,15 @@ class Panel:
     """One chart or number.
 
     Attributes:
-        title: What it shows.
+        title: Its title.
         queries: PromQL by legend; a legend may have {{label}}s.
         unit: Grafana's name of it.
-        help: What to make of it.
+        help: Tooltip: how to read it.
         kind: "timeseries" or "stat".
-        width: In columns.
+        width: Width in columns.
         stacked: Whether the series are parts of a whole.
-        thresholds: Where a number becomes orange, and where red.
-        maximum: The axis' end; None: wherever the series end.
+        thresholds: Values from which a number is orange, and red.
+        maximum: The axis' upper end. None: automatic.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Panel:
 
     @property
     def height(self) -> int:
-        """In rows of the grid."""
+        """Height in rows of the grid."""
         return 4 if self.kind == "stat" else 8
 
 
@@ -60,29 +60,29 @@ class Section:
 
 
 def stat(title: str, query: str, unit: str = "short", **more: Any) -> Panel:  # noqa: ANN401
-    """A number as it is now, with its past behind it."""
+    """Return a panel with the current value over its history."""
     return Panel(title, {"": query}, unit, kind="stat", width=3, **more)
 
 
 def quantiles(metric: str, labels: str, by: str = "") -> dict[str, str]:
-    """Queries for half, 95% and 99% of a histogram's observations."""
+    """Return queries for the 50th, 95th and 99th percentile of a histogram."""
     rate = f"sum by (le{by}) (rate({metric}_bucket{{{labels}}}[$__rate_interval]))"
     return {f"p{q}": f"histogram_quantile(0.{q}, {rate})" for q in (50, 95, 99)}
 
 
 def rate(metric: str, labels: str, by: str = "") -> str:
-    """A counter's increase per second, summed over all but the label `by`."""
+    """Return a query for a counter's rate per second, summed over all labels except `by`."""
     total = f"rate({metric}{{{labels}}}[$__rate_interval])"
     return f"sum by ({by}) ({total})" if by else f"sum({total})"
 
 
 def states(metric: str, *names: str) -> dict[str, str]:
-    """A gauge of engines by its label `state`, in this order."""
+    """Return queries for an engine gauge by its label `state`, in this order."""
     return {name: f'sum({metric}{{{ENGINE}, state="{name}"}})' for name in names}
 
 
 def share(part: str, whole: str) -> str:
-    """A share, 0 where there is nothing to have a share of."""
+    """Return a query for a ratio; 0 if the whole is 0."""
     return f"({part}) / ({whole} > 0) or vector(0)"
 
 
@@ -97,7 +97,7 @@ SECTIONS = [
             stat(
                 "Engines up",
                 f"max(sum by (instance) (octavo_router_engines_up{{{ROUTER}}})) or vector(0)",
-                help="As the router sees them that sees the most.",
+                help="Of the router that sees the most.",
                 thresholds=(-1, 0.5),
             ),
             stat("Requests", rate("octavo_router_requests_total", ROUTER), "reqps"),
@@ -108,7 +108,7 @@ SECTIONS = [
                     rate("octavo_router_requests_total", ROUTER),
                 ),
                 "percentunit",
-                help="INTERNAL, UNAVAILABLE, UNKNOWN, DATA_LOSS: the service's fault.",
+                help="INTERNAL, UNAVAILABLE, UNKNOWN, DATA_LOSS: failures of the server.",
                 thresholds=(0.001, 0.02),
             ),
             stat(
@@ -118,7 +118,7 @@ SECTIONS = [
                     rate("octavo_router_requests_total", ROUTER),
                 ),
                 "percentunit",
-                help="RESOURCE_EXHAUSTED: a full queue, a deadline out of reach, or a quota.",
+                help="RESOURCE_EXHAUSTED: a full queue, a deadline that is too short, or a quota.",
                 thresholds=(0.01, 0.1),
             ),
             stat("Output", rate("octavo_router_output_tokens_total", ROUTER), "tokens/s"),
@@ -129,16 +129,16 @@ SECTIONS = [
                 thresholds=(2, 10),
             ),
             stat(
-                "Blocks in use",
+                "Used blocks",
                 f'sum({BLOCKS}{{{ENGINE}, state="used"}}) / sum({BLOCKS}{{{ENGINE}}})',
                 "percentunit",
-                help="Cached ones do not count: they are given up as soon as they are needed.",
+                help="Without cached blocks, which are evicted on demand.",
                 thresholds=(0.8, 0.95),
             ),
             stat(
                 "Alerts",
                 'count(ALERTS{alertname=~"Octavo.*", alertstate="firing"}) or vector(0)',
-                help="docs/operating.md says what to do on each.",
+                help="docs/operating.md tells what to do about each.",
                 thresholds=(0.5, 0.5),
             ),
         ],
@@ -156,19 +156,19 @@ SECTIONS = [
                 "Time between tokens",
                 quantiles("octavo_router_itl_seconds", ROUTER),
                 "s",
-                "What a reader sees of the decode steps.",
+                "Inter-token latency: time between two tokens of an output.",
             ),
             Panel(
                 "Wait for an engine",
                 quantiles("octavo_router_queue_time_seconds", ROUTER),
                 "s",
-                "In the router's queue. High: more is asked for than the engines have room for.",
+                "Time in the router's queue. High: demand exceeds the engines' capacity.",
             ),
             Panel(
                 "Whole request",
                 quantiles("octavo_router_request_duration_seconds", ROUTER),
                 "s",
-                "From arrival to end; mostly the number of tokens asked for.",
+                "From arrival to end. Depends mostly on the number of output tokens.",
             ),
         ],
     ),
@@ -179,36 +179,36 @@ SECTIONS = [
                 "Requests in the router",
                 {
                     "in progress": "sum(octavo_router_requests_in_flight)",
-                    "of these waiting": "sum(octavo_router_requests_queued)",
+                    "waiting": "sum(octavo_router_requests_queued)",
                 },
-                help="Waiting ones have no engine yet.",
+                help="Waiting: in the queue, without an engine.",
             ),
             Panel(
                 "Sequence groups in engines",
                 states("octavo_engine_groups", "running", "waiting", "swapped"),
-                help="Waiting with blocks free: --max-num-seqs is what holds them back. Swapped: "
-                "preempted, their blocks in CPU memory.",
+                help="Waiting although blocks are free: --max-num-seqs limits the batch. Swapped: "
+                "preempted to CPU memory.",
             ),
             Panel(
                 "Preemptions",
                 {
                     "{{mode}}": rate("octavo_engine_preemptions_total", ENGINE, "mode"),
-                    "for want of swap space": rate("octavo_engine_swap_space_full_total", ENGINE),
+                    "swap space full": rate("octavo_engine_swap_space_full_total", ENGINE),
                 },
                 "ops",
-                "Work that is put aside, or done twice, because blocks ran out.",
+                "Requests swapped out or recomputed because blocks ran out.",
             ),
             Panel(
-                "Requests moved to another engine",
+                "Migrations",
                 {"{{model}}": rate("octavo_router_moves_total", ROUTER, "model")},
                 "ops",
-                "Their own died, hung or was drained.",
+                "Requests that continue on another engine: theirs ended, hung or drained.",
             ),
             Panel(
                 "Step",
                 quantiles("octavo_engine_step_seconds", ENGINE),
                 "s",
-                "One pass of the model over the batch: every running sequence's next token.",
+                "Duration of a step: one forward pass over the batch.",
             ),
             Panel(
                 "Step of each engine, mean",
@@ -218,7 +218,7 @@ SECTIONS = [
                     f"(rate(octavo_engine_step_seconds_count{{{ENGINE}}}[$__rate_interval]) > 0)"
                 },
                 "s",
-                "One that is slower than the others has a worse machine, or not compiled yet.",
+                "A slower engine has a slower machine, or does not run compiled yet.",
             ),
             Panel(
                 "Batch",
@@ -229,13 +229,13 @@ SECTIONS = [
                     + " > 0)",
                     "sequences": f"avg(octavo_engine_batch_sequences{{{ENGINE}}})",
                 },
-                help="Of a step, over all engines. Tokens far above sequences: prefills.",
+                help="Mean per step over all engines. Far more tokens than sequences: prefill.",
             ),
             Panel(
                 "Wait in engines",
                 quantiles("octavo_engine_queue_seconds", ENGINE),
                 "s",
-                "From an engine's taking a request to its first step.",
+                "From a request's arrival at the engine to its first step.",
             ),
         ],
     ),
@@ -245,17 +245,17 @@ SECTIONS = [
             Panel(
                 "KV-cache blocks",
                 states(BLOCKS, "used", "cached", "free"),
-                help="used: held by sequences. cached: prefixes, given up when needed.",
+                help="used: in block tables. cached: prefixes, evicted on demand.",
                 stacked=True,
             ),
             Panel(
-                "In use, each engine",
+                "Used, by engine",
                 {
                     "{{instance}}": f'{BLOCKS}{{{ENGINE}, state="used"}} / ignoring (state) '
                     f"sum without (state) ({BLOCKS}{{{ENGINE}}})"
                 },
                 "percentunit",
-                "At 100% the next block preempts somebody.",
+                "At 100% the next block preempts a request.",
                 maximum=1,
             ),
             Panel(
@@ -265,7 +265,7 @@ SECTIONS = [
                 stacked=True,
             ),
             Panel(
-                "Prompts found in the cache",
+                "Prefix cache hits",
                 {
                     "share of prompt tokens": share(
                         rate("octavo_engine_cached_tokens_total", ENGINE),
@@ -273,7 +273,7 @@ SECTIONS = [
                     )
                 },
                 "percentunit",
-                "What prefix caching saves of the prefills.",
+                "Share of prefill that prefix caching saves.",
                 maximum=1,
             ),
             Panel(
@@ -288,12 +288,12 @@ SECTIONS = [
             Panel(
                 "Shared blocks",
                 {"shared": f"sum(octavo_engine_shared_blocks{{{ENGINE}}})"},
-                help="Held by several sequences, kept once.",
+                help="Blocks in more than one block table.",
             ),
             Panel(
-                "Places without a token",
+                "Wasted slots",
                 {"slots": f"sum(octavo_engine_wasted_slots{{{ENGINE}}})"},
-                help="In last blocks; less than a block for each sequence.",
+                help="Token slots in used blocks without a token: less than a block per sequence.",
             ),
             Panel(
                 "Memory of processes",
@@ -327,7 +327,7 @@ SECTIONS = [
                     )
                 },
                 "reqps",
-                "RESOURCE_EXHAUSTED: over a limit of theirs, or no room. CANCELLED: they left.",
+                "RESOURCE_EXHAUSTED: above a quota, or no room. CANCELLED: the client left.",
             ),
             Panel(
                 "Calls by status",
@@ -366,7 +366,7 @@ SECTIONS = [
                     "compiled": f"sum(octavo_engine_compiled{{{ENGINE}}})",
                     "engines": f"count(octavo_engine_info{{{ENGINE}}})",
                 },
-                help="On a CPU; those that do not yet are slower.",
+                help="Engines on a CPU that do not run compiled are slower.",
                 width=8,
             ),
         ],
@@ -375,7 +375,7 @@ SECTIONS = [
 
 
 def dashboard() -> dict[str, Any]:
-    """Returns the dashboard as Grafana's JSON."""
+    """Return the dashboard as Grafana's JSON."""
     panels: list[dict[str, Any]] = []
     y = 0
     for section in SECTIONS:
@@ -393,7 +393,7 @@ def dashboard() -> dict[str, Any]:
     return {
         "uid": "octavo",
         "title": "Octavo",
-        "description": "Made by tools/dashboard.py: change that, not this.",
+        "description": "Generated by tools/dashboard.py: edit that file.",
         "tags": ["octavo"],
         "schemaVersion": 41,
         "editable": True,
@@ -406,7 +406,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def _variables() -> list[dict[str, Any]]:
-    """The datasource, and what the panels can be narrowed to."""
+    """Return the dashboard's variables: the datasource, the model, the engine."""
     source = {
         "name": "source",
         "label": "Prometheus",
