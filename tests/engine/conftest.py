@@ -10,6 +10,9 @@ from octavo.engine.startup import build
 from octavo.kernels import ops
 from tests.engine.stepper import Stepper
 
+STOPPING = [2, 7, 11, 30, 41]
+"""Tokens that the decided model likes: enough for outputs to end at many lengths."""
+
 
 @pytest.fixture
 def stepper(demo_model):
@@ -44,6 +47,19 @@ def tiny_model(tmp_path_factory):
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def decided_model(tmp_path_factory, tiny_model):
+    """The tiny model with larger weights, so that its choices are clear."""
+    path = tmp_path_factory.mktemp("decided")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    model.lm_head.weight.data[STOPPING] *= 1.6
+    model.save_pretrained(path)
     return path
 
 

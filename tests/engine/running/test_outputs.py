@@ -4,14 +4,32 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-TEXT = "Octavo serves language models from a key-value cache made of pages. " * 8
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from tests.engine.stepper import Stepper
 
 
 @pytest.fixture(scope="module")
-def prompt(demo_model):
-    return AutoTokenizer.from_pretrained(demo_model)(TEXT).input_ids
+def prompt():
+    return torch.randint(3, 500, (152,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture
+def stepper(decided_model):
+    """Return a function that makes an engine in float32 with more settings."""
+
+    def make(**settings):
+        settings = {"dtype": "float32", "swap_space": 0.01} | settings
+        return Stepper(build(EngineSettings(model=str(decided_model), **settings)))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def reference(decided_model):
+    return AutoModelForCausalLM.from_pretrained(decided_model, dtype=torch.float32)
 
 
 def own_tokens(group, index=0):
@@ -101,7 +119,7 @@ def test_outputs_of_one_request_share_the_prompt_and_differ(stepper, prompt):
     engine.cache.check_idle()
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_several_outputs_survive_preemption(stepper, prompt, mode):
     calm = stepper(num_blocks=256)
     tight = stepper(num_blocks=26, preemption=mode, enable_prefix_caching=False)

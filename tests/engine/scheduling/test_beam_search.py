@@ -1,7 +1,5 @@
 """Beam search is transformers' own: the same hypotheses with the same scores."""
 
-import itertools
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -9,26 +7,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
+from tests.engine.conftest import STOPPING
 from tests.engine.stepper import Stepper
 
 PROMPTS = 32
 OUTPUT_TOKENS = 14
-STOPPING = [2, 7, 11, 30, 41]
-"""Many, so that hypotheses end at many lengths."""
-CASES = list(itertools.product((2, 4, 8), (0.6, 1.0, 2.0), (False, True)))
-
-
-@pytest.fixture(scope="module")
-def decided_model(tmp_path_factory, tiny_model):
-    """The tiny model with larger weights, so that its choices are clear."""
-    path = tmp_path_factory.mktemp("decided")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.12)
-    model.lm_head.weight.data[STOPPING] *= 1.6
-    model.save_pretrained(path)
-    return path
+CASES = [
+    *((2, 0.6, False), (2, 1.0, True), (4, 0.6, True), (4, 2.0, False)),
+    *((8, 1.0, False), (8, 2.0, True)),
+]
+"""Every width, length penalty and early stopping, and every pair of the last two once."""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +87,7 @@ def test_hypotheses_and_scores_are_transformers(
     assert (counters.preemptions_swap if early else counters.preemptions_recompute) > 0
 
 
+@pytest.mark.slow  # as the cases above, with real weights
 def test_a_real_model_agrees(stepper, reference, demo_model):
     tokenizer = AutoTokenizer.from_pretrained(demo_model)
     texts = ["The capital of France is", "Once upon a time", "Water boils at", "def add(a, b):"]
