@@ -71,9 +71,7 @@ class RouterMetrics:
             "tenant",
             "kind",
         )
-        self.moves = counter(
-            "moves", "Times that a request lost its engine and went on at another.", "model"
-        )
+        self.migrations = counter("moves", "Migrations of requests to another engine.", "model")
         self.engines_up = gauge("engines_up", "Engines connected.", "model")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
         self._cached_tokens = counter(
@@ -108,7 +106,7 @@ class RouterMetrics:
     def of(self, model: str) -> ModelMetrics:
         """Returns the metrics of one model."""
         if model not in self._models:
-            self.moves.labels(model)  # from 0 on, or the first would be no increase
+            self.migrations.labels(model)  # from 0 on, or the first would be no increase
             self._models[model] = ModelMetrics(
                 prompt_tokens=self._prompt_tokens.labels(model),
                 cached_tokens=self._cached_tokens.labels(model),

@@ -2,8 +2,9 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc.aio
@@ -23,10 +24,11 @@ from octavo.router.balancing import POLICIES
 from octavo.router.engines.discovery import Discovery
 from octavo.router.engines.link import Engine
 from octavo.router.engines.pool import EnginePool
-from octavo.router.http.http_frontend import HttpDoor
+from octavo.router.generate import Generator
+from octavo.router.http.http_frontend import HttpFrontend
 from octavo.router.service import GenerationService
 from octavo.router.settings import DNS_SCHEME, RouterSettings
-from octavo.router.tenants.auth import Gate
+from octavo.router.tenants.auth import Authenticator
 from octavo.router.text.tokenization import Tokenizers, is_local
 from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -51,7 +53,8 @@ class Router:
     Attributes:
         address: HOST:PORT that it listens on, once started.
         registry: Its metrics.
-        gate: Who may use it.
+        authenticator: Tells its tenants by their keys and certificates.
+        generator: Serves its requests.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Router:
         self.registry = CollectorRegistry()
         self._settings = settings
         self._on_serving = on_serving
-        self.gate = Gate(settings.tenants, self.registry)
+        self.authenticator = Authenticator(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(
@@ -80,7 +83,7 @@ class Router:
             ),
             outage_seconds=settings.failover_timeout,
         )
-        self.service = GenerationService(
+        self.generator = Generator(
             settings,
             self.pool,
             self.admission,
@@ -94,7 +97,7 @@ class Router:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._admin: grpc.aio.Server | None = None
-        self._http: HttpDoor | None = None
+        self._http: HttpFrontend | None = None
         self._open = ExitStack()  # what is left to close: the metrics' server
 
     async def start(self) -> None:
@@ -115,17 +118,14 @@ class Router:
             TlsError: Likewise.
         """
         settings = self._settings
-        services = {
-            SERVICE: lambda server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-                self.service, server
-            )
-        }
+        service = GenerationService(self.generator)
+        add = partial(generation_pb2_grpc.add_GenerationServiceServicer_to_server, service)
         self._server, self._health = await rpc.create_server(
-            services,
+            {SERVICE: add},
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
             interceptors=limit_calls(settings.max_calls_per_peer),
-            guard=self.gate.check,
+            guard=self.authenticator.check,
         )
         self.address = listen(self._server, settings.host, settings.port, settings.tls)
         if settings.engine_tls is not None:
@@ -142,14 +142,20 @@ class Router:
             )
         )
         if settings.http_port:
-            self._http = self._make_http(services)
-            await self._http.start()
+            self._http = HttpFrontend(
+                settings,
+                self.generator,
+                authenticator=self.authenticator,
+                pool=self.pool,
+                is_serving=lambda: self._serving,
+            )
+            self._http.start()
         await self._server.start()
         if self._admin is not None:
             await self._admin.start()
         self._tasks += [
             keep_running(self._watch, "health"),
-            keep_running(self.gate.watch, "tenants"),
+            keep_running(self.authenticator.watch, "tenants"),
         ]
         log.info("router listening", address=self.address, engines=settings.engine)
         self._warn()
@@ -188,12 +194,12 @@ class Router:
         """Refuses new calls and lets those in progress finish, for a while."""
         self._stopping = True
         self._changed.set()
-        await self.service.drain(self._settings.drain_timeout)
+        await self.generator.drain(self._settings.drain_timeout)
 
     async def stop(self) -> None:
         """Ends everything, at once."""
         self._stopping = True
-        self.service.fail_all("the router shut down before the request was complete; retry it")
+        self.generator.fail_all("the router shut down before the request was complete; retry it")
         if self._http is not None:
             await self._http.stop()
         for server in (self._server, self._admin):
@@ -212,7 +218,7 @@ class Router:
         hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
         if all(map(is_loopback, hosts)):
             return
-        if self.gate.open and settings.tls_client_ca is None:
+        if self.authenticator.open and settings.tls_client_ca is None:
             hint = "name who may use it with --tenants, or whose certificates with --tls-client-ca"
             log.warning("the router is unauthenticated", address=self.address, hint=hint)
         elif settings.tls is None:
@@ -226,7 +232,7 @@ class Router:
 
     def _engines_changed(self, model: str) -> None:
         """An engine of `model` came, went, or began to drain."""
-        self.service.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
+        self.generator.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
         if self._on_serving is not None and self.pool.up(model):
@@ -236,17 +242,6 @@ class Router:
     def _load_reported(self, model: str) -> None:
         """An engine of `model` said what it has free."""
         self.admission.dispatch(model)
-
-    def _make_http(self, services: Mapping[str, Callable[[grpc.aio.Server], None]]) -> HttpDoor:
-        """Makes the HTTP door; not yet open."""
-        return HttpDoor(
-            self._settings,
-            services,
-            gate=self.gate,
-            pool=self.pool,
-            service=self.service,
-            is_serving=lambda: self._serving,
-        )
 
     async def _make_admin(self) -> grpc.aio.Server:
         """Makes the server of AdminService; not yet started.
@@ -264,7 +259,7 @@ class Router:
             },
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
-            guard=self.gate.check_admin,
+            guard=self.authenticator.check_admin,
         )
         listen(server, settings.admin_host, settings.admin_port, settings.tls, flag="--admin-port")
         await rpc.set_serving(health, ["", ADMIN], serving=True)
@@ -322,7 +317,7 @@ async def serve(
         )
         async with joined(*parts, names=("signal", "parts", "start")) as tasks:
             await _first(tasks)
-        log.info("router draining", requests=router.service.in_flight)
+        log.info("router draining", requests=router.generator.in_flight)
         async with joined(signals[1].wait(), router.drain(), names=("hurry", "drain")) as tasks:
             await _first(tasks)
     finally:

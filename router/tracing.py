@@ -1,17 +1,16 @@
-"""The spans of one Generate call: the call itself, its waiting, and each engine that it had."""
+"""The spans of one request: the whole, its time in the queue, and each attempt at an engine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
-import grpc.aio
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
 from octavo.common.tracing import CONTEXT_FIELDS, Tracing, epoch_clock, extract, inject
-from octavo.router.engines.session import EngineLostError
+from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.request import Request
-from octavo.v1 import generation_pb2
+from octavo.router.requests.state import RequestState
 from octavo.v1.sampling_pb2 import FinishReason
 
 if TYPE_CHECKING:
@@ -29,23 +28,23 @@ AT_FAULT = {
 """Codes that are a server's errors; others are its client's."""
 
 
-class CallTrace:
-    """What is traced of one call.
+class RequestSpan:
+    """The spans of one request.
 
     Args:
-        tracing: The router's.
-        context: The call's, whose metadata may name a trace to be part of.
-        arrival: When it came, by the monotonic clock.
+        tracing: The router's tracer.
+        metadata: The call's, which may name a trace to be part of.
+        arrival: When the request arrived, in seconds of the monotonic clock.
     """
 
     def __init__(
-        self, tracing: Tracing, context: "grpc.aio.ServicerContext[Any, Any]", arrival: float
+        self, tracing: Tracing, metadata: Iterable[tuple[str, str | bytes]], arrival: float
     ) -> None:
         self._tracer = tracing.tracer
         self._on = tracing.on
         carrier: dict[str, str] = {}
         if self._on:
-            for key, value in context.invocation_metadata() or ():
+            for key, value in metadata:
                 if key in CONTEXT_FIELDS and isinstance(value, str):
                     carrier.setdefault(key, value)
         self._span = self._tracer.start_span(
@@ -57,18 +56,18 @@ class CallTrace:
         )
         self._context = set_span_in_context(self._span)
 
-    def asked(self, request: Request, message: generation_pb2.GenerateRequest) -> None:
-        """Notes what is asked for, once that is known to be valid."""
+    def describe(self, request: Request) -> None:
+        """Add the attributes of a valid request."""
         if not self._span.is_recording():
             return
-        sampling = message.sampling
-        kind = "chat" if message.HasField("chat") else "text_completion"
+        sampling = request.message.sampling
+        kind = "chat" if request.message.HasField("chat") else "text_completion"
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": kind,
             "gen_ai.provider.name": "octavo",
             "gen_ai.request.model": request.model,
             "gen_ai.request.max_tokens": request.max_tokens,
-            "gen_ai.request.choice.count": len(request.outputs),
+            "gen_ai.request.choice.count": request.num_outputs,
             "gen_ai.response.id": request.request_id,
         }
         for name in ("temperature", "top_p", "seed"):
@@ -83,7 +82,7 @@ class CallTrace:
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Spans the wait for an engine."""
+        """Span the wait for an engine."""
         span = self._tracer.start_span("queue", self._context)
         try:
             yield
@@ -92,7 +91,7 @@ class CallTrace:
 
     @contextmanager
     def attempt(self, engine: str) -> Iterator[dict[str, str]]:
-        """Spans an engine's work; gives what the engine is to be told of the trace."""
+        """Span an attempt at an engine; yield the trace context for the engine."""
         span = self._tracer.start_span(
             "engine", self._context, kind=SpanKind.CLIENT, attributes={"server.address": engine}
         )
@@ -105,23 +104,23 @@ class CallTrace:
         finally:
             span.end()
 
-    def end(self, request: Request | None, code: grpc.StatusCode, message: str | None) -> None:
-        """Ends the call's span, with what came of it."""
+    def end(self, state: RequestState | None, code: grpc.StatusCode, message: str | None) -> None:
+        """End the request's span with its outcome; `state` is None for an invalid request."""
         if self._span.is_recording():
             self._span.set_attribute("rpc.grpc.status_code", code.value[0])
-            if request is not None:
+            if state is not None:
                 reasons = [
                     FinishReason.Name(output.reason).removeprefix("FINISH_REASON_").lower()
-                    for output in request.outputs
+                    for output in state.outputs
                     if output.ended
                 ]
                 self._span.set_attributes(
                     {
                         "gen_ai.response.finish_reasons": reasons,
-                        "gen_ai.usage.input_tokens": len(request.prompt),
-                        "gen_ai.usage.output_tokens": request.output_tokens,
-                        "octavo.usage.cached_tokens": request.cached_tokens,
-                        "octavo.moves": request.moves,
+                        "gen_ai.usage.input_tokens": len(state.request.prompt),
+                        "gen_ai.usage.output_tokens": state.output_tokens,
+                        "octavo.usage.cached_tokens": state.cached_tokens,
+                        "octavo.migrations": state.migrations,
                     }
                 )
             if code in AT_FAULT:

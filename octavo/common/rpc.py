@@ -32,6 +32,9 @@ LIVENESS = "liveness"
 """The name in the health service that is SERVING for as long as the process answers: what a
 liveness probe asks for, as a server without engines, or one that drains, must not be restarted."""
 
+UNEXPECTED = "an unexpected error; the server's log has the details"
+"""What callers hear of an exception that is no `RpcError`."""
+
 TERMINATION_SECONDS = 3600.0
 """How long one wait for a server's end takes before the next one."""
 
@@ -292,7 +295,7 @@ async def _answer(
         log.error("handler_failed", method=method, exc_info=error)
         error = RpcError(
             grpc.StatusCode.INTERNAL,
-            "an unexpected error; the server's log has the details",
+            UNEXPECTED,
         )
     _forget(error)
     await abort(context, error)

@@ -1,14 +1,13 @@
-"""Who goes to an engine now, who waits for how long, and who is refused.
+"""Which request gets an engine now, which waits for how long, and which is refused.
 
-A request comes as a `Ticket`. `Admission` estimates what it will cost
-(`output_lengths`, `claims`), gives it an engine at once where one has room, or
-has it wait in a `FairQueue`: by priority and age, tenants in turn by the tokens
-that each was served (`fairness`). What is measured meanwhile (`rates`) says how
-long the wait will be, and so whom to refuse at once.
+`Admission` makes a `Claim` of a request's state: what it will cost (`output_lengths`, `claims`).
+It gives it an engine at once if one has room, or queues it (`queue`): by priority and age, tenants
+in turn by the tokens that each was served (`fairness`). Measured rates (`rates`) predict the wait,
+and so which requests to refuse at once.
 """
 
-from octavo.router.admission.admission import Admission, Grant
+from octavo.router.admission.admission import Admission
+from octavo.router.admission.claims import Claim
 from octavo.router.admission.refusals import QueueLimits
-from octavo.router.admission.ticket import Progress, Ticket
 
-__all__ = ["Admission", "Grant", "Progress", "QueueLimits", "Ticket"]
+__all__ = ["Admission", "Claim", "QueueLimits"]

@@ -6,7 +6,6 @@ import time
 from asyncio import TimerHandle
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from octavo.common import rpc
@@ -15,11 +14,11 @@ from octavo.router.admission.claims import Claim, Claims
 from octavo.router.admission.fairness import TenantCounters
 from octavo.router.admission.kept_places import Span, kept_places
 from octavo.router.admission.output_lengths import OutputLengths
-from octavo.router.admission.queue import FairQueue, Waiter
+from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
-from octavo.router.admission.ticket import Ticket
 from octavo.router.balancing.policy import Candidate, Policy
+from octavo.router.requests.state import RequestState
 
 
 class Replica(Candidate, Protocol):
@@ -32,21 +31,13 @@ class Replica(Candidate, Protocol):
 E = TypeVar("E", bound=Replica)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grant(Generic[E]):
-    """An engine for a request, until it is given back by `Admission.release`."""
-
-    engine: E
-    claim: Claim
-
-
 class ModelQueue(Generic[E]):
     """One model's queue, and what is known of its requests."""
 
     def __init__(self, clock: Clock) -> None:
         self.counters = TenantCounters()
-        self.waiters: FairQueue[Grant[E]] = FairQueue(self.counters)
-        self.running: set[Claim] = set()
+        self.waiters: FairQueue[E] = FairQueue(self.counters)
+        self.running: set[Claim[E]] = set()
         self.sequences: Counter[str] = Counter()  # that run, of each tenant
         self.lengths = OutputLengths()
         self.drain = DrainRate(clock)
@@ -98,43 +89,43 @@ class Admission(Generic[E]):
         """Returns how many requests wait for engines of `model`."""
         return len(self._queues[model].waiters) if model in self._queues else 0
 
-    def expected_tokens(self, ticket: Ticket) -> int:
-        """Returns the tokens of prompt and outputs that a request will have, on the safe side."""
-        return Claim(ticket, self._queues[ticket.model].lengths).tokens
+    def expected_tokens(self, state: RequestState) -> int:
+        """Return the tokens of prompt and outputs that a request will have, on the safe side."""
+        return self._claim(state).tokens
 
-    async def admit(self, ticket: Ticket) -> Grant[E]:
-        """Returns an engine, with the ticket counted on it until `release`.
+    async def admit(self, state: RequestState) -> Claim[E]:
+        """Return a claim with an engine, on which the request counts until `release`.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED, with a time to come back, if too
-                much waits already, or the ticket's deadline could not be met,
+                much waits already, or the request's deadline could not be met,
                 at once or after it has waited; UNAVAILABLE if no engine has
                 been up for too long.
         """
-        queue = self._queues[ticket.model]
-        claim = Claim(ticket, queue.lengths)
-        queue.counters.asked(ticket.tenant, ticket.sequences, self._clock())
-        engines = self._engines(queue, ticket.model)
+        claim, queue = self._claim(state), self._queues[state.request.model]
+        queue.counters.asked(claim.request.tenant, claim.sequences, self._clock())
+        engines = self._engines(queue, claim.model)
         engine = None if queue.waiters else self._choose(queue, engines, claim)
         if engine is None:
-            return await self._wait(queue, claim)
+            await self._wait(queue, claim)
+            return claim
         self._check_deadline(queue, claim)
-        queue.counters.join(ticket.tenant.name)
-        return self._grant(queue, claim, engine)
+        queue.counters.join(claim.tenant)
+        self._grant(queue, claim, engine)
+        return claim
 
-    def release(self, grant: Grant[E]) -> None:
-        """Takes a request off its engine, learns from it, and lets the next one go."""
-        claim = grant.claim
-        ticket, queue = claim.ticket, self._queues[claim.ticket.model]
-        grant.engine.claims.remove(claim)
+    def release(self, claim: Claim[E]) -> None:
+        """Take a request off its engine, learn from it, and dispatch others."""
+        request, queue = claim.request, self._queues[claim.model]
+        claim.engine.claims.remove(claim)
         queue.running.remove(claim)
-        queue.sequences[ticket.tenant.name] -= ticket.sequences
+        queue.sequences[claim.tenant] -= claim.sequences
         queue.counters.settle(claim)
         queue.pace.add(claim)
-        if ticket.min_tokens < ticket.max_tokens:  # else its length says nothing of others'
-            for length in ticket.progress.lengths:
-                queue.lengths.add(length, ticket.max_tokens)
-        self.dispatch(ticket.model)
+        if request.min_tokens < request.max_tokens:  # else its length says nothing of others'
+            for length in claim.state.lengths:
+                queue.lengths.add(length, request.max_tokens)
+        self.dispatch(claim.model)
 
     def dispatch(self, model: str) -> None:
         """Gives engines to those who wait, in turn, while there is room.
@@ -148,25 +139,27 @@ class Admission(Generic[E]):
             self._refuse_queue(queue, error)
             return
         if queue.waiters.tenants > 1:
-            for claim in queue.running:
-                queue.counters.correct(claim)
-        while (waiter := queue.waiters.first(self._clock())) is not None:
-            if waiter.granted.done():  # cancelled in this instant, and about to leave
-                self._remove(queue, waiter)
+            for running in queue.running:
+                queue.counters.correct(running)
+        while (claim := queue.waiters.first(self._clock())) is not None:
+            granted = _granted(claim)
+            if granted.done():  # cancelled in this instant, and about to leave
+                self._remove(queue, claim)
                 continue
-            engine = self._choose(queue, engines, waiter.claim)
+            engine = self._choose(queue, engines, claim)
             if engine is None:  # those behind wait too, or a wide request would starve
                 return
             try:
-                self._check_deadline(queue, waiter.claim, before=0.0)
+                self._check_deadline(queue, claim, before=0.0)
             except rpc.RpcError as error:
                 queue.margin.missed()
-                self._refuse(queue, waiter, error)
+                self._refuse(queue, claim, error)
                 continue
             queue.margin.kept()
-            queue.drain.add(waiter.claim.tokens)
-            self._remove(queue, waiter)
-            waiter.granted.set_result(self._grant(queue, waiter.claim, engine))
+            queue.drain.add(claim.tokens)
+            self._remove(queue, claim)
+            self._grant(queue, claim, engine)
+            granted.set_result(engine)
 
     def refuse_all(self, error: rpc.RpcError) -> None:
         """Fails all who wait."""
@@ -203,91 +196,93 @@ class Admission(Generic[E]):
         self._queues[model].given_up = True
         self.dispatch(model)
 
-    def _choose(self, queue: ModelQueue[E], engines: Sequence[E], claim: Claim) -> E | None:
-        """Returns an engine with room, or None."""
-        others = [engine for engine in engines if engine is not claim.ticket.avoid]
+    def _choose(self, queue: ModelQueue[E], engines: Sequence[E], claim: Claim[E]) -> E | None:
+        """Return an engine with room, or None."""
+        others = [engine for engine in engines if engine is not claim.state.failed_on]
         roomy = [engine for engine in others or engines if _fits(engine, claim)]
-        tenant, now = claim.ticket.tenant, self._clock()
+        tenant, now = claim.request.tenant, self._clock()
         if not queue.counters.is_least(tenant.name, now):
             share = queue.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
-            waiting = queue.waiters.sequences(tenant.name) or claim.ticket.sequences
+            waiting = queue.waiters.sequences(tenant.name) or claim.sequences
             if queue.sequences[tenant.name] + waiting > share:
                 spans = queue.counters.demand_of_least(now)
                 roomy = [e for e in roomy if _has_open_place(e, claim, queue.pace, spans)]
-        return self._policy.choose(roomy, claim.ticket)
+        return self._policy.choose(roomy, claim)
 
-    def _grant(self, queue: ModelQueue[E], claim: Claim, engine: E) -> Grant[E]:
-        claim.since = self._clock()
-        engine.claims.add(claim, _cached_tokens(engine, claim.ticket))
+    def _grant(self, queue: ModelQueue[E], claim: Claim[E], engine: E) -> None:
+        claim.grant(engine, self._clock())
+        engine.claims.add(claim, engine.cached_tokens(claim.prompt))
         queue.running.add(claim)
-        queue.sequences[claim.ticket.tenant.name] += claim.ticket.sequences
+        queue.sequences[claim.tenant] += claim.sequences
         queue.counters.admit(claim)
-        return Grant(engine, claim)
 
     # Waiting.
 
-    async def _wait(self, queue: ModelQueue[E], claim: Claim) -> Grant[E]:
-        granted: asyncio.Future[Grant[E]] = asyncio.get_running_loop().create_future()
-        waiter = Waiter(claim.ticket.virtual_arrival, next(self._numbers), claim, granted)
-        if not claim.ticket.moved:
-            self._check_deadline(queue, claim, queue.waiters.ahead(waiter) + claim.tokens)
-            self._make_room(queue, waiter)
-            self._set_timer(queue, waiter, since=self._clock())
-        queue.waiters.push(waiter)
+    def _claim(self, state: RequestState) -> Claim[E]:
+        return Claim(state, self._queues[state.request.model].lengths, next(self._numbers))
+
+    async def _wait(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
+        claim.granted = asyncio.get_running_loop().create_future()
+        if not claim.migrated:
+            self._check_deadline(queue, claim, queue.waiters.ahead(claim) + claim.tokens)
+            self._make_room(queue, claim)
+            self._set_timer(queue, claim, since=self._clock())
+        queue.waiters.push(claim)
         if queue.outage is None:
             queue.drain.begin()
-        if queue.waiters.first(self._clock()) is waiter:
-            self.dispatch(claim.ticket.model)  # what is kept from others may be for it
+        if queue.waiters.first(self._clock()) is claim:
+            self.dispatch(claim.model)  # what is kept from others may be for it
         try:
-            return await granted
+            await claim.granted
         except asyncio.CancelledError:
-            self._leave(queue, waiter)
+            self._leave(queue, claim)
             raise
 
-    def _leave(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]]) -> None:
-        """Forgets one who no longer waits, wherever that found it."""
-        granted = waiter.granted
+    def _leave(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
+        """Forget a claim that no longer waits, wherever that found it."""
+        granted = _granted(claim)
         if granted.done() and not granted.cancelled() and granted.exception() is None:
-            self.release(granted.result())  # granted in the same instant
+            self.release(claim)  # granted in the same instant
             return
-        if waiter in queue.waiters:
-            self._remove(queue, waiter)
-        self.dispatch(waiter.claim.ticket.model)  # it may be the one that all waited behind
+        if claim in queue.waiters:
+            self._remove(queue, claim)
+        self.dispatch(claim.model)  # it may be the one that all waited behind
 
-    def _remove(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]]) -> None:
-        if waiter.timer is not None:
-            waiter.timer.cancel()
-        queue.waiters.remove(waiter)
+    def _remove(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
+        if claim.timer is not None:
+            claim.timer.cancel()
+        queue.waiters.remove(claim)
         if not queue.waiters:
             queue.drain.end()
 
-    def _refuse(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], error: rpc.RpcError) -> None:
-        self._remove(queue, waiter)
-        if not waiter.granted.done():
-            waiter.granted.set_exception(error)
+    def _refuse(self, queue: ModelQueue[E], claim: Claim[E], error: rpc.RpcError) -> None:
+        self._remove(queue, claim)
+        granted = _granted(claim)
+        if not granted.done():
+            granted.set_exception(error)
 
     def _refuse_queue(self, queue: ModelQueue[E], error: rpc.RpcError) -> None:
-        for waiter in queue.waiters.all():
-            self._refuse(queue, waiter, error)
+        for claim in list(queue.waiters):
+            self._refuse(queue, claim, error)
 
     # Limits.
 
-    def _make_room(self, queue: ModelQueue[E], newcomer: Waiter[Grant[E]]) -> None:
+    def _make_room(self, queue: ModelQueue[E], newcomer: Claim[E]) -> None:
         """Has others leave a full queue, if they burden it more.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that has to.
         """
         requests = len(self) + 1 - self._limits.requests
-        tokens = self.tokens + newcomer.claim.tokens - self._limits.tokens
+        tokens = self.tokens + newcomer.tokens - self._limits.tokens
         if requests <= 0 and tokens <= 0:
             return
         error = refusals.queue_full(self._limits, self._half_gone(queue))
         leaving = queue.waiters.displaced(newcomer, requests, tokens)
         if leaving is None:
             raise error
-        for waiter in leaving:
-            self._refuse(queue, waiter, error)
+        for claim in leaving:
+            self._refuse(queue, claim, error)
 
     def _half_gone(self, queue: ModelQueue[E]) -> float | None:
         """Returns the seconds until half of a queue will have gone, if that can be told.
@@ -298,7 +293,7 @@ class Admission(Generic[E]):
         return queue.waiters.tokens / 2 / rate if rate else None
 
     def _check_deadline(
-        self, queue: ModelQueue[E], claim: Claim, before: float | None = None
+        self, queue: ModelQueue[E], claim: Claim[E], before: float | None = None
     ) -> None:
         """Checks that a request can be complete by its deadline, as far as can be told.
 
@@ -314,8 +309,8 @@ class Admission(Generic[E]):
             rpc.RpcError: RESOURCE_EXHAUSTED if it cannot; DEADLINE_EXCEEDED if
                 that has passed.
         """
-        deadline = claim.ticket.deadline
-        if deadline is None or claim.ticket.moved:
+        deadline = claim.request.deadline
+        if deadline is None or claim.migrated:
             return
         rate = queue.drain.per_second()
         wait = queue.margin.value * before / rate if before and rate else 0.0
@@ -324,55 +319,55 @@ class Admission(Generic[E]):
         if wait + run > left:
             raise refusals.too_late(wait, run, left)
 
-    def _set_timer(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], since: float) -> None:
+    def _set_timer(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
         """Has a waiter leave when it has waited too long, or can no longer meet its deadline.
 
         Args:
             queue: Where it waits.
-            waiter: It.
+            claim: The request.
             since: When it began to.
         """
-        now, deadline = self._clock(), waiter.claim.ticket.deadline
+        now, deadline = self._clock(), claim.request.deadline
         due = since + self._limits.seconds
-        run = queue.pace.seconds(waiter.claim.likely, safe=True)
+        run = queue.pace.seconds(claim.likely, safe=True)
         if deadline is not None and run is not None:
             due = min(due, deadline - run)
         loop = asyncio.get_running_loop()
-        waiter.timer = loop.call_later(due - now, self._expire, queue, waiter, since)
+        claim.timer = loop.call_later(due - now, self._expire, queue, claim, since)
 
-    def _expire(self, queue: ModelQueue[E], waiter: Waiter[Grant[E]], since: float) -> None:
+    def _expire(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
         """Its time has come; not so, if requests are faster now than when that was set."""
         error: rpc.RpcError | None = None
         try:
-            self._check_deadline(queue, waiter.claim, before=0.0)
+            self._check_deadline(queue, claim, before=0.0)
         except rpc.RpcError as too_late:
             queue.margin.missed()
             error = too_late
         if error is None and self._clock() >= since + self._limits.seconds:
             error = refusals.waited(self._limits, self._half_gone(queue))
         if error is None:
-            self._set_timer(queue, waiter, since)
+            self._set_timer(queue, claim, since)
         else:
-            self._refuse(queue, waiter, error)
-            self.dispatch(waiter.claim.ticket.model)
+            self._refuse(queue, claim, error)
+            self.dispatch(claim.model)
 
 
-def _cached_tokens(engine: Replica, ticket: Ticket) -> int:
-    return engine.cached_tokens(ticket.prompt) if ticket.prompt else 0
+def _granted(claim: Claim[E]) -> asyncio.Future[E]:
+    assert claim.granted is not None, "it does not wait"
+    return claim.granted
 
 
-def _has_open_place(engine: Replica, claim: Claim, pace: Pace, spans: Sequence[Span]) -> bool:
+def _has_open_place(engine: E, claim: Claim[E], pace: Pace, spans: Sequence[Span]) -> bool:
     """Says whether an engine has places that are not kept; an empty one has."""
     if not engine.sequences:
         return True
     endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]
     kept = kept_places(engine.max_num_seqs, spans, [e for e in endings if e is not None])
-    return engine.sequences + claim.ticket.sequences <= engine.max_num_seqs - kept
+    return engine.sequences + claim.sequences <= engine.max_num_seqs - kept
 
 
-def _fits(engine: Replica, claim: Claim) -> bool:
+def _fits(engine: E, claim: Claim[E]) -> bool:
     """Says whether an engine's memory has room for a request; an empty one always has."""
     if not engine.sequences:
         return True
-    cached_tokens = _cached_tokens(engine, claim.ticket)
-    return engine.claims.fits(claim, cached_tokens, engine.load)
+    return engine.claims.fits(claim, engine.cached_tokens(claim.prompt), engine.load)

@@ -1,78 +1,138 @@
 """What requests take of an engine: now, and at the worst moment to come."""
 
+from asyncio import Future, TimerHandle
 from bisect import insort
 from heapq import merge
+from typing import Any, Generic, TypeVar
 
 from octavo.router.admission.output_lengths import LIKELY, OutputLengths
-from octavo.router.admission.ticket import Ticket
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.requests.state import RequestState
 from octavo.v1 import engine_pb2
 
-PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
-"""What a token counts between tenants: those of a prompt are computed many at a time, those of
-an output one after the other. The weights are those of the virtual token counter's paper."""
+"""Prompt tokens that an output token counts for between tenants: prompt tokens are computed many
+at a time, output tokens one after the other. The weight is that of the virtual token counter's
+paper."""
+
+E = TypeVar("E")
 
 
-class Claim:
-    """A ticket with what it is expected to come to.
+class Claim(Generic[E]):
+    """A request's way through admission, once per attempt: in the queue, then at an engine.
 
     Args:
-        ticket: The request.
+        state: The request.
         lengths: What is known of its model's outputs.
+        number: Decides between requests of equal arrival and priority.
 
     Attributes:
-        ticket: The request.
+        state: The request.
+        request: What it asked for.
+        sequences: Its outputs that had not ended when it asked for an engine.
+        migrated: Whether it has lost an engine. It is then not refused for a full queue, nor
+            for how long it has waited or will take.
+        order: Its place among its tenant's requests, lowest first.
         expected: Tokens that each of its outputs was expected to have yet when
             it asked for an engine, on the safe side.
         charged: What its tenant has been charged for it.
         since: When it was given an engine, by the monotonic clock.
+        granted: Resolved with the engine, while it waits.
+        timer: Ends its waiting.
     """
 
-    __slots__ = ("_before", "_lengths", "charged", "expected", "since", "ticket")
+    __slots__ = (
+        "_before",
+        "_engine",
+        "_lengths",
+        "charged",
+        "expected",
+        "granted",
+        "migrated",
+        "order",
+        "request",
+        "sequences",
+        "since",
+        "state",
+        "timer",
+    )
 
-    def __init__(self, ticket: Ticket, lengths: OutputLengths) -> None:
-        self.ticket = ticket
+    def __init__(self, state: RequestState, lengths: OutputLengths, number: int = 0) -> None:
+        self.state = state
+        self.request = state.request
+        self.sequences = state.sequences
+        self.migrated = state.migrations > 0
+        self.order = (state.request.effective_arrival, number)
         self.charged = 0.0
         self.since = 0.0
+        self.granted: Future[E] | None = None
+        self.timer: TimerHandle | None = None
+        self._engine: E | None = None
         self._lengths = lengths
-        self._before = ticket.progress.output_tokens
+        self._before = state.output_tokens
         self.expected = self.remaining
+
+    @property
+    def engine(self) -> E:
+        """The engine that it was given."""
+        assert self._engine is not None, "not granted yet"
+        return self._engine
+
+    def grant(self, engine: E, now: float) -> None:
+        """Give it an engine."""
+        self._engine = engine
+        self.since = now
+
+    @property
+    def tenant(self) -> str:
+        """Name of its tenant."""
+        return self.request.tenant.name
+
+    @property
+    def model(self) -> str:
+        """Name of its model."""
+        return self.request.model
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its prompt, for policies that go by it."""
+        return self.request.prompt
 
     @property
     def length(self) -> int:
         """Tokens that each of its outputs has, as a mean."""
-        return self.ticket.progress.output_tokens // self.ticket.sequences
+        return self.state.output_tokens // self.sequences
 
     @property
     def drawn(self) -> int:
         """Tokens that all of its outputs have had since it asked for an engine."""
-        return self.ticket.progress.output_tokens - self._before
+        return self.state.output_tokens - self._before
 
     @property
     def remaining(self) -> int:
         """Tokens that each of its outputs will have yet, on the safe side, by what has come."""
-        ticket, length = self.ticket, self.length
-        most = max(ticket.max_tokens, length + 1)
-        expected = self._lengths.expected(most, min_tokens=ticket.min_tokens, drawn=length)
+        request, length = self.request, self.length
+        most = max(request.max_tokens, length + 1)
+        expected = self._lengths.expected(most, min_tokens=request.min_tokens, drawn=length)
         return expected - length
 
     @property
     def likely(self) -> int:
         """Tokens that each output will have, as likely more as fewer."""
-        ticket = self.ticket
+        request = self.request
         return self._lengths.expected(
-            ticket.max_tokens, min_tokens=ticket.min_tokens, quantile=LIKELY
+            request.max_tokens, min_tokens=request.min_tokens, quantile=LIKELY
         )
 
     @property
     def tokens(self) -> int:
         """What is expected to be computed for it: the measure of queues and of their pace."""
-        return self.ticket.prompt_tokens + self.expected * self.ticket.sequences
+        return len(self.prompt) + self.expected * self.sequences
 
     @property
     def charge(self) -> float:
         """What its tenant is charged while it runs: what is expected, or what came if more."""
-        return self._weighed(max(self.expected * self.ticket.sequences, self.drawn))
+        return self._weighed(max(self.expected * self.sequences, self.drawn))
 
     @property
     def served(self) -> float:
@@ -84,13 +144,13 @@ class Claim:
 
         Its outputs share the prompt's full blocks.
         """
-        shared, rest = divmod(self.ticket.prompt_tokens, block_size)
-        return shared + self.ticket.sequences * -(-(rest + self.length) // block_size)
+        shared, rest = divmod(len(self.prompt), block_size)
+        return shared + self.sequences * -(-(rest + self.length) // block_size)
 
     def _weighed(self, output_tokens: int) -> float:
-        # The prompt of a request that lost its engine has been charged for.
-        prompt_tokens = 0 if self.ticket.moved else self.ticket.prompt_tokens
-        return PROMPT_WEIGHT * prompt_tokens + OUTPUT_WEIGHT * output_tokens
+        # The prompt of a request that migrated has been charged for.
+        prompt_tokens = 0 if self.migrated else len(self.prompt)
+        return prompt_tokens + OUTPUT_WEIGHT * output_tokens
 
 
 class Claims:
@@ -108,27 +168,27 @@ class Claims:
     def __init__(self, block_size: int) -> None:
         self.sequences = 0
         self._block_size = block_size
-        self._cached: dict[Claim, int] = {}  # blocks that each was to find in the cache
+        self._cached: dict[Claim[Any], int] = {}  # blocks that each was to find in the cache
         self._load: engine_pb2.Load | None = None  # the report that the forecast goes with
         self._forecast = _Forecast(block_size)
 
-    def add(self, claim: Claim, cached_tokens: int) -> None:
+    def add(self, claim: Claim[Any], cached_tokens: int) -> None:
         """Counts a request, `cached_tokens` of whose prompt the engine is to find cached."""
         self._cached[claim] = cached_tokens // self._block_size
         self._forecast.add(claim, self._cached[claim])
-        self.sequences += claim.ticket.sequences
+        self.sequences += claim.sequences
 
-    def remove(self, claim: Claim) -> None:
+    def remove(self, claim: Claim[Any]) -> None:
         """Counts a request no more."""
         del self._cached[claim]
         self._load = None
-        self.sequences -= claim.ticket.sequences
+        self.sequences -= claim.sequences
 
     def to_come(self) -> list[int]:
         """Returns the tokens that each sequence is expected to have yet, the fewest first."""
-        return sorted(c.remaining for c in self._cached for _ in range(c.ticket.sequences))
+        return sorted(c.remaining for c in self._cached for _ in range(c.sequences))
 
-    def fits(self, claim: Claim, cached_tokens: int, load: engine_pb2.Load) -> bool:
+    def fits(self, claim: Claim[Any], cached_tokens: int, load: engine_pb2.Load) -> bool:
         """Says whether the engine's blocks will do for one more request, all along.
 
         Args:
@@ -172,20 +232,20 @@ class _Forecast:
         # Tokens that each sequence has to come, sequences, blocks held; by the first.
         self._growing: list[tuple[int, int, int]] = []
 
-    def add(self, claim: Claim, cached: int) -> None:
+    def add(self, claim: Claim[Any], cached: int) -> None:
         """Adds a request, `cached` blocks of which it shares with others."""
         held = claim.blocks(self._block_size) - cached
         if not claim.drawn:
             self.unseen += 1
             self._needed += held
-        self._sequences += claim.ticket.sequences
-        insort(self._growing, (claim.remaining, claim.ticket.sequences, held))
+        self._sequences += claim.sequences
+        insort(self._growing, (claim.remaining, claim.sequences, held))
 
-    def peak(self, newcomer: Claim, blocks: int) -> float:
+    def peak(self, newcomer: Claim[Any], blocks: int) -> float:
         """Returns the most that will be needed at a time if one more has `blocks` at once."""
-        sequences = self._sequences + newcomer.ticket.sequences
+        sequences = self._sequences + newcomer.sequences
         peak = needed = float(self._needed + blocks)
-        own = (newcomer.expected, newcomer.ticket.sequences, blocks)
+        own = (newcomer.expected, newcomer.sequences, blocks)
         for remaining, ending, held in merge(self._growing, (own,)):
             peak = max(peak, needed + sequences * remaining / self._block_size)
             sequences -= ending

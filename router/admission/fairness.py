@@ -17,6 +17,7 @@ The least served of those active finds a place at once: some are kept for it
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.kept_places import Demand, Span
@@ -86,23 +87,23 @@ class TenantCounters:
             if now - demand.newest <= ACTIVE_SECONDS
         }
 
-    def admit(self, claim: Claim) -> None:
+    def admit(self, claim: Claim[Any]) -> None:
         """Charges a tenant for what one request of its is expected to come to."""
-        name = claim.ticket.tenant.name
+        name = claim.request.tenant.name
         self._turn += 1
         self._turns[name] = self._turn
         self._last = name
         self.correct(claim)
 
-    def correct(self, claim: Claim) -> None:
+    def correct(self, claim: Claim[Any]) -> None:
         """Charges what a running request has had beyond what was expected of it."""
         self._charge(claim, claim.charge)
 
-    def settle(self, claim: Claim) -> None:
+    def settle(self, claim: Claim[Any]) -> None:
         """Makes the charge for a request that has ended what it was served."""
         self._charge(claim, claim.served)
 
-    def _charge(self, claim: Claim, charge: float) -> None:
-        tenant = claim.ticket.tenant
+    def _charge(self, claim: Claim[Any], charge: float) -> None:
+        tenant = claim.request.tenant
         self._served[tenant.name] += (charge - claim.charged) / tenant.weight
         claim.charged = charge

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from octavo.router.admission.claims import Claim
 
@@ -102,13 +103,13 @@ class Pace:
         self._deviation = 0.0  # of whole requests from what was foretold, as a share of that
         self._newest = -math.inf
 
-    def add(self, claim: Claim) -> None:
+    def add(self, claim: Claim[Any]) -> None:
         """Notes how long a request took that has ended."""
-        progress = claim.ticket.progress
-        steps = max(progress.lengths, default=0) - 1
-        if claim.ticket.moved or steps < 1 or progress.first_time is None:
+        state = claim.state
+        steps = max(state.lengths, default=0) - 1
+        if claim.migrated or steps < 1 or state.first_time is None:
             return
-        seconds = progress.last_time - progress.first_time
+        seconds = state.last_time - state.first_time
         if seconds <= 0:  # a search's outputs come whole
             return
         if self._clock() - self._newest > FORGOTTEN_SECONDS:
@@ -117,9 +118,9 @@ class Pace:
         self._count += 1
         share = max(SHARE, 1 / self._count)
         if self._count > 1:
-            error = abs((progress.last_time - claim.since) / self._mean(steps + 1) - 1)
+            error = abs((state.last_time - claim.since) / self._mean(steps + 1) - 1)
             self._deviation += share * (error - self._deviation)
-        self._first += share * (progress.first_time - claim.since - self._first)
+        self._first += share * (state.first_time - claim.since - self._first)
         self._token += share * (seconds / steps - self._token)
 
     def seconds(self, tokens: int, *, safe: bool = False) -> float | None:

@@ -13,19 +13,19 @@ class Prompt:
         salt: What caches know its blocks by, beside the tokens.
     """
 
-    __slots__ = ("_keys", "_salt", "_token_ids")
+    __slots__ = ("_keys", "salt", "token_ids")
 
     def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
-        self._token_ids = token_ids
-        self._salt = salt
+        self.token_ids = token_ids
+        self.salt = salt
         self._keys: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     def keys(self, block_size: int) -> list[int]:
         """Returns the keys, as engines publish them, of the blocks that a cache can have."""
         if block_size not in self._keys:
-            keys = reusable_keys(self._token_ids, block_size, self._salt)
+            keys = reusable_keys(self.token_ids, block_size, self.salt)
             self._keys[block_size] = [short_key(key) for key in keys]
         return self._keys[block_size]

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -13,6 +12,8 @@ import structlog
 from octavo.common import rpc
 from octavo.common.background import joined
 from octavo.common.limits import MAX_REQUEST_ID
+from octavo.router.requests.errors import EngineFaultError, EngineLostError
+from octavo.router.requests.state import RequestState
 from octavo.v1 import engine_pb2
 
 log = structlog.get_logger(__name__)
@@ -24,39 +25,6 @@ SILENT_LOOKS = 4
 """How often silence is looked at before it counts: what stops the router itself for a while,
 engine messages included, is one look and no engine's silence."""
 PARTS = ("writer", "reader", "watcher")
-
-
-class EngineLostError(rpc.RpcError):
-    """UNAVAILABLE: an engine is gone or takes no more; its requests can go on at another."""
-
-    def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
-        super().__init__(code, message)
-
-
-class EngineFaultError(EngineLostError):
-    """INTERNAL: a step failed on an engine; its requests can go on at another, once.
-
-    Not more often: what fails everywhere is the request's fault, and must not end every engine.
-    """
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, grpc.StatusCode.INTERNAL)
-
-
-class Receiver(Protocol):
-    """Whoever a request's events go to. Called from the reading loop: must not block."""
-
-    def started(self, cached_tokens: int) -> None:
-        """The engine began to compute the prompt."""
-
-    def received(self, output: engine_pb2.SequenceOutput) -> None:
-        """New tokens of one output."""
-
-    def failed(self, error: rpc.RpcError) -> None:
-        """The request ended without finishing; nothing more will come.
-
-        Where it can go on at another engine, the error is an `EngineLostError`.
-        """
 
 
 class Session:
@@ -84,7 +52,7 @@ class Session:
         self._on_fault = on_fault
         # Never longer than a few commands for each request admitted to the engine.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
-        self._receivers: dict[str, Receiver] = {}
+        self._requests: dict[str, RequestState] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
         self._broken: str | None = None
@@ -97,10 +65,10 @@ class Session:
         return self._broken is not None
 
     def __len__(self) -> int:
-        return len(self._receivers)
+        return len(self._requests)
 
-    def submit(self, submit: engine_pb2.Submit, receiver: Receiver) -> str:
-        """Starts a request whose events go to `receiver`.
+    def submit(self, state: RequestState, submit: engine_pb2.Submit) -> str:
+        """Start an attempt of a request, which is told of its events.
 
         Returns:
             The request's id in this session: the one in `submit` unless that
@@ -113,14 +81,14 @@ class Session:
             raise self._lost()
         session_id = self._free_id(submit.request_id)
         submit.request_id = session_id
-        self._receivers[session_id] = receiver
+        self._requests[session_id] = state
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
 
     def abort(self, session_id: str, index: int | None = None) -> None:
-        """Stops a request, whose receiver hears no more, or one output of it."""
+        """Stop a request, which is told of no more events, or one output of it."""
         if index is None:
-            if self._receivers.pop(session_id, None) is None:
+            if self._requests.pop(session_id, None) is None:
                 return
             self._aborted[session_id] = None
             if len(self._aborted) > MAX_ABORTED:
@@ -128,9 +96,13 @@ class Session:
         abort = engine_pb2.Abort(request_id=session_id, index=index)
         self._outbox.put_nowait(engine_pb2.SessionRequest(abort=abort))
 
-    def forget(self, session_id: str) -> None:
-        """Lets go of a request whose every output the engine has finished."""
-        self._receivers.pop(session_id, None)
+    def end(self, session_id: str) -> None:
+        """End an attempt: stop on the engine what still runs there."""
+        state = self._requests.get(session_id)
+        if state is not None and state.ended_by_engine:
+            del self._requests[session_id]
+        else:
+            self.abort(session_id)
 
     async def run(self) -> str:
         """Reads and writes until the stream breaks or is silent; then fails every request.
@@ -147,9 +119,9 @@ class Session:
         finally:
             self._broken = self._broken or "the router closed the connection"
             self._call.cancel()
-            receivers, self._receivers = self._receivers, {}
-            for receiver in receivers.values():
-                receiver.failed(self._lost())
+            requests, self._requests = self._requests, {}
+            for state in requests.values():
+                state.fail(self._lost())
         return self._broken
 
     async def _read(self) -> str:
@@ -179,36 +151,37 @@ class Session:
 
     def _dispatch(self, response: engine_pb2.SessionResponse) -> None:
         for started in response.started:
-            self._deliver(started.request_id, "started", started.cached_tokens)
+            if (state := self._requests.get(started.request_id)) is not None:
+                state.started(started.cached_tokens)
         for output in response.outputs:
-            self._deliver(output.request_id, "received", output)
+            self._append(output)
         if any(failure.code == INTERNAL for failure in response.failures):
             self._on_fault()
         for failure in response.failures:
-            self._deliver(failure.request_id, "failed", _error(failure))
-            self.forget(failure.request_id)
+            if (state := self._requests.pop(failure.request_id, None)) is not None:
+                state.fail(_error(failure))
         self._on_report(response)
 
-    def _deliver(self, session_id: str, event: str, argument: object) -> None:
-        receiver = self._receivers.get(session_id)
-        if receiver is None:
+    def _append(self, output: engine_pb2.SequenceOutput) -> None:
+        """Hand tokens to their request; an error there fails that request alone."""
+        session_id = output.request_id
+        state = self._requests.get(session_id)
+        if state is None:
             return  # aborted; this was on its way
         try:
-            getattr(receiver, event)(argument)
-        except Exception as error:
-            # One request's trouble is not the others'.
+            if state.append(output):
+                self.abort(session_id, output.index)
+        except rpc.RpcError as error:
+            self.abort(session_id)
+            state.fail(error)
+        except Exception:
             log.exception("request failed", request_id=session_id, engine=self._name)
             self.abort(session_id)
-            message = "an unexpected error; the router's log has the details"
-            receiver.failed(
-                error
-                if isinstance(error, rpc.RpcError)
-                else rpc.RpcError(grpc.StatusCode.INTERNAL, message)
-            )
+            state.fail(rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED))
 
     def _free_id(self, wanted: str) -> str:
         session_id = wanted
-        while session_id in self._receivers or session_id in self._aborted:
+        while session_id in self._requests or session_id in self._aborted:
             session_id = f"{wanted[: MAX_REQUEST_ID - 16]}~{next(self._numbers)}"
         return session_id
 

@@ -1,182 +1,171 @@
-"""From a valid request to its answer, whole or streamed."""
+"""From a valid HTTP request to its answer, whole or streamed."""
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from pydantic_core import to_json
 
-from octavo.client import Accepted, AsyncStream, Delta, Error, Event, Finished, TokenLogprob, Usage
+from octavo.client import InvalidArgumentError
+from octavo.client.requests import generate_request
+from octavo.common import rpc
 from octavo.common.background import joined
-from octavo.router.http.errors import ApiError, from_client
+from octavo.router.generate import Write
+from octavo.router.http.errors import ApiError, from_rpc
 from octavo.router.http.layout import Choice, Layout, usage
-from octavo.router.http.loopback_client import Link, Metadata
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.v1.generation_pb2 import Delta, Finished, GenerateRequest, GenerateResponse, Usage
+from octavo.v1.sampling_pb2 import TokenLogprob
 
 Vocabularies = Callable[[str], Vocabulary]
 """Returns a model's vocabulary."""
+Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
+"""Generates the outputs of one call for the HTTP request's tenant; `Write` gets the responses."""
+Send = Callable[[bytes], Awaitable[None]]
+"""Sends a part of the response's body."""
 
 END = b"data: [DONE]\n\n"
 
 
 class Answer:
-    """The Generate calls of one request, and what is made of what they say.
-
-    Leaving it as a context cancels what still runs.
+    """The generate calls of one HTTP request, and the JSON made of their responses.
 
     Args:
-        request: What was asked.
-        layout: How it is answered.
+        request: The body of the HTTP request.
+        layout: The API's form of answers.
         vocabularies: For log-probabilities.
 
     Attributes:
-        id: The answer's id; calls are named by it in logs and traces.
+        id: The answer's id; logs and traces name its calls by it.
+        started: Whether a part of a stream has been sent.
+
+    Raises:
+        ApiError: An argument does not fit its type.
     """
 
     def __init__(self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies) -> None:
         self.id = layout.id_prefix + uuid.uuid4().hex
+        self.started = False
         self._request = request
         self._layout = layout
         self._vocabularies = vocabularies
         self._created = int(time.time())
         self._model = request.model
-        self._streams: list[AsyncStream] = []
-        self._events: AsyncGenerator[tuple[int, Event], None] | None = None
-        self._usages: list[Usage] = [Usage() for _ in request.prompts]
+        self._messages = self._make_messages()
+        self._usages = [Usage() for _ in self._messages]
+        self._sending = asyncio.Lock()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Cancels what still runs."""
-        for stream in self._streams:
-            stream.close()
-
-    def start(self, link: Link, metadata: Metadata, timeout: float | None) -> None:
-        """Starts the calls, one for each prompt.
-
-        Raises:
-            ApiError: An argument does not fit its type.
-        """
-        prompts = self._request.prompts
-        options = self._request.options()
-        try:
-            for i, prompt in enumerate(prompts):
-                options["request_id"] = self.id if len(prompts) == 1 else f"{self.id}-{i}"
-                self._streams.append(link.generate(prompt, options, metadata, timeout))
-        except Error as error:
-            raise self._failure(error) from None
-
-    async def whole(self) -> dict[str, Any]:
-        """Returns the answer when it is complete.
+    async def whole(self, generate: Generate) -> dict[str, Any]:
+        """Return the answer when it is complete.
 
         Raises:
             ApiError: A call failed.
         """
-        works = [stream.complete() for stream in self._streams]
-        try:
-            async with joined(*works, expected=(Error,)) as tasks:
-                completions = await asyncio.gather(*tasks)
-        except Error as error:
-            raise self._failure(error) from None
+        responses: list[list[GenerateResponse]] = [[] for _ in self._messages]
+        writes = [partial(self._keep, i, kept) for i, kept in enumerate(responses)]
+        await self._run(generate, writes)
+        self._model = responses[0][0].accepted.model
+        vocabulary = self._vocabularies(self._model)
         choices = []
-        vocabulary = self._vocabularies(completions[0].model)
-        for i, completion in enumerate(completions):
-            for output in completion.outputs[: self._request.choices]:
-                index = self._index(i, output.index)
-                shown = self._shown(output.logprobs, vocabulary)
-                choices.append(
-                    self._layout.whole(index, output.text, shown, output.reason, vocabulary)
-                )
-        self._model = completions[0].model
-        return self._body(self._layout.object, choices) | {
-            "usage": usage([completion.usage for completion in completions])
-        }
+        for i, kept in enumerate(responses):
+            # Each output comes in one Delta, if it has any text.
+            deltas = {one.delta.index: one.delta for one in kept if one.HasField("delta")}
+            ends = sorted((one.finished for one in kept if one.HasField("finished")), key=_place)
+            for end in ends[: self._request.choices]:
+                delta = deltas.get(end.index, Delta())
+                shown = self._shown(delta.logprobs, vocabulary)
+                index = self._index(i, end.index)
+                choices.append(self._layout.whole(index, delta.text, shown, end.reason, vocabulary))
+        return self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
 
-    async def begin(self) -> None:
-        """Waits until the first call has been admitted: from here on the answer is a stream.
+    async def stream(self, generate: Generate, send: Send) -> None:
+        """Send the answer as server-sent events; a failure once it has started is the last of them.
 
         Raises:
-            ApiError: It was not, or another failed.
+            ApiError: A call failed before anything was sent.
         """
-        self._events = _merge(self._streams)
+        writes = [partial(self._send_response, send, i) for i in range(len(self._messages))]
         try:
-            i, event = await anext(self._events)
-        except Error as error:
-            raise self._failure(error) from None
-        assert isinstance(event, Accepted), "a call's first event"
-        self._model = event.model
-        self._count(i, event)
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yields the answer as server-sent events; a failure is the last of them."""
-        assert self._events is not None, "begun"
-        vocabulary = self._vocabularies(self._model)
-        for index in range(len(self._streams) * self._request.choices):
-            if (opening := self._layout.opening(index)) is not None:
-                yield self._chunk([opening])
-        try:
-            async with aclosing(self._events) as events:
-                async for i, event in events:
-                    self._count(i, event)
-                    if (choice := self._choice(i, event, vocabulary)) is not None:
-                        yield self._chunk([choice])
-        except Error as error:
-            yield _event(self._failure(error).body)
+            await self._run(generate, writes)
+        except ApiError as error:
+            if not self.started:
+                raise
+            await send(_event(error.body))
             return
         options = self._request.stream_options
         if options is not None and options.include_usage:
-            yield self._chunk([], last=True)
-        yield END
+            await send(self._chunk([], last=True))
+        await send(END)
 
-    def _choice(self, i: int, event: Event, vocabulary: Vocabulary) -> Choice | None:
-        match event:
-            case Delta():
-                shown = self._shown(event.logprobs, vocabulary)
-                if event.text or shown:
-                    index = self._index(i, event.index)
-                    return self._layout.piece(index, event.text, shown, vocabulary)
-            case Finished():
-                return self._layout.ending(self._index(i, event.index), event.reason)
+    async def _run(self, generate: Generate, writes: Sequence[Write]) -> None:
+        """Run all calls at once; if one fails, cancel the others."""
+        calls = list(map(generate, self._messages, writes))
+        try:
+            if len(calls) == 1:
+                await calls[0]
+                return
+            async with joined(*calls, expected=(rpc.RpcError,)) as tasks:
+                await asyncio.gather(*tasks)
+        except rpc.RpcError as error:
+            raise from_rpc(error, self._request.params) from None
+
+    async def _keep(self, i: int, kept: list[GenerateResponse], response: GenerateResponse) -> None:
+        self._count(i, response)
+        kept.append(response)
+
+    async def _send_response(self, send: Send, i: int, response: GenerateResponse) -> None:
+        """Send what is to be seen of a response of call `i`."""
+        self._count(i, response)
+        async with self._sending:  # all openings come first
+            if not self.started:
+                self.started = True
+                self._model = response.accepted.model
+                for index in range(len(self._messages) * self._request.choices):
+                    if (opening := self._layout.opening(index)) is not None:
+                        await send(self._chunk([opening]))
+            if (choice := self._choice(i, response)) is not None:
+                await send(self._chunk([choice]))
+
+    def _choice(self, i: int, response: GenerateResponse) -> Choice | None:
+        match response.WhichOneof("event"):
+            case "delta":
+                delta = response.delta
+                vocabulary = self._vocabularies(self._model)
+                shown = self._shown(delta.logprobs, vocabulary)
+                if delta.text or shown:
+                    index = self._index(i, delta.index)
+                    return self._layout.piece(index, delta.text, shown, vocabulary)
+            case "finished":
+                finished = response.finished
+                return self._layout.ending(self._index(i, finished.index), finished.reason)
         return None
 
-    def _count(self, i: int, event: Event) -> None:
-        """Keeps the sum of what call `i` has used."""
+    def _count(self, i: int, response: GenerateResponse) -> None:
+        """Add up the tokens that call `i` has used."""
         used = self._usages[i]
-        match event:
-            case Accepted():
-                used = replace(
-                    used, prompt_tokens=event.prompt_tokens, cached_tokens=event.cached_tokens
-                )
-            case Delta() if self._request.usage_chunks:
-                used = replace(used, output_tokens=used.output_tokens + len(event.token_ids))
-            case Finished() if not self._request.usage_chunks:
-                tokens = used.output_tokens + event.usage.output_tokens
-                used = replace(used, output_tokens=tokens)
-        self._usages[i] = used
+        match response.WhichOneof("event"):
+            case "accepted":
+                used.prompt_tokens = response.accepted.prompt_tokens
+                used.cached_tokens = response.accepted.cached_tokens
+            case "delta" if self._request.usage_chunks:
+                used.output_tokens += len(response.delta.token_ids)
+            case "finished" if not self._request.usage_chunks:
+                used.output_tokens += response.finished.usage.output_tokens
 
     def _index(self, i: int, output: int) -> int:
-        """Returns the number among all choices of an output of call `i`."""
+        """Return the number among all choices of an output of call `i`."""
         return i * self._request.choices + output
 
     def _shown(
         self, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Sequence[TokenLogprob]:
-        """Leaves out the token that ended the output, which is no part of its text."""
+        """Leave out the token that ended the output, which is no part of its text."""
+        if not logprobs:
+            return ()
         ending = set(self._request.stop_token_ids or ())
         if not self._request.ignore_eos:
             ending |= vocabulary.eos_token_ids
@@ -200,43 +189,23 @@ class Answer:
             "choices": choices,
         }
 
-    def _failure(self, error: Error) -> ApiError:
-        return from_client(error, self._request.params)
+    def _make_messages(self) -> list[GenerateRequest]:
+        """Return the requests to generate, one for each prompt."""
+        prompts, options = self._request.prompts, self._request.options()
+        messages = []
+        for i, prompt in enumerate(prompts):
+            options["request_id"] = self.id if len(prompts) == 1 else f"{self.id}-{i}"
+            try:
+                messages.append(generate_request(prompt, options))
+            except InvalidArgumentError as error:
+                field = error.violations[0].field
+                raise from_rpc(rpc.invalid(field, error.message), self._request.params) from None
+        return messages
+
+
+def _place(end: Finished) -> int:
+    return end.index
 
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + to_json(body) + b"\n\n"
-
-
-async def _merge(streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yields what all streams say, and which one said it, until all have ended.
-
-    Raises:
-        Error: A call failed.
-    """
-    if len(streams) == 1:  # as it mostly is: no queue between
-        async with aclosing(streams[0].events()) as events:
-            async for event in events:
-                yield 0, event
-        return
-    # No stream is read further ahead than by one event while the reader is slow.
-    queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(1)
-
-    async def read(i: int, stream: AsyncStream) -> None:
-        try:
-            async for event in stream.events():
-                await queue.put((i, event))
-            await queue.put((i, None))
-        except Exception as error:  # noqa: BLE001 - raised below
-            await queue.put((i, error))
-
-    async with joined(*(read(i, stream) for i, stream in enumerate(streams))):
-        running = len(streams)
-        while running:
-            i, news = await queue.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
-                running -= 1
-            else:
-                yield i, news

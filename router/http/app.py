@@ -1,8 +1,8 @@
-"""The routes."""
+"""The routes: a new one is written here."""
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +11,24 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.client import Error
+from octavo.client.requests import tokenize_request
 from octavo.common import rpc
+from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
-from octavo.router.http.answers import Answer, Vocabularies
+from octavo.router.http.answers import Answer, Generate, Vocabularies
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatLayout
 from octavo.router.http.completions import CompletionLayout
-from octavo.router.http.errors import ApiError, from_client
-from octavo.router.http.loopback_client import Link
+from octavo.router.http.errors import ApiError, from_rpc
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.router.settings import RouterSettings
-from octavo.router.tenants.auth import Gate
+from octavo.router.tenants.auth import Authenticator
+from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
 PLAYGROUND = Path(__file__).parent / "playground"
@@ -42,12 +43,12 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
-    """What the routes lead to.
+    """The endpoints.
 
     Args:
         settings: Limits and allowed origins.
-        link: The router, as its clients know it.
-        gate: Who may use the router.
+        generator: Serves the requests.
+        authenticator: Tells tenants by their keys.
         vocabularies: Models' vocabularies.
         status: What GET /status says to those who may use certain models.
         is_serving: Whether there is an engine to serve with.
@@ -56,16 +57,16 @@ class Api:
     def __init__(
         self,
         settings: RouterSettings,
-        link: Link,
+        generator: Generator,
         *,
-        gate: Gate,
+        authenticator: Authenticator,
         vocabularies: Vocabularies,
         status: Callable[[Collection[str]], dict[str, Any]],
         is_serving: Callable[[], bool],
     ) -> None:
         self._settings = settings
-        self._link = link
-        self._gate = gate
+        self._generator = generator
+        self._authenticator = authenticator
         self._vocabularies = vocabularies
         self._status = status
         self._is_serving = is_serving
@@ -103,56 +104,58 @@ class Api:
         )
 
     async def _chat(self, request: Request) -> Response:
-        body = await self._parse(request, ChatRequest)
+        tenant, body = await self._parse(request, ChatRequest)
         layout = ChatLayout(logprobs=bool(body.logprobs))
-        return await self._answer(request, body, layout)
+        return await self._answer(request, tenant, body, layout)
 
     async def _completions(self, request: Request) -> Response:
-        body = await self._parse(request, CompletionRequest)
+        tenant, body = await self._parse(request, CompletionRequest)
         layout = CompletionLayout(logprobs=body.logprobs is not None)
-        return await self._answer(request, body, layout)
+        return await self._answer(request, tenant, body, layout)
 
-    async def _parse(self, request: Request, model: type[M]) -> M:
-        """Reads the body of one who may use the router; nobody else's is looked at."""
+    async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
+        """Authenticate the caller, then read the body; nobody else's body is read."""
+        tenant = self._authenticate(request)
+        return tenant, await parse(request, model, self._settings.max_message_bytes)
+
+    def _authenticate(self, request: Request) -> Tenant:
         authorization = dict(headers.metadata(request)).get("authorization")
-        try:
-            self._gate.admit(authorization)
-        except rpc.RpcError as error:
-            raise Error(error.code, error.message) from None
-        request.state.known = True
-        return await parse(request, model, self._settings.max_message_bytes)
+        peer = request.client.host if request.client else ""
+        tenant = self._authenticator.authenticate(authorization, peer=peer, method=request.url.path)
+        request.state.known = True  # the connection is kept before those of unknown callers
+        return tenant
 
     async def _answer(
         self,
         request: Request,
+        tenant: Tenant,
         body: ChatRequest | CompletionRequest,
         layout: ChatLayout | CompletionLayout,
     ) -> Response:
         answer = Answer(body, layout, self._vocabularies)
-        try:
-            answer.start(self._link, headers.metadata(request), headers.timeout(request))
-            if body.stream:
-                await while_connected(request, answer.begin())
-                return EventStream(answer)
-            whole = await while_connected(request, answer.whole())
-        except BaseException:
-            answer.close()
-            raise
+        generate = functools.partial(
+            self._generator.generate,
+            tenant=tenant,
+            timeout=headers.timeout(request),
+            metadata=headers.metadata(request),
+        )
+        if body.stream:
+            return EventStream(request, answer, generate)
+        whole = await while_connected(request, answer.whole(generate))
         return JSONResponse(whole, headers={"X-Request-Id": answer.id})
 
     async def _tokenize(self, request: Request) -> Response:
-        body = await self._parse(request, tokens.TokenizeRequest)
-        metadata = headers.metadata(request)
-        made = await self._link.tokenize(body.text_or_chat, body.model, metadata)
-        return JSONResponse(tokens.answer(made))
+        tenant, body = await self._parse(request, tokens.TokenizeRequest)
+        message = tokenize_request(body.text_or_chat, body.model)
+        return JSONResponse(tokens.answer(await self._generator.tokenize(message, tenant)))
 
     async def _models(self, request: Request) -> Response:
-        cards = await self._link.list_models(headers.metadata(request))
-        return JSONResponse({"object": "list", "data": [self._card(card) for card in cards]})
+        data = [self._card(card) for card in self._list_models(request)]
+        return JSONResponse({"object": "list", "data": data})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        for card in await self._link.list_models(headers.metadata(request)):
+        for card in self._list_models(request):
             if card.name == name:
                 return JSONResponse(self._card(card))
         raise ApiError(
@@ -160,9 +163,11 @@ class Api:
         )
 
     async def _get_status(self, request: Request) -> Response:
-        cards = await self._link.list_models(headers.metadata(request))
-        usable = {card.name for card in cards}
+        usable = {card.name for card in self._list_models(request)}
         return JSONResponse(self._status(usable), headers={"Cache-Control": "no-store"})
+
+    def _list_models(self, request: Request) -> Iterable[generation_pb2.ModelCard]:
+        return self._generator.list_models(self._authenticate(request)).models
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
         serving = self._is_serving()
@@ -179,45 +184,66 @@ class Api:
         }
 
 
-class EventStream(StreamingResponse):
-    """An answer as it is made. When the client leaves, its calls are cancelled."""
+class EventStream(Response):
+    """An answer streamed as it is made; its calls are cancelled when the client leaves.
+
+    Until something is sent, a failure is still an ordinary HTTP error.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, request: Request, answer: Answer, generate: Generate) -> None:
+        self._request = request
         self._answer = answer
+        self._generate = generate
         super().__init__(
-            answer.chunks(),
             headers={
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # else nginx gathers what should flow
                 "X-Request-Id": answer.id,
-            },
+            }
         )
+        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends it."""
-        async with self._answer:
-            await super().__call__(scope, receive, send)
+        """Generate and send it."""
+        started = False
+
+        async def send_body(part: bytes) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                start = {"status": self.status_code, "headers": self.raw_headers}
+                await send({"type": "http.response.start", **start})
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+        answering = self._answer.stream(self._generate, send_body)
+        try:
+            await while_connected(self._request, answering)
+        except (ApiError, ClientLeftError) as error:
+            if not started:
+                await _refusal(error)(scope, receive, send)
+            return
+        await send({"type": "http.response.body"})
 
 
 def _answered(endpoint: Endpoint) -> Endpoint:
-    """Turns what an endpoint raises into the response that says so."""
+    """Return an endpoint that answers with the errors that `endpoint` raises."""
 
     @functools.wraps(endpoint)
     async def call(request: Request) -> Response:
         try:
-            response = await endpoint(request)
-        except ApiError as error:
-            return error.response()
-        except Error as error:
-            return from_client(error).response()
-        except ClientLeftError:
-            return Response(status_code=499)  # nobody reads it
-        request.state.known = True  # to the connection: the caller's key is valid
-        return response
+            return await endpoint(request)
+        except rpc.RpcError as error:
+            return from_rpc(error).response()
+        except (ApiError, ClientLeftError) as error:
+            return _refusal(error)
 
     return call
+
+
+def _refusal(error: ApiError | ClientLeftError) -> Response:
+    return error.response() if isinstance(error, ApiError) else Response(status_code=499)
 
 
 async def _page(request: Request) -> Response:

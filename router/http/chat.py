@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.client import FinishReason, TokenLogprob
-from octavo.router.http.layout import Choice, finish_reason, finite
+from octavo.router.http.layout import Choice, Reason, finish_reason, finite
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.v1.sampling_pb2 import TokenLogprob
 
 
 class ChatLayout:
@@ -35,7 +35,7 @@ class ChatLayout:
             choice["logprobs"] = _chat_logprobs(logprobs, vocabulary)
         return choice
 
-    def ending(self, index: int, reason: FinishReason) -> Choice:
+    def ending(self, index: int, reason: Reason) -> Choice:
         """Returns the choice of the chunk that ends an output."""
         return _chunk(index, {}, finish_reason(reason))
 
@@ -44,7 +44,7 @@ class ChatLayout:
         index: int,
         text: str,
         logprobs: Sequence[TokenLogprob],
-        reason: FinishReason,
+        reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
         """Returns the choice of a whole output."""

@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.client import FinishReason, TokenLogprob
-from octavo.router.http.layout import Choice, finish_reason, finite
+from octavo.router.http.layout import Choice, Reason, finish_reason, finite
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.v1.sampling_pb2 import TokenLogprob
 
 
 class CompletionLayout:
@@ -33,7 +33,7 @@ class CompletionLayout:
         """Returns the choice of a chunk with text."""
         return self._choice(index, text, logprobs, None, vocabulary)
 
-    def ending(self, index: int, reason: FinishReason) -> Choice:
+    def ending(self, index: int, reason: Reason) -> Choice:
         """Returns the choice of the chunk that ends an output."""
         return {
             "index": index,
@@ -47,7 +47,7 @@ class CompletionLayout:
         index: int,
         text: str,
         logprobs: Sequence[TokenLogprob],
-        reason: FinishReason,
+        reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
         """Returns the choice of a whole output."""

@@ -9,13 +9,11 @@ import grpc
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
-from octavo.client import Error
+from octavo.common.rpc import RpcError
 
 INVALID = "invalid_request_error"
 UNSUPPORTED = "unsupported_parameter"
 WRONG_TYPE = "wrong_type"
-DEADLINE = "Deadline Exceeded"
-"""What gRPC itself says of a deadline that passes."""
 
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
@@ -79,24 +77,21 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def from_client(error: Error, params: Mapping[str, str] | None = None) -> ApiError:
-    """Says what a gRPC status says.
+def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiError:
+    """Return what an HTTP client is told of an error.
 
     Args:
-        error: What a call raised.
-        params: What fields of GenerateRequest are called by this request, where
-            that is not their own name.
+        error: The error of a call.
+        params: This request's names for fields of GenerateRequest that have another name there.
     """
     status, kind, code = _STATUSES.get(error.code, (500, "server_error", None))
     names = _PARAMS | dict(params or {})
-    field = error.violations[0].field if error.violations else None
+    field = error.field
     param = None if field is None else _param(field, names)
     message = error.message
     if field is not None and param is not None and message.startswith(f"{field} "):
         message = param + message.removeprefix(field)
     message = _PATH.sub(lambda path: _param(path[0], names), message)
-    if message == DEADLINE:
-        message = "the request was not complete when its time was over"
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after))

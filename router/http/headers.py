@@ -1,23 +1,24 @@
-"""What a request's headers say to the router."""
+"""The headers of HTTP requests that the router reads."""
 
 import math
 
 from starlette.requests import Request
 
 from octavo.router.http.errors import ApiError
-from octavo.router.http.loopback_client import Metadata
 
 FORWARDED = ("authorization", "traceparent", "tracestate")
-"""Headers that are the metadata of the gRPC calls, as they stand."""
+"""Headers that have the meaning of gRPC metadata of the same name."""
 TIMEOUT = "X-Request-Timeout"
-"""Seconds that the client gives its request: OpenAI's API has no word for a deadline."""
+"""Seconds until the client gives up: OpenAI's API has no parameter for a deadline."""
+
+Metadata = tuple[tuple[str, str], ...]
 
 
 def metadata(request: Request) -> Metadata:
-    """Returns the metadata of a request's calls.
+    """Return the metadata of a request's calls.
 
     Raises:
-        ApiError: A header has what metadata cannot hold.
+        ApiError: A header is not printable ASCII.
     """
     found = []
     for name in FORWARDED:
@@ -31,7 +32,7 @@ def metadata(request: Request) -> Metadata:
 
 
 def timeout(request: Request) -> float | None:
-    """Returns the seconds that a request has; None where its client sets no limit.
+    """Return the seconds until the client gives up; None for never.
 
     Raises:
         ApiError: The header is not a positive number.

@@ -1,11 +1,13 @@
 """How an API lays out its answers: what chat and completions have in common."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from octavo.client import FinishReason, TokenLogprob, Usage
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.v1.generation_pb2 import Usage
+from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, FinishReason, TokenLogprob
 
+Reason: TypeAlias = "FinishReason.ValueType"
 Choice = dict[str, Any]
 """One entry of `choices`, to be made JSON of."""
 
@@ -34,7 +36,7 @@ class Layout(Protocol):
     ) -> Choice:
         """Returns the choice of a chunk with text."""
 
-    def ending(self, index: int, reason: FinishReason) -> Choice:
+    def ending(self, index: int, reason: Reason) -> Choice:
         """Returns the choice of the chunk that ends an output."""
 
     def whole(
@@ -42,15 +44,15 @@ class Layout(Protocol):
         index: int,
         text: str,
         logprobs: Sequence[TokenLogprob],
-        reason: FinishReason,
+        reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
         """Returns the choice of a whole output."""
 
 
-def finish_reason(reason: FinishReason) -> str:
+def finish_reason(reason: Reason) -> str:
     """Returns OpenAI's word for why an output ended."""
-    return "length" if reason is FinishReason.LENGTH else "stop"
+    return "length" if reason == FINISH_REASON_LENGTH else "stop"
 
 
 def finite(logprob: float) -> float:

@@ -5,20 +5,20 @@ from typing import Any
 
 from octavo.router.engines.link import EngineLink
 from octavo.router.engines.pool import EnginePool
-from octavo.router.service import GenerationService
+from octavo.router.generate import Generator
 from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 
 
-def status(pool: EnginePool, service: GenerationService, models: Collection[str]) -> dict[str, Any]:
+def status(pool: EnginePool, generator: Generator, models: Collection[str]) -> dict[str, Any]:
     """Returns the figures of the engines of `models` that are connected, and of the router.
 
     Addresses are left out: they are the operator's business, and AdminService has them.
     """
     return {
-        "requests": service.in_flight,
-        "output_tokens": service.metrics.total_output_tokens,
+        "requests": generator.in_flight,
+        "output_tokens": generator.metrics.total_output_tokens,
         "engines": [
             _engine(link) for link in pool.links if link.up and link.up.info.model in models
         ],

@@ -1,4 +1,4 @@
-"""Who is calling: from an API key or a client's certificate to a tenant."""
+"""Authentication: from an API key or a client's certificate to a tenant."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ from octavo.router.tenants.tenant import ANONYMOUS, Tenant, hash_key, read_tenan
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
-"""How often the tenants' file is looked at."""
+"""Seconds between looks at the tenants' file."""
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
-"""What anybody may call: load balancers have no keys."""
+"""Services that need no authentication: load balancers have no keys."""
 SCHEME = "bearer "
 KEY_MISSING = "an API key is needed, as `authorization: Bearer KEY`"
 KEY_UNKNOWN = "the API key is not one of any tenant"
@@ -39,20 +39,15 @@ _caller: ContextVar[Tenant] = ContextVar("caller", default=ANONYMOUS)
 
 
 def caller() -> Tenant:
-    """Returns the tenant whose call is being handled."""
+    """Return the tenant whose gRPC call is being handled."""
     return _caller.get()
 
 
-def act_as(tenant: Tenant) -> None:
-    """Makes `caller` return a tenant from now on in this task."""
-    _caller.set(tenant)
-
-
-class Gate:
-    """Lets in those who are tenants, and everybody where there are none.
+class Authenticator:
+    """Tells tenants by their API keys and certificates; without a tenants' file anybody may call.
 
     Args:
-        path: The tenants' file; None: there are none.
+        path: The tenants' file; None for no authentication.
         registry: Where metrics are registered.
 
     Raises:
@@ -74,41 +69,26 @@ class Gate:
 
     @property
     def open(self) -> bool:
-        """Whether nobody is asked who they are."""
+        """Whether anybody may call."""
         return self._path is None
 
-    def check(self, method: str, context: Context) -> None:
-        """Finds out who is calling; from then on `caller` tells.
+    def authenticate(
+        self,
+        authorization: str | None,
+        certificate: Iterable[str] = (),
+        *,
+        peer: str = "",
+        method: str = "",
+    ) -> Tenant:
+        """Return the tenant with a key or, without a key, with a certificate.
 
-        Raises:
-            rpc.RpcError: UNAUTHENTICATED if that is no tenant.
-        """
-        if self.open or method.startswith(OPEN_SERVICES):
-            return
-        try:
-            authorization = _authorization(context)
-            names = _certificate(context) if authorization is None else ()
-            act_as(self.admit(authorization, names))
-        except rpc.RpcError:
-            log.info("unauthenticated", peer=context.peer(), method=method)
-            raise
-
-    def check_admin(self, method: str, context: Context) -> None:
-        """As `check`, for AdminService.
-
-        Raises:
-            rpc.RpcError: UNAUTHENTICATED, or PERMISSION_DENIED if the tenant is no admin.
-        """
-        self.check(method, context)
-        if not (self.open or method.startswith(OPEN_SERVICES) or caller().admin):
-            raise rpc.denied(f"tenant {caller().name!r} is no admin")
-
-    def admit(self, authorization: str | None, certificate: Iterable[str] = ()) -> Tenant:
-        """Returns the tenant with a key or, where there is none, with a certificate.
+        Every call of every transport comes through here.
 
         Args:
             authorization: "Bearer KEY", if anything was sent.
             certificate: Names in the client's verified certificate, as `Tenant` has them.
+            peer: The client's address, for the log.
+            method: What was called, for the log.
 
         Raises:
             rpc.RpcError: UNAUTHENTICATED; the message says what is missing or wrong.
@@ -121,21 +101,42 @@ class Gate:
             tenant = found.pop() if len(found) == 1 else None
             why = NOT_ONE_TENANTS_CERTIFICATE if names else KEY_MISSING
         elif authorization.lower().startswith(SCHEME):
-            # What is looked up is a hash: how long that takes says nothing of any key.
+            # The lookup is of a hash: how long it takes says nothing of any key.
             tenant = self._by_key.get(hash_key(authorization[len(SCHEME) :]))
             why = KEY_UNKNOWN
         else:
             tenant, why = None, NO_KEY
         if tenant is None:
             self._refused.inc()
+            log.info("unauthenticated", peer=peer, method=method)
             raise rpc.RpcError(grpc.StatusCode.UNAUTHENTICATED, why)
         return tenant
 
-    async def watch(self) -> None:
-        """Reads the file anew whenever it changes, until cancelled.
+    def check(self, method: str, context: Context) -> None:
+        """Authenticate a gRPC call; `caller` returns its tenant from then on.
 
-        Where the new one is wrong, what was there stays.
+        Raises:
+            rpc.RpcError: UNAUTHENTICATED if the caller is no tenant.
         """
+        if self.open or method.startswith(OPEN_SERVICES):
+            return
+        authorization = _authorization(context)
+        names = _certificate(context) if authorization is None else ()
+        peer = context.peer()
+        _caller.set(self.authenticate(authorization, names, peer=peer, method=method))
+
+    def check_admin(self, method: str, context: Context) -> None:
+        """Authenticate a call of AdminService, as `check` does.
+
+        Raises:
+            rpc.RpcError: UNAUTHENTICATED, or PERMISSION_DENIED if the tenant is no admin.
+        """
+        self.check(method, context)
+        if not (self.open or method.startswith(OPEN_SERVICES) or caller().admin):
+            raise rpc.denied(f"tenant {caller().name!r} is no admin")
+
+    async def watch(self) -> None:
+        """Reload the file whenever it changes, until cancelled; keep the old one if it is wrong."""
         while self._path is not None:
             await asyncio.sleep(POLL_SECONDS)
             self._look(self._path)
@@ -159,7 +160,7 @@ class Gate:
 
 
 def check_model(tenant: Tenant, model: str) -> None:
-    """Raises PERMISSION_DENIED if a tenant may not use a model, whether or not it exists."""
+    """Raise PERMISSION_DENIED if a tenant may not use a model, whether or not it exists."""
     if not tenant.may_use(model) and (model or not tenant.models):
         usable = ", ".join(sorted(tenant.models or ())) or "none"
         raise rpc.denied(
@@ -169,7 +170,7 @@ def check_model(tenant: Tenant, model: str) -> None:
 
 
 def check_priority(tenant: Tenant, priority: int) -> None:
-    """Raises PERMISSION_DENIED if a tenant may not ask for a priority."""
+    """Raise PERMISSION_DENIED if a tenant may not ask for a priority."""
     if tenant.max_priority is not None and priority > tenant.max_priority:
         raise rpc.denied(
             f"tenant {tenant.name!r} may ask for a priority of {tenant.max_priority} at most; "
@@ -179,14 +180,14 @@ def check_priority(tenant: Tenant, priority: int) -> None:
 
 
 def _authorization(context: Context) -> str | None:
-    """What the call's metadata says; several are as good as a wrong one."""
+    """Return the call's authorization; several make a wrong one."""
     metadata = context.invocation_metadata() or ()
     values = [str(value) for name, value in metadata if name == "authorization"]
     return " ".join(values) if values else None
 
 
 def _certificate(context: Context) -> list[str]:
-    """The names in the client's certificate, which gRPC has verified."""
+    """Return the names in the client's certificate, which gRPC has verified."""
     return [
         f"{kind}:{value.decode(errors='replace')}"
         for name, kind in CERTIFICATE_NAMES.items()

@@ -162,7 +162,7 @@ async def test_a_request_that_loses_its_engine(collector, model):
     assert (lost.status.code, kept.status.code) == (2, 0)
     (call,) = collector.named("Generate")
     assert [event.name for event in call.events] == ["engine lost"]
-    assert attributes(call)["octavo.moves"] == 1
+    assert attributes(call)["octavo.migrations"] == 1
 
 
 async def busy_one(engines):

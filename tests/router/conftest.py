@@ -282,8 +282,8 @@ class RouterFixture:
         """Everything that a request holds; all zero when there is none."""
         engines = self.router.pool.up()
         return {
-            "calls": self.router.service.in_flight,
-            "requests": len(self.router.service._requests),
+            "calls": self.router.generator.in_flight,
+            "requests": len(self.router.generator._requests),
             "queued": len(self.router.admission),
             "sequences": sum(engine.sequences for engine in engines),
             "receivers": sum(len(engine.session) for engine in engines),

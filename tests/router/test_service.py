@@ -416,7 +416,7 @@ async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode):
         await s.until(lambda: engine.submits)
         name = engine.submits[0].request_id
         engine.send(started=[engine_pb2.Started(request_id=name)])
-        (request,) = s.router.service._requests
+        (request,) = s.router.generator._requests
         (output,) = request.outputs
         most = sent = 0
         while (name, None) not in engine.aborts:

@@ -3,11 +3,21 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry
+
 from octavo.common import rpc
-from octavo.router.admission import Admission, QueueLimits, Ticket
-from octavo.router.admission.claims import Claim, Claims
+from octavo.router.admission import Admission, Claim, QueueLimits
+from octavo.router.admission.claims import Claims
 from octavo.router.balancing import LeastLoaded
-from octavo.v1 import engine_pb2
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.metrics import RouterMetrics
+from octavo.router.requests.pacing import Pacer
+from octavo.router.requests.request import Request
+from octavo.router.requests.state import RequestState
+from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.tenant import ANONYMOUS, Tenant
+from octavo.router.text.detokenizer import Pieces
+from octavo.v1 import engine_pb2, generation_pb2
 
 BLOCK = 16
 PLENTY = QueueLimits(requests=100, tokens=1 << 20, seconds=600.0)
@@ -34,7 +44,7 @@ class Replica:
         pass
 
 
-class Gate(Admission[Replica]):
+class ManualAdmission(Admission[Replica]):
     """Admission to some replicas, by a clock that the test moves; none is up while `down`."""
 
     def __init__(self, *replicas: Replica, limits: QueueLimits = PLENTY, outage: float = 600.0):
@@ -50,16 +60,69 @@ class Gate(Admission[Replica]):
             raise rpc.unavailable("none is up")
         return [r for r in self.replicas if model in {"m", str(r.max_num_seqs)}]
 
-    def fill(self, replica: Replica, sequences: int | None = None) -> list:
+    def fill(self, replica: Replica, sequences: int | None = None) -> list[Claim]:
         """Gives a replica all the sequences that it takes, or so many."""
         most = replica.max_num_seqs + max(1, replica.max_num_seqs // 8)
         count = most - replica.sequences if sequences is None else sequences
-        queue = self._queues["m"]
-        return [self._grant(queue, Claim(ticket(), queue.lengths), replica) for _ in range(count)]
+        return [self.grant(request(), replica) for _ in range(count)]
+
+    def grant(self, state: RequestState, replica: Replica) -> Claim:
+        claim = self._claim(state)
+        self._grant(self._queues["m"], claim, replica)
+        return claim
 
 
-def ticket(arrival: float = 0.0, *, priority: int = 0, sequences: int = 1, model="m", **fields):
-    return Ticket(model, sequences, priority, arrival, **fields)
+METRICS = RouterMetrics(CollectorRegistry(), in_flight=lambda: 0, queued=lambda: 0)
+ACCOUNTS = Accounts(METRICS)
+PIECES = Pieces(lambda token_ids: "", [], frozenset(), byte_fallback=False)
+
+
+class ScriptedState(RequestState):
+    """A request whose progress the test sets."""
+
+    output_tokens = 0
+    lengths = ()
+    first_time = None
+    last_time = 0.0
+
+
+def request(
+    arrival: float = 0.0,
+    *,
+    priority: int = 0,
+    sequences: int = 1,
+    model: str = "m",
+    prompt_tokens: int = 1,
+    min_tokens: int = 0,
+    max_tokens: int = 1,
+    deadline: float | None = None,
+    migrated: bool = False,
+    tenant: Tenant = ANONYMOUS,
+) -> ScriptedState:
+    message = generation_pb2.GenerateRequest(
+        priority=priority, sampling={"n": sequences}, stop={"min_tokens": min_tokens}
+    )
+    asked = Request(
+        request_id="",
+        model=model,
+        tenant=tenant,
+        message=message,
+        prompt=Prompt([0] * prompt_tokens),
+        max_tokens=max_tokens,
+        arrival=arrival,
+        deadline=deadline,
+    )
+    with ACCOUNTS.of(tenant).request() as usage:
+        state = ScriptedState(
+            asked,
+            PIECES,
+            usage=usage,
+            metrics=METRICS.of(model),
+            pacer=Pacer(),
+            max_unread_tokens=1,
+        )
+    state.migrations = int(migrated)
+    return state
 
 
 async def settle() -> None:

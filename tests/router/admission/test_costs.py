@@ -15,25 +15,15 @@ from octavo.router.admission.rates import (
     Margin,
     Pace,
 )
-from octavo.router.admission.ticket import NoProgress, Ticket
 from octavo.v1 import engine_pb2
-
-BLOCK = 16
+from tests.router.admission.fixture import BLOCK, request
 
 
 def claim(prompt=BLOCK, output=BLOCK, *, sequences=1, lengths=None, **fields) -> Claim:
-    ticket = Ticket(
-        "m",
-        sequences,
-        0,
-        0.0,
-        prompt_tokens=prompt,
-        min_tokens=output,
-        max_tokens=output,
-        progress=NoProgress(),
-        **fields,
+    state = request(
+        sequences=sequences, prompt_tokens=prompt, min_tokens=output, max_tokens=output, **fields
     )
-    return Claim(ticket, lengths or OutputLengths())
+    return Claim(state, lengths or OutputLengths())
 
 
 # Output lengths.
@@ -90,7 +80,7 @@ def test_outputs_share_the_prompts_full_blocks():
     one = claim(prompt=40, sequences=1)
     four = claim(prompt=40, sequences=4)
     assert (one.blocks(BLOCK), four.blocks(BLOCK)) == (3, 6)
-    four.ticket.progress.output_tokens = 4 * 9  # 8 + 9 tokens outside of the shared blocks
+    four.state.output_tokens = 4 * 9  # 8 + 9 tokens outside of the shared blocks
     assert four.blocks(BLOCK) == 2 + 4 * 2
 
 
@@ -110,7 +100,7 @@ def test_what_the_report_does_not_know_yet_counts():
     given_before = claim(prompt=3 * BLOCK, output=2 * BLOCK)
     claims.add(given_before, 0)
     assert not claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
-    given_before.ticket.progress.output_tokens = 1
+    given_before.state.output_tokens = 1
     load = engine_pb2.Load(free_blocks=8)  # this report has its prompt
     assert claims.fits(claim(prompt=2 * BLOCK, output=2 * BLOCK), 0, load)
     load = engine_pb2.Load(free_blocks=8, waiting=4)  # of another router
@@ -123,9 +113,9 @@ def test_those_that_end_before_make_room():
     claims = Claims(BLOCK)
     ending = claim(prompt=BLOCK, output=2 * BLOCK)
     claims.add(ending, 0)
-    ending.ticket.progress.output_tokens = 2 * BLOCK - 1
+    ending.state.output_tokens = 2 * BLOCK - 1
     assert claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
-    ending.ticket.progress.output_tokens = 1
+    ending.state.output_tokens = 1
     load = engine_pb2.Load(free_blocks=3)
     assert not claims.fits(claim(prompt=BLOCK, output=4 * BLOCK), 0, load)
 
@@ -145,7 +135,7 @@ def test_the_peak_is_that_of_playing_it_through(running):
         c = claim(prompt, output, sequences=sequences)
         claims.add(c, 0)
         drawn = max(1, int(done * output))
-        c.ticket.progress.output_tokens = drawn * sequences
+        c.state.output_tokens = drawn * sequences
         held.append([c.blocks(1), sequences])
         left.append(output - drawn)
     newcomer = claim(5, 20)
@@ -218,13 +208,13 @@ def test_pace_is_learned_from_whole_requests():
     def end(first, last, tokens, **fields):
         c = claim(output=tokens, **fields)
         c.since = now[0]
-        progress = c.ticket.progress
-        progress.lengths = [tokens, tokens // 2]
-        progress.first_time, progress.last_time = now[0] + first, now[0] + last
+        state = c.state
+        state.lengths = [tokens, tokens // 2]
+        state.first_time, state.last_time = now[0] + first, now[0] + last
         pace.add(c)
 
     end(9.0, 9.0, 50)  # a search's, which comes whole
-    end(9.0, 10.0, 50, moved=True)
+    end(9.0, 10.0, 50, migrated=True)
     for _ in range(10):
         assert pace.seconds(11) is None or _ >= 8
         end(0.5, 1.5, 11)

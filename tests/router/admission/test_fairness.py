@@ -1,4 +1,3 @@
-from asyncio import Future
 from dataclasses import dataclass
 
 import pytest
@@ -6,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.common.priority import PRIORITY_SECONDS
-from octavo.router.admission.claims import OUTPUT_WEIGHT, PROMPT_WEIGHT, Claim
+from octavo.router.admission.claims import OUTPUT_WEIGHT, Claim
 from octavo.router.admission.fairness import ACTIVE_SECONDS, TenantCounters
 from octavo.router.admission.output_lengths import OutputLengths
-from octavo.router.admission.queue import FairQueue, Waiter
-from octavo.router.admission.ticket import NoProgress, Ticket
+from octavo.router.admission.queue import FairQueue
 from octavo.router.tenants.tenant import Tenant
+from tests.router.admission.fixture import request
 
 MOST = 40
 """Tokens of the longest prompts and outputs here."""
@@ -25,41 +24,28 @@ class Line:
     counters: TenantCounters
     number: int = 0
 
-    def ask(self, tenant: Tenant, prompt=10, output=10, *, priority=0, arrival=0.0) -> Waiter:
-        ticket = Ticket(
-            "m",
-            1,
-            priority,
+    def ask(self, tenant: Tenant, prompt=10, output=10, *, priority=0, arrival=0.0) -> Claim:
+        state = request(
             arrival,
+            priority=priority,
             prompt_tokens=prompt,
             min_tokens=output,
             max_tokens=output,
             tenant=tenant,
-            progress=NoProgress(),
         )
         self.number += 1
-        claim = Claim(ticket, OutputLengths())
-        waiter = Waiter(ticket.virtual_arrival, self.number, claim, Future(loop=LOOP))
-        self.queue.push(waiter)
-        return waiter
+        claim = Claim(state, OutputLengths(), self.number)
+        self.queue.push(claim)
+        return claim
 
-    def serve(self, now: float = 0.0, drawn: int | None = None) -> Waiter:
+    def serve(self, now: float = 0.0, drawn: int | None = None) -> Claim:
         """Serves the next one; it ends with all of its tokens, or with as many as said."""
-        waiter = self.queue.first(now)
-        self.queue.remove(waiter)
-        self.counters.admit(waiter.claim)
-        ticket = waiter.claim.ticket
-        ticket.progress.output_tokens = ticket.max_tokens if drawn is None else drawn
-        self.counters.settle(waiter.claim)
-        return waiter
-
-
-class _Loop:
-    def get_debug(self):
-        return False
-
-
-LOOP = _Loop()
+        claim = self.queue.first(now)
+        self.queue.remove(claim)
+        self.counters.admit(claim)
+        claim.state.output_tokens = claim.request.max_tokens if drawn is None else drawn
+        self.counters.settle(claim)
+        return claim
 
 
 @pytest.fixture
@@ -72,8 +58,8 @@ def make_line() -> Line:
     return Line(FairQueue(counters), counters)
 
 
-def tenants_of(waiters) -> str:
-    return "".join(waiter.tenant for waiter in waiters)
+def tenants_of(claims) -> str:
+    return "".join(claim.tenant for claim in claims)
 
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
@@ -173,13 +159,13 @@ def test_the_demand_looked_at_is_the_least_serveds():
 def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
     line.ask(A, prompt=10, output=40)
     line.serve(drawn=5)
-    assert line.counters["a"] == 10 * PROMPT_WEIGHT + 5 * OUTPUT_WEIGHT
-    waiter = line.ask(A, prompt=10, output=1)
-    line.queue.remove(waiter)
-    line.counters.admit(waiter.claim)
+    assert line.counters["a"] == 10 + 5 * OUTPUT_WEIGHT
+    claim = line.ask(A, prompt=10, output=1)
+    line.queue.remove(claim)
+    line.counters.admit(claim)
     before = line.counters["a"]
-    waiter.claim.ticket.progress.output_tokens = 31
-    line.counters.correct(waiter.claim)
+    claim.state.output_tokens = 31
+    line.counters.correct(claim)
     assert line.counters["a"] == before + 30 * OUTPUT_WEIGHT
 
 
@@ -203,7 +189,7 @@ def test_each_tenants_own_go_by_priority_and_age(line):
     early = line.ask(A, arrival=1.0)
     urgent = line.ask(A, arrival=3.0, priority=1)
     line.ask(B, arrival=0.0)
-    own = [waiter for waiter in (line.serve(now=30.0) for _ in range(4)) if waiter.tenant == "a"]
+    own = [claim for claim in (line.serve(now=30.0) for _ in range(4)) if claim.tenant == "a"]
     assert own == [urgent, early, late]
 
 
@@ -214,7 +200,7 @@ def test_what_is_ahead(line):
     line.queue.remove(newcomer)
     assert line.queue.ahead(newcomer) == 0, "it is the other's turn at once"
     line.ask(B, prompt=50, output=50)
-    newcomer.number = line.number + 1
+    newcomer.order = (0.0, line.number + 1)
     assert line.queue.ahead(newcomer) == pytest.approx(200), "its own, and as much of the other's"
 
 
@@ -233,12 +219,12 @@ def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
     for tenant, requests in zip(pair, sizes, strict=True):
         for prompt, output in requests:
             line.ask(tenant, prompt, output)
-    bound = MOST * (PROMPT_WEIGHT + OUTPUT_WEIGHT) / min(weights)
+    bound = MOST * (1 + OUTPUT_WEIGHT) / min(weights)
     for other in others:
         if other:
             line.ask(C)
         line.serve()
-        if all(name in tenants_of(line.queue.all()) for name in "ab"):
+        if all(name in tenants_of(line.queue) for name in "ab"):
             assert abs(line.counters["a"] - line.counters["b"]) <= bound
 
 

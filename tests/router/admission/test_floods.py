@@ -8,9 +8,8 @@ from statistics import quantiles
 import pytest
 
 from octavo.router.admission import QueueLimits
-from octavo.router.admission.ticket import NoProgress
 from octavo.router.tenants.tenant import Tenant
-from tests.router.admission.fixture import BLOCK, Gate, Replica, settle, ticket
+from tests.router.admission.fixture import BLOCK, ManualAdmission, Replica, request, settle
 
 PLACES = 32
 STEP = 0.025
@@ -22,49 +21,48 @@ CAPACITY = PLACES / STEP / OUTPUT
 class Play:
     """An engine of so many places whose every sequence has a token each step."""
 
-    gate: Gate = field(default_factory=lambda: Gate(Replica(PLACES)))
+    admission: ManualAdmission = field(default_factory=lambda: ManualAdmission(Replica(PLACES)))
     running: list = field(default_factory=list)  # in the order of coming, as the engine has them
     waits: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     tasks: set[asyncio.Task] = field(default_factory=set)
 
     def ask(self, tenant: Tenant, prompt: int = BLOCK, output: int = OUTPUT) -> None:
-        t = ticket(
-            self.gate.now,
+        state = request(
+            self.admission.now,
             prompt_tokens=prompt,
             min_tokens=output,
             max_tokens=output,
             tenant=tenant,
-            progress=NoProgress(),
         )
-        task = asyncio.create_task(self._serve(t))
+        task = asyncio.create_task(self._serve(state))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _serve(self, t) -> None:
-        grant = await self.gate.admit(t)
-        self.running.append(grant)
+    async def _serve(self, state) -> None:
+        self.running.append(await self.admission.admit(state))
 
     async def step(self) -> None:
-        self.gate.now += STEP
+        self.admission.now += STEP
         await settle()
         ended = []
-        for grant in self.running[:PLACES]:
-            t = grant.claim.ticket
-            if not t.progress.output_tokens:
-                self.waits.setdefault(t.tenant.name, []).append(self.gate.now - t.arrival)
-                t.progress.first_time = self.gate.now
-            t.progress.output_tokens += 1
-            t.progress.last_time = self.gate.now
-            name = t.tenant.name
-            prompt = t.prompt_tokens if t.progress.output_tokens == 1 else 0
+        for claim in self.running[:PLACES]:
+            state, asked = claim.state, claim.request
+            name = claim.tenant
+            prompt = 0
+            if not state.output_tokens:
+                self.waits.setdefault(name, []).append(self.admission.now - asked.arrival)
+                state.first_time = self.admission.now
+                prompt = len(asked.prompt)
+            state.output_tokens += 1
+            state.last_time = self.admission.now
             self.tokens[name] = self.tokens.get(name, 0) + prompt + 2
-            if t.progress.output_tokens == t.max_tokens:
-                t.progress.lengths = [t.max_tokens]
-                ended.append(grant)
-        for grant in ended:
-            self.running.remove(grant)
-            self.gate.release(grant)
+            if state.output_tokens == asked.max_tokens:
+                state.lengths = [asked.max_tokens]
+                ended.append(claim)
+        for claim in ended:
+            self.running.remove(claim)
+            self.admission.release(claim)
         await settle()
 
     async def close(self) -> None:
@@ -81,15 +79,15 @@ async def flooded(times: float, seconds: float = 60.0) -> list[float]:
     """
     draw = random.Random(1)
     rates = {Tenant("modest"): CAPACITY / 4, Tenant("flood"): times * CAPACITY / 4}
-    play = Play(Gate(Replica(PLACES), limits=QueueLimits(10**6, 10**9, 10**6)))
+    play = Play(ManualAdmission(Replica(PLACES), limits=QueueLimits(10**6, 10**9, 10**6)))
     due = {tenant: draw.expovariate(rate) for tenant, rate in rates.items()}
-    while play.gate.now < seconds:
+    while play.admission.now < seconds:
         for tenant, rate in rates.items():
-            while due[tenant] < play.gate.now:
+            while due[tenant] < play.admission.now:
                 due[tenant] += draw.expovariate(rate)
                 play.ask(tenant)
         await play.step()
-        if play.gate.now < 5.0:
+        if play.admission.now < 5.0:
             play.waits.clear()
     await play.close()
     return play.waits["modest"]
@@ -101,13 +99,13 @@ async def contended(weights, seconds: float = 40.0):
     sizes = dict(zip(weights, [(16, 40), (64, 24)], strict=True))
 
     def keep_busy():
-        waiting = play.gate._queues["m"].waiters.all()
+        waiting = play.admission._queues["m"].waiters
         for tenant in weights:
-            mine = sum(waiter.tenant == tenant.name for waiter in waiting)
+            mine = sum(claim.tenant == tenant.name for claim in waiting)
             for _ in range(48 - mine):
                 play.ask(tenant, *sizes[tenant])
 
-    while play.gate.now < seconds:
+    while play.admission.now < seconds:
         keep_busy()
         await play.step()
     await play.close()

@@ -114,10 +114,10 @@ async def test_every_other_status(frontend, scripted, hello, monkeypatch):
     async with frontend(scripted("a")) as (app, client):
         for code, kind in STATUSES:
 
-            async def fail(*_, code=code):
+            async def fail(*_, code=code, **__):
                 raise rpc.RpcError(code, f"it is {code.name}")
 
-            monkeypatch.setattr(app.router.service, "_generate", fail)
+            monkeypatch.setattr(app.router.generator, "_prepare", fail)
             with pytest.raises(kind, match=code.name):
                 await client.chat.completions.create(**hello)
 

@@ -10,6 +10,7 @@ from octavo.common import rpc
 from octavo.common.ports import free_port
 from octavo.router.server import Router
 from octavo.router.settings import RouterSettings
+from octavo.router.tenants.tenant import ANONYMOUS
 
 
 async def test_models(frontend, scripted):
@@ -76,17 +77,17 @@ async def test_a_port_that_is_taken(scripted):
 async def test_headers_become_metadata(frontend, scripted, hello, monkeypatch):
     seen = []
 
-    async def note(call, message, usage, context):
-        seen.append(dict(context.invocation_metadata()))
+    async def note(message, write, *, tenant, timeout, metadata):
+        seen.append((tenant, dict(metadata)))
         raise rpc.unavailable("noted")
 
     sent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "k=v", "cookie": "c=d"}
-    async with frontend(scripted("a"), key="mine") as (app, client):
-        monkeypatch.setattr(app.router.service, "_generate", note)
+    async with frontend(scripted("a")) as (app, client):
+        monkeypatch.setattr(app.router.generator, "generate", note)
         with pytest.raises(openai.InternalServerError, match="noted"):
             await client.chat.completions.create(**hello, extra_headers=sent)
-    (metadata,) = seen
-    assert metadata["authorization"] == "Bearer mine"
+    ((tenant, metadata),) = seen
+    assert tenant is ANONYMOUS
     assert (metadata["traceparent"], metadata["tracestate"]) == (sent["traceparent"], "k=v")
     assert "cookie" not in metadata
 

@@ -176,7 +176,7 @@ async def test_shutdown_reaches_what_waits_to_move(scripted, serve):
         await s.until(lambda: engine.submits)
         await engine.kill()
         await s.until(lambda: len(s.router.admission) == 1)
-        s.router.service.fail_all("the router shut down")
+        s.router.generator.fail_all("the router shut down")
         error = await asyncio.wait_for(task, 30)
         await s.clean()
     assert (error.code(), error.details()) == (

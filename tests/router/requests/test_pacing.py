@@ -23,7 +23,7 @@ async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode
     engine = scripted(interval=None)
     async with serve(engine) as s:
         await s.up()
-        s.router.service._pacer.streams = others
+        s.router.generator._pacer.streams = others
         call = s.stub.Generate(generation_pb2.GenerateRequest(text="p"))
         await s.until(lambda: engine.submits)
         name = engine.submits[0].request_id

@@ -220,21 +220,21 @@ async def test_a_client_that_names_no_max_tokens_is_not_held_to_the_whole_contex
     assert all(responses[-1].HasField("finished") for responses in done)
 
 
-async def test_engines_and_the_router_s_own_tickets_know_the_tenant(shop, scripted):
+async def test_engines_and_admission_know_the_tenant(shop, scripted):
     engine = scripted()
     tables = table("alice", weight=3.0), table("bob"), table("carol", share_prefixes='"x"')
     tables = (*tables, table("dave", share_prefixes='"x"'))
     async with shop(*tables, engines=[engine]) as s:
         seen = []
         admit = s.router.admission.admit
-        s.router.admission.admit = lambda ticket: seen.append(ticket) or admit(ticket)
+        s.router.admission.admit = lambda state: seen.append(state.request) or admit(state)
         for who in ("alice", "bob", "carol", "dave"):
             await read(s.stub.Generate(ask(cache_salt="s"), metadata=bearer(who)))
     assert [(t.tenant.name, t.tenant.weight) for t in seen[:2]] == [("alice", 3.0), ("bob", 1.0)]
     salts = [submit.cache_salt for submit in engine.submits]
     assert len(set(salts)) == 3
     assert salts[2] == salts[3]
-    keys = {tuple(ticket.prompt.keys(2)) for ticket in seen}  # what balancing goes by
+    keys = {tuple(request.prompt.keys(2)) for request in seen}  # what balancing goes by
     assert len(keys) == 3
 
 
@@ -253,33 +253,33 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(shop, file
 
         ok = grpc.StatusCode.OK
         assert await codes() == [ok, UNAUTHENTICATED]
-        gate = s.router.gate
+        authenticator = s.router.authenticator
         file.write_text(table("bob"))
-        await s.until(lambda: any(t.name == "bob" for t in gate._by_key.values()))
+        await s.until(lambda: any(t.name == "bob" for t in authenticator._by_key.values()))
         assert await codes() == [UNAUTHENTICATED, ok]
         for broken in ("[bob", "a = " + "[" * 50_000, "a = " + "1" * 5_001, ""):
-            before = gate._seen
+            before = authenticator._seen
             file.write_text(broken) if broken else file.unlink()
-            await s.until(lambda before=before: gate._seen != before)
+            await s.until(lambda before=before: authenticator._seen != before)
             assert await codes() == [UNAUTHENTICATED, ok]
         fresh = file.with_suffix(".new")
         fresh.write_text(table("alice", models=[]))
         fresh.replace(file)
-        await s.until(lambda: any(t.name == "alice" for t in gate._by_key.values()))
+        await s.until(lambda: any(t.name == "alice" for t in authenticator._by_key.values()))
         assert await codes() == [DENIED, UNAUTHENTICATED]
 
 
 def test_a_file_that_is_being_written_is_left_alone(file):
     file.write_text(table("alice"))
-    gate = octavo.router.tenants.auth.Gate(file, CollectorRegistry())
+    authenticator = octavo.router.tenants.auth.Authenticator(file, CollectorRegistry())
     file.write_text("")  # an editor may begin so
-    gate._look(file)
-    assert gate.admit("Bearer alice-key").name == "alice"
+    authenticator._look(file)
+    assert authenticator.authenticate("Bearer alice-key").name == "alice"
     file.write_text(table("alice") + table("bob"))
-    gate._look(file)
-    gate._look(file)
-    assert gate.admit("Bearer alice-key").name == "alice"
-    assert gate.admit("Bearer bob-key").name == "bob"
+    authenticator._look(file)
+    authenticator._look(file)
+    assert authenticator.authenticate("Bearer alice-key").name == "alice"
+    assert authenticator.authenticate("Bearer bob-key").name == "bob"
 
 
 async def test_only_admins_change_engines(shop):

@@ -1,0 +1,390 @@
+"""Serve requests, whatever transport they came by; gRPC and HTTP clients both end up here."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+
+import grpc
+import structlog
+from prometheus_client import CollectorRegistry
+from structlog.contextvars import bound_contextvars
+
+from octavo.common import rpc
+from octavo.common.limits import check_token_ids
+from octavo.common.tracing import Tracing
+from octavo.router.admission import Admission
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.engines.link import Engine
+from octavo.router.engines.pool import EnginePool
+from octavo.router.metrics import RouterMetrics
+from octavo.router.requests import validation
+from octavo.router.requests.errors import EngineFaultError, EngineLostError
+from octavo.router.requests.pacing import Pacer, WriteLimit
+from octavo.router.requests.request import Request
+from octavo.router.requests.state import RequestState
+from octavo.router.settings import RouterSettings
+from octavo.router.tenants.auth import check_model, check_priority
+from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.tenant import Tenant
+from octavo.router.text.tokenization import Tokenizers
+from octavo.router.tracing import RequestSpan
+from octavo.v1 import generation_pb2
+
+log = structlog.get_logger(__name__)
+
+Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
+"""Sends one response to the client; returns when the client can take the next."""
+
+
+class Generator:
+    """Serves the requests of authenticated tenants with the engines of a pool.
+
+    Args:
+        settings: Limits and timeouts.
+        pool: The engines.
+        admission: Decides which request goes to which engine, and when.
+        tokenizers: Run the pool's tokenizers.
+        registry: Where metrics are registered.
+        tracing: Makes requests' spans.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        pool: EnginePool,
+        admission: Admission[Engine],
+        tokenizers: Tokenizers,
+        registry: CollectorRegistry,
+        *,
+        tracing: Tracing,
+    ) -> None:
+        self._settings = settings
+        self._pool = pool
+        self._admission = admission
+        self._tokenizers = tokenizers
+        self._tracing = tracing
+        self._calls = 0
+        self._requests: set[RequestState] = set()
+        self._draining = False
+        self._pacer = Pacer()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics = RouterMetrics(
+            registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
+        )
+        self._accounts = Accounts(self.metrics)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of `generate` calls in progress."""
+        return self._calls
+
+    async def generate(
+        self,
+        message: generation_pb2.GenerateRequest,
+        write: Write,
+        *,
+        tenant: Tenant,
+        timeout: float | None = None,
+        metadata: Iterable[tuple[str, str | bytes]] = (),
+    ) -> None:
+        """Validate and tokenize a request, admit it, stream its outputs, migrate it if need be.
+
+        Cancelling it cancels the request on its engine.
+
+        Args:
+            message: What the client asks for.
+            write: Sends a response to the client.
+            tenant: The authenticated caller.
+            timeout: Seconds until the client gives up; None for never.
+            metadata: The call's; it may name a trace.
+
+        Raises:
+            rpc.RpcError: The request was refused or failed.
+        """
+        arrival = time.monotonic()
+        deadline = None if timeout is None else arrival + timeout
+        account = self._accounts.of(tenant)
+        span = RequestSpan(self._tracing, metadata, arrival)
+        request_id, model = uuid.uuid4().hex, ""
+        state: RequestState | None = None
+        outcome, reason = grpc.StatusCode.INTERNAL, None
+        self._calls += 1
+        self._idle.clear()
+        try:
+            self._refuse_when_draining()
+            validation.check_request_id(message.request_id)
+            request_id = message.request_id or request_id
+            with bound_contextvars(request_id=request_id), account.request() as usage:
+                model = self._resolve(message.model, tenant)
+                check_priority(tenant, message.priority)
+                async with _until(deadline):
+                    request = await self._prepare(
+                        message,
+                        tenant,
+                        request_id=request_id,
+                        model=model,
+                        arrival=arrival,
+                        deadline=deadline,
+                    )
+                    state = RequestState(
+                        request,
+                        self._pool.tokenizer(model).pieces,
+                        usage=usage,
+                        metrics=self.metrics.of(model),
+                        pacer=self._pacer,
+                        max_unread_tokens=self._settings.max_unread_tokens,
+                    )
+                    usage.reserve(self._tokens_to_reserve(state))
+                    span.describe(request)
+                    await self._serve(state, write, span)
+            outcome = grpc.StatusCode.OK
+        except rpc.RpcError as error:
+            outcome, reason = error.code, error.message
+            raise
+        except asyncio.CancelledError:
+            late = deadline is not None and time.monotonic() >= deadline
+            outcome = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED
+            raise
+        except Exception as error:
+            log.exception("request failed", request_id=request_id)
+            raise rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED) from error
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+            duration = time.monotonic() - arrival
+            span.end(state, outcome, reason)
+            account.ended(outcome)
+            self.metrics.requests.labels(model, outcome.name).inc()
+            if model:
+                self.metrics.of(model).duration.observe(duration)
+            log.info(
+                "request done",
+                request_id=request_id,
+                tenant=tenant.name,
+                model=model,
+                outcome=outcome.name,
+                message=reason,
+                duration=_rounded(duration),
+                **_progress(state),
+            )
+
+    async def tokenize(
+        self, message: generation_pb2.TokenizeRequest, tenant: Tenant
+    ) -> generation_pb2.TokenizeResponse:
+        """Return the tokens of a text or a chat.
+
+        Raises:
+            rpc.RpcError: The call was refused.
+        """
+        model = self._count_call(message.model, tenant)
+        limits = self._pool.limits(model)
+        validation.check_chat(message, limits)
+        token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), message, tenant)
+        return generation_pb2.TokenizeResponse(
+            token_ids=token_ids, max_model_len=limits.max_model_len
+        )
+
+    async def detokenize(
+        self, message: generation_pb2.DetokenizeRequest, tenant: Tenant
+    ) -> generation_pb2.DetokenizeResponse:
+        """Return the text of tokens.
+
+        Raises:
+            rpc.RpcError: The call was refused.
+        """
+        model = self._count_call(message.model, tenant)
+        check_token_ids("token_ids", message.token_ids, self._pool.limits(model).vocab_size)
+        text = await self._tokenizers.decode(
+            self._pool.tokenizer(model),
+            list(message.token_ids),
+            tenant,
+            keep_special_tokens=message.keep_special_tokens,
+        )
+        return generation_pb2.DetokenizeResponse(text=text)
+
+    def list_models(self, tenant: Tenant) -> generation_pb2.ListModelsResponse:
+        """Return the models that are served now and that the tenant may use."""
+        served = sorted(filter(tenant.may_use, {e.info.model for e in self._pool.up()}))
+        return generation_pb2.ListModelsResponse(
+            models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
+        )
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new calls and wait for those in progress; fail the rest after `timeout` seconds.
+
+        They fail with UNAVAILABLE.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("drain timed out", requests=self._calls, seconds=timeout)
+            self.fail_all("the router shut down before the request was complete; retry it")
+
+    def fail_all(self, message: str) -> None:
+        """Fail all requests in progress with UNAVAILABLE, and refuse new calls."""
+        self._draining = True
+        self._admission.refuse_all(rpc.unavailable(message))
+        for state in self._requests:
+            state.fail(rpc.unavailable(message))
+
+    def _refuse_when_draining(self) -> None:
+        if self._draining:
+            raise rpc.unavailable("the router is shutting down; retry with another")
+
+    def _count_call(self, model: str, tenant: Tenant) -> str:
+        """Count a call that generates nothing against the tenant's limits; return its model."""
+        self._refuse_when_draining()
+        self._accounts.of(tenant).call()
+        return self._resolve(model, tenant)
+
+    def _resolve(self, name: str, tenant: Tenant) -> str:
+        """Return the full name of the model that a tenant means by `name`."""
+        check_model(tenant, name)
+        return self._pool.resolve(name, among=tenant.models)
+
+    async def _prepare(
+        self,
+        message: generation_pb2.GenerateRequest,
+        tenant: Tenant,
+        *,
+        request_id: str,
+        model: str,
+        arrival: float,
+        deadline: float | None,
+    ) -> Request:
+        """Validate and tokenize."""
+        limits = self._pool.limits(model)
+        validation.check_request(message, limits)
+        if message.WhichOneof("prompt") == "tokens":
+            token_ids = list(message.tokens.token_ids)
+        else:
+            token_ids = await self._tokenizers.encode(
+                self._pool.tokenizer(model), message, tenant, limits.max_model_len - 1
+            )
+        seeded = message.sampling.HasField("seed")
+        return Request(
+            request_id=request_id,
+            model=model,
+            tenant=tenant,
+            message=message,
+            prompt=Prompt(token_ids, tenant.salt(message.cache_salt)),
+            max_tokens=validation.output_length(message, len(token_ids), limits),
+            arrival=arrival,
+            deadline=deadline,
+            seed=message.sampling.seed if seeded else secrets.randbits(64),
+        )
+
+    def _tokens_to_reserve(self, state: RequestState) -> int:
+        """Return how many of its tenant's tokens a request reserves.
+
+        Without max_tokens that is what outputs are expected to have: what the context leaves
+        would be more than a minute's quota.
+        """
+        request = state.request
+        if request.message.stop.HasField("max_tokens"):
+            return len(request.prompt) + request.num_outputs * request.max_tokens
+        return self._admission.expected_tokens(state)
+
+    async def _serve(self, state: RequestState, write: Write, span: RequestSpan) -> None:
+        """Wait for an engine and stream what it draws; again if the engine is lost meanwhile."""
+        request = state.request
+        self._requests.add(state)
+        try:
+            while not state.done:
+                with span.queue():
+                    claim = await self._admission.admit(state)
+                if state.queue_time is None:
+                    state.queue_time = time.monotonic() - request.arrival
+                    self.metrics.of(request.model).queue_time.observe(state.queue_time)
+                engine = claim.engine
+                try:
+                    with span.attempt(engine.address) as trace_context:
+                        await self._stream(state, engine, write, trace_context)
+                except EngineLostError as error:
+                    if not self._may_migrate(state, engine, error):
+                        raise
+                    state.migrations += 1
+                    self.metrics.migrations.labels(request.model).inc()
+                    log.warning("request migrates", engine=engine.address, reason=error.message)
+                finally:
+                    self._admission.release(claim)
+        finally:
+            self._requests.discard(state)
+
+    def _may_migrate(self, state: RequestState, engine: Engine, error: EngineLostError) -> bool:
+        """Return whether a request may go on at another engine; after a failed step, only once."""
+        if state.migrations == self._settings.max_moves:
+            return False
+        if isinstance(error, EngineFaultError):
+            if state.failed_on is not None or not self._pool.has_other(engine):
+                return False
+            state.failed_on = engine
+        return True
+
+    async def _stream(
+        self, state: RequestState, engine: Engine, write: Write, trace_context: dict[str, str]
+    ) -> None:
+        """Attempt a request at an engine: write what arrives until all of it is written."""
+        submit = state.begin_attempt(engine.address, trace_context)
+        session_id = engine.session.submit(state, submit)
+        self._pacer.streams += 1
+        try:
+            async with WriteLimit(self._settings.write_timeout) as limit:
+                while not state.done:
+                    await state.wait()
+                    for response in state.take():
+                        limit.begin()
+                        await write(response)
+                        limit.end()
+        except TimeoutError:
+            raise rpc.RpcError(
+                grpc.StatusCode.CANCELLED,
+                f"the client did not read its stream for {self._settings.write_timeout:g} s",
+            ) from None
+        finally:
+            self._pacer.streams -= 1
+            state.end_attempt()
+            engine.session.end(session_id)
+
+
+@asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Limit a block to a deadline by the monotonic clock.
+
+    Raises:
+        rpc.RpcError: DEADLINE_EXCEEDED.
+    """
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+            yield
+    except TimeoutError:
+        raise rpc.RpcError(
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "the request was not complete when its time was over",
+        ) from None
+
+
+def _progress(state: RequestState | None) -> dict[str, str | float | None]:
+    """Return what the log says of a request's progress; nothing of one that was refused."""
+    if state is None:
+        return {}
+    return {
+        "engine": state.engine,
+        "prompt_tokens": len(state.request.prompt),
+        "cached_tokens": state.cached_tokens,
+        "output_tokens": state.output_tokens,
+        "queued": _rounded(state.queue_time),
+        "ttft": _rounded(state.ttft),
+        "migrations": state.migrations,
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)

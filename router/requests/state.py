@@ -1,0 +1,268 @@
+"""A request in progress."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Mapping
+
+import grpc
+
+from octavo.common import rpc
+from octavo.router.metrics import ModelMetrics
+from octavo.router.requests.errors import EngineLostError
+from octavo.router.requests.output import STOP_STRING, Output
+from octavo.router.requests.pacing import Pacer
+from octavo.router.requests.request import Request
+from octavo.router.tenants.quota import Usage
+from octavo.router.text.detokenizer import Pieces
+from octavo.v1 import engine_pb2, generation_pb2
+
+
+class RequestState:
+    """A request's outputs so far, its attempts at engines, and what the client is to be sent.
+
+    It holds every token drawn, so that the request can migrate: `begin_attempt` may be called
+    again after `take` has raised `EngineLostError`. The session calls `started`, `append` and
+    `fail`; these must not block.
+
+    Args:
+        request: What was asked.
+        pieces: The model's vocabulary.
+        usage: Counts the tenant's tokens.
+        metrics: The model's metrics.
+        pacer: Spaces the messages of all streams.
+        max_unread_tokens: Maximum tokens per output that wait for a client to read.
+
+    Attributes:
+        request: What was asked.
+        outputs: One for each output, in order of index.
+        cached_tokens: Prompt tokens that the first engine found in its cache.
+        engine: Address of the newest engine; empty before the first.
+        queue_time: Seconds from arrival to the first engine; None until then.
+        migrations: How often the request went on at another engine.
+        failed_on: The engine on which a step failed, or None.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        pieces: Pieces,
+        *,
+        usage: Usage,
+        metrics: ModelMetrics,
+        pacer: Pacer,
+        max_unread_tokens: int,
+    ) -> None:
+        message = request.message
+        self.request = request
+        self.outputs = [
+            Output(i, pieces, message.stop, message.output) for i in range(request.num_outputs)
+        ]
+        self.cached_tokens = 0
+        self.engine = ""
+        self.queue_time: float | None = None
+        self.migrations = 0
+        self.failed_on: object | None = None
+        self._usage = usage
+        self._metrics = metrics
+        self._pacer = pacer
+        # What is sent whole waits for its end, however fast the client reads.
+        self._max_unread = math.inf if request.whole else max_unread_tokens
+        self._changed = asyncio.Event()
+        self._next_message = 0.0  # when tokens may be sent again
+        self._timer: asyncio.TimerHandle | None = None  # sets the event then
+        self._unfinished = len(self.outputs)
+        self._error: rpc.RpcError | None = None
+        self._accepted = generation_pb2.Accepted(
+            request_id=request.request_id, model=request.model, prompt_tokens=len(request.prompt)
+        )
+        self._prompt_counted = False
+        self._may_accept = False  # Accepted is complete
+        self._accepted_sent = False
+
+    @property
+    def sequences(self) -> int:
+        """Number of outputs that have not ended."""
+        return sum(not output.ended for output in self.outputs)
+
+    @property
+    def done(self) -> bool:
+        """Whether `take` has yielded everything."""
+        return not self._unfinished
+
+    @property
+    def ended_by_engine(self) -> bool:
+        """Whether the engine has ended every output itself, so that nothing runs there."""
+        return all(output.ended and output.reason != STOP_STRING for output in self.outputs)
+
+    @property
+    def first_time(self) -> float | None:
+        """When the first token arrived, if one did."""
+        times = [output.first_time for output in self.outputs if output.token_ids]
+        return min(times, default=None)
+
+    @property
+    def last_time(self) -> float:
+        """When the newest token arrived."""
+        return max(output.last_time for output in self.outputs)
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token, if one came."""
+        first = self.first_time
+        return None if first is None else first - self.request.arrival
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens drawn for all outputs."""
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each output once all are complete; empty until then."""
+        return [len(output.token_ids) for output in self.outputs] if self.done else []
+
+    def begin_attempt(self, engine: str, trace_context: Mapping[str, str]) -> engine_pb2.Submit:
+        """Return what to send to an engine: the request and the tokens drawn for it so far.
+
+        Args:
+            engine: The engine's address.
+            trace_context: The trace that the engine's spans belong to.
+        """
+        self.engine = engine
+        if isinstance(self._error, EngineLostError):
+            self._error = None
+        submit = self.request.submit()
+        submit.trace_context.update(trace_context)
+        if self._may_accept:  # they are known, if asked for
+            submit.output.ClearField("prompt_logprobs")
+        submit.resume.extend(
+            engine_pb2.Resume(
+                index=output.index,
+                token_ids=() if output.ended else output.token_ids,
+                finished=output.ended,
+            )
+            for output in self.outputs
+            if output.token_ids
+        )
+        if self.request.deadline is not None:
+            seconds = max(self.request.deadline - time.monotonic(), 0.0)
+            submit.timeout.FromNanoseconds(int(seconds * 1e9))
+        return submit
+
+    def end_attempt(self) -> None:
+        """Stop waiting for the engine."""
+        self._stop_timer()
+
+    def started(self, cached_tokens: int) -> None:
+        """Note that an engine has begun to compute the prompt."""
+        if self._prompt_counted:
+            return  # by an engine before this one
+        self._prompt_counted = True
+        prompt_tokens = len(self.request.prompt)
+        self.cached_tokens = self._accepted.cached_tokens = cached_tokens
+        self._usage.prompt(prompt_tokens)
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+        self._metrics.cached_tokens.inc(cached_tokens)
+        if not self.request.message.output.HasField("prompt_logprobs"):
+            self._accept()
+
+    def append(self, tokens: engine_pb2.SequenceOutput) -> bool:
+        """Add new tokens of one output.
+
+        Returns:
+            Whether the engine is to stop the output: a stop string ended it.
+
+        Raises:
+            rpc.RpcError: CANCELLED if the client does not read.
+        """
+        output = self.outputs[tokens.index]
+        if output.ended:
+            return False  # drawn before the engine heard of the end
+        if output.unread >= self._max_unread:
+            message = f"the client did not read its stream for {self._max_unread} tokens"
+            raise rpc.RpcError(grpc.StatusCode.CANCELLED, message)
+        if tokens.index == 0 and not self._may_accept:
+            self._accepted.prompt_logprobs.extend(tokens.prompt_logprobs)
+            self._accept()
+        if tokens.HasField("score"):
+            output.score = tokens.score
+        now = time.monotonic()
+        first = not output.token_ids
+        self._count(output, len(tokens.token_ids), now)
+        output.push(tokens.token_ids, tokens.logprobs, tokens.finish_reason)
+        if output.ended:
+            self._observe_tpot(output)
+            self._changed.set()
+        elif self.request.message.output.final_only:
+            pass
+        elif first or now >= self._next_message:
+            self._changed.set()
+        elif self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._next_message - now, self._changed.set)
+        return output.reason == STOP_STRING and not tokens.finish_reason
+
+    def fail(self, error: rpc.RpcError) -> None:
+        """End the attempt, or for any error but `EngineLostError` the request."""
+        if self._error is None or isinstance(self._error, EngineLostError):
+            self._error = error
+        self._changed.set()
+
+    async def wait(self) -> None:
+        """Wait until there is something to take."""
+        await self._changed.wait()
+
+    def take(self) -> Iterator[generation_pb2.GenerateResponse]:
+        """Yield what is to be sent now, at most one Delta per output.
+
+        Raises:
+            rpc.RpcError: The error that ended the attempt, after what came before it;
+                `EngineLostError` if the request can migrate.
+        """
+        self._changed.clear()
+        self._stop_timer()
+        self._next_message = time.monotonic() + self._pacer.interval
+        error = self._error
+        if self._may_accept and not self._accepted_sent:
+            self._accepted_sent = True
+            yield generation_pb2.GenerateResponse(accepted=self._accepted)
+        for output in self.outputs if self._may_accept else ():
+            if output.finished:
+                continue
+            ended = output.ended
+            if self.request.message.output.final_only and not ended:
+                continue
+            if (delta := output.take()) is not None:
+                yield generation_pb2.GenerateResponse(delta=delta)
+            if ended:
+                finished = output.finish(len(self.request.prompt), self.cached_tokens)
+                self._unfinished -= 1
+                yield generation_pb2.GenerateResponse(finished=finished)
+        if error is not None and not self.done:
+            raise error
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _accept(self) -> None:
+        self._may_accept = True
+        self._changed.set()
+
+    def _count(self, output: Output, tokens: int, now: float) -> None:
+        if not output.token_ids:
+            if self.ttft is None:
+                self._metrics.ttft.observe(now - self.request.arrival)
+            output.first_time = now
+        elif tokens:
+            self._metrics.itl.observe((now - output.last_time) / tokens)
+        output.last_time = now
+        self._metrics.output_tokens.inc(tokens)
+        self._usage.output(tokens)
+
+    def _observe_tpot(self, output: Output) -> None:
+        if len(output.token_ids) > 1:
+            seconds = output.last_time - output.first_time
+            self._metrics.tpot.observe(seconds / (len(output.token_ids) - 1))
