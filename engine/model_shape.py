@@ -1,4 +1,4 @@
-"""What the rest of the engine must know of a model."""
+"""The dimensions of a model."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The figures of a model that memory and validation go by."""
+    """A model's dimensions, for memory and validation."""
 
     num_layers: int
     num_heads: int
@@ -18,6 +18,6 @@ class ModelShape:
     eos_token_ids: tuple[int, ...]
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes that a block of `block_size` tokens takes, all layers, K and V."""
+        """Return the bytes of a block of `block_size` tokens: all layers, K and V."""
         per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim
         return per_token * block_size * dtype.itemsize

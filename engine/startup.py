@@ -32,7 +32,7 @@ from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
-from octavo.kernels.ops import cpu_warning
+from octavo.kernels.ops import device_warning
 
 log = structlog.get_logger(__name__)
 
@@ -154,8 +154,8 @@ def build(settings: EngineSettings) -> Parts:
 
 def _warnings(device: torch.device) -> tuple[str, ...]:
     """Return what clients should see of what slows the engine down."""
-    slow = cpu_warning() if device.type == "cpu" else None
-    return () if slow is None else (slow,)
+    warning = device_warning(device)
+    return () if warning is None else (warning,)
 
 
 def _limit_threads() -> None:

@@ -1,9 +1,8 @@
-"""The compiled step on CPU: made once in the background, kept on disk, loaded at once.
+"""The compiled step on a CPU: compiled once in the background, cached on disk.
 
-The model is exported whole and compiled ahead of time to a shared library
-(AOTInductor), with its weights packed for this machine's matrix products. So a
-service never compiles while it serves: there is nothing to trace, guard or
-recompile, and a warm start reads a library instead of a model.
+AOTInductor compiles the whole model ahead of time to a shared library, with weights packed for this
+machine. So nothing is traced, guarded or recompiled while requests run, and a warm start reads a
+library instead of a model.
 """
 
 from octavo.engine.compilation.artifact import Artifact, CompiledStep, Recipe, locate

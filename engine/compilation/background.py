@@ -1,4 +1,4 @@
-"""Compiles in the background while the service answers."""
+"""Compiles in the background while the engine serves requests."""
 
 import json
 import os
@@ -13,26 +13,26 @@ import structlog
 import torch
 
 from octavo.common.background import start_thread
-from octavo.engine.compilation import cache_cleanup as upkeep
+from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.artifact import Artifact, CompiledStep
 from octavo.engine.models.checks.self_check import SelfCheckError
 
 log = structlog.get_logger(__name__)
 
 NICENESS = 10
-"""Of the compiler: who starts or answers meanwhile goes first."""
-SHOWN = 2000
-"""Characters of the compiler's last words that go to the log."""
+"""The compiler's niceness: starting and serving engines have priority."""
+LOGGED_CHARACTERS = 2000
+"""Characters of the compiler's error output that are logged, from its end."""
 
 
 class Compiler:
     """A process that compiles an artifact, and a thread that waits for it.
 
     Args:
-        artifact: what to make.
+        artifact: The artifact to make.
 
     Attributes:
-        step: the compiled step, once there is one; read from any thread.
+        step: The compiled step, once it is ready; may be read from any thread.
     """
 
     def __init__(self, artifact: Artifact) -> None:
@@ -44,9 +44,9 @@ class Compiler:
                 "octavo.engine.compilation.export",
                 *(json.dumps(asdict(artifact.recipe)), artifact.name),
             ],
-            # What it makes is for as many threads as compute here.
+            # It compiles for the number of threads of this process.
             env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdin=subprocess.PIPE,  # held open while this process lives; see leash
+            stdin=subprocess.PIPE,  # open while this process lives; see leash.py
             start_new_session=True,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -58,16 +58,16 @@ class Compiler:
         self._thread = start_thread(self._wait, "compile")
 
     def join(self) -> None:
-        """Waits until it is done, well or badly."""
+        """Wait until the compiler has succeeded or failed."""
         self._thread.join()
 
     def _wait(self) -> None:
         began = time.monotonic()
         assert self._process.stderr is not None
-        words = self._process.stderr.read()
+        stderr = self._process.stderr.read()
         code = self._process.wait()
         if code:
-            _warn(f"the compiler ended with code {code}: {words[-SHOWN:]}")
+            _warn(f"the compiler exited with code {code}: {stderr[-LOGGED_CHARACTERS:]}")
             return
         try:
             self.step = CompiledStep(self._artifact)
@@ -75,8 +75,8 @@ class Compiler:
             _warn(str(error))
             return
         log.info("model compiled", seconds=round(time.monotonic() - began, 1))
-        upkeep.prune()  # now that there is one more
+        cache_cleanup.prune()
 
 
 def _warn(why: str) -> None:
-    log.warning("the model stays uncompiled, and slower", error=why)
+    log.warning("the model stays uncompiled, which is slower", error=why)

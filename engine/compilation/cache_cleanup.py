@@ -1,7 +1,6 @@
-"""Which compiled steps, and which builds of the kernels, stay in the cache.
+"""Removes old compiled steps and old builds of the kernels from the cache.
 
-Each version of a model, of a library or of this code makes some of its own. A step is hundreds of
-megabytes.
+Each version of a model, of a library or of this code adds some. A step has hundreds of megabytes.
 """
 
 import fcntl
@@ -22,43 +21,43 @@ from octavo.kernels.cpu.build import LIBRARY
 log = structlog.get_logger(__name__)
 
 FOLDER = "compiled"
-"""In the cache."""
+"""Folder of compiled steps in the cache."""
 USE = "use.json"
-"""In a compiled step's directory: what it is of, when it was loaded last (the file's time) and who
-has it loaded now (the locks on it)."""
+"""File in a compiled step's directory: its contents are the recipe, its time is the last load, and
+processes that have the step loaded hold a lock on it."""
 DAY = 86_400.0
-UNUSED = 30 * DAY
-"""How long one is kept that is not loaded any more."""
+MAX_IDLE = 30 * DAY
+"""Steps that were not loaded for this long are removed."""
 VERSIONS = 2
-"""How many are kept of one recipe: one to use, one to go back to."""
+"""Steps to keep per recipe: the current one and the one before."""
 GRACE = DAY
-"""What was loaded since is kept in any case: several versions may take turns."""
+"""Steps loaded within this time are kept, as several versions may take turns."""
 
 
 def hold(directory: Path, made_of: Mapping[str, Any]) -> IO[bytes] | None:
-    """Notes that a compiled step is loaded now, and keeps it.
+    """Record that a compiled step is loaded now, and lock it against removal.
 
     Args:
-        directory: where it is.
-        made_of: its recipe, by which `prune` knows those that took its place.
+        directory: The step's directory.
+        made_of: Its recipe, by which `prune` finds newer versions.
 
     Returns:
-        What keeps it until it is closed, as the process' end does too. None where nothing can be
-        written, and so nothing be removed.
+        A file that holds the lock until it is closed; None if the cache cannot be written, so that
+        nothing can be removed either.
     """
     with suppress(OSError):
         file = os.fdopen(os.open(directory / USE, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         fcntl.flock(file, fcntl.LOCK_SH)
-        # All who hold it write the same, in one call.
+        # All holders write the same contents, in one call.
         os.pwrite(file.fileno(), json.dumps(made_of, sort_keys=True).encode(), 0)
         return file
     return None
 
 
 def prune() -> None:
-    """Removes compiled steps and kernels that are not needed any more, and what compilers left.
+    """Remove compiled steps and kernels that are not needed any more, and unfinished ones.
 
-    What is loaded or being made, by whatever process, stays.
+    Those that some process has loaded or is making stay.
     """
     model_cache.remove_unfinished(FOLDER)
     for directory in _old(_steps()):
@@ -68,13 +67,13 @@ def prune() -> None:
 
 
 def _old(found: Iterable[tuple[float, str, Path]]) -> Iterator[Path]:
-    """Yields what goes of what is there: when each was loaded last, of what and where it is."""
+    """Yield the paths to remove, of (last load, recipe, path)."""
     newer: Counter[str] = Counter()
     for used, made_of, path in sorted(found, reverse=True):
         newer[made_of] += 1
         idle = time.time() - used
         kept = made_of == "" or newer[made_of] <= VERSIONS
-        if idle > UNUSED or (idle > GRACE and not kept):
+        if idle > MAX_IDLE or (idle > GRACE and not kept):
             yield path
 
 
@@ -87,7 +86,7 @@ def _steps() -> Iterator[tuple[float, str, Path]]:
 
 
 def _made_of(directory: Path) -> str:
-    """What `hold` was told; empty if nothing."""
+    """Return the recipe that `hold` wrote; empty if there is none."""
     with suppress(OSError):
         return (directory / USE).read_text()
     return ""
@@ -100,16 +99,16 @@ def _libraries() -> Iterator[tuple[float, str, Path]]:
 
 
 def _remove_step(directory: Path) -> None:
-    """Removes one, unless somebody has it loaded."""
-    with suppress(OSError), (directory / USE).open("ab") as file:  # or else it is held, or gone
+    """Remove it unless a process has it loaded."""
+    with suppress(OSError), (directory / USE).open("ab") as file:  # fails if it is locked or gone
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if model_cache.remove(f"{FOLDER}/{directory.name}"):
-            log.info("an old compiled step was removed", path=str(directory))
+            log.info("old compiled step removed", path=str(directory))
 
 
 def _remove_library(library: Path) -> None:
-    """Removes one, unless somebody has it loaded."""
-    with suppress(OSError), library.open("rb") as file:  # likewise
+    """Remove it unless a process has it loaded."""
+    with suppress(OSError), library.open("rb") as file:  # fails if it is locked or gone
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         library.unlink()
-        log.info("old kernels were removed", path=str(library))
+        log.info("old kernels removed", path=str(library))

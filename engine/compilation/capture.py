@@ -5,34 +5,32 @@ from torch.export import Dim, ExportedProgram
 
 from octavo.engine.models.step import EagerStep
 
-MOST_TOKENS = 1 << 20
-"""An upper bound that the compiler wants for the number of tokens; no step comes near."""
+MAX_TOKENS = 1 << 20
+"""The compiler needs a bound of the number of tokens; no step comes near it."""
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
-"""By these the compiler decides what is worth several threads: a busy step's."""
+"""The sizes of a busy step, by which the compiler decides where to use threads."""
 
 
 def example(
     device: torch.device, tokens: int = EXAMPLE_TOKENS, rows: int = EXAMPLE_ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of a step; of a busy one, if it is not said how many."""
+    """Return inputs for a step; by default for a busy one."""
     token_ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
     return token_ids, token_ids.clone(), torch.arange(rows, device=device)
 
 
-@torch.no_grad()  # with gradients on, what models do without them would be graphs of their own
+@torch.no_grad()  # else the no_grad parts of models become graphs of their own
 def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
-    """Captures a step.
-
-    Sizes of 1 are left out, for the compiler would make constants of them.
+    """Capture a step for any number of tokens and rows from 2; the compiler makes 1 a constant.
 
     Args:
-        step: of a model.
-        device: where it is.
+        step: The step.
+        device: Where it is.
 
     Raises:
-        Exception: whatever torch raises of a model that does not only compute with tensors.
+        Exception: What torch raises for a model that it cannot capture.
     """
-    tokens, rows = (Dim(name, min=2, max=MOST_TOKENS) for name in ("tokens", "rows"))
+    tokens, rows = (Dim(name, min=2, max=MAX_TOKENS) for name in ("tokens", "rows"))
     captured = torch.export.export(
         step,
         example(device),

@@ -1,8 +1,8 @@
-"""A compiled model's library, by its own C interface.
+"""A compiled model's library, called through its C interface.
 
-PyTorch's runner for Python holds the interpreter's lock while the model runs: no other
-thread could take requests or send tokens meanwhile, and what a step had drawn would wait
-for the next one to end. ctypes lets the lock go.
+PyTorch's own runner holds the interpreter's lock while the model runs: no other thread could
+receive requests or send tokens, and a step's tokens would wait for the end of the next step. ctypes
+releases the lock.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from octavo.engine.attention.operator import PagedStep
 from octavo.kernels import cpu
 from octavo.kernels.cpu.native import CompiledInputs, CompiledModel, KnownLayers
 
-_aoti = torch._C._aoti  # noqa: SLF001 - has no other name
+_aoti = torch._C._aoti  # noqa: SLF001 - has no public name
 _python = ctypes.pythonapi
 _python.PyCapsule_New.argtypes = (c_void_p, c_char_p, c_void_p)
 _python.PyCapsule_New.restype = ctypes.py_object
 
 
 class _Entry(Structure):
-    """A constant; mirrors AOTInductorConstantMapEntry."""
+    """A constant; the same as AOTInductorConstantMapEntry."""
 
     _fields_ = (("name", c_char_p), ("tensor", c_void_p))
 
@@ -33,45 +33,45 @@ class Container:
     """A library that AOTInductor compiled for CPU, loaded with its weights.
 
     Args:
-        path: the library.
+        path: The library.
 
     Raises:
-        OSError: it cannot be loaded.
-        RuntimeError: its weights cannot.
+        OSError: The library cannot be loaded.
+        RuntimeError: Its weights cannot be loaded.
     """
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         run = ctypes.cast(self._library.AOTInductorModelContainerRun, c_void_p)
         self._model = CompiledModel(run, c_void_p())
-        self._layers: KnownLayers | None = None  # the latest
+        self._layers: KnownLayers | None = None  # of the latest call
         create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
         _check(create(byref(self._model.container), 1, b"cpu", None), f"{path} cannot be loaded")
 
     def __call__(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> Tensor:
-        """Runs the model, without the interpreter's lock.
+        """Run the model, without the interpreter's lock.
 
         Args:
             token_ids: `[1, num_tokens]` int64, contiguous.
-            positions: as `token_ids`.
+            positions: `[1, num_tokens]` int64, contiguous.
             logit_rows: `[num_rows]` int64, contiguous.
-            within: the step that it attends within.
+            within: The batch and the KV cache.
 
         Returns:
-            Tensor: `[num_rows, vocab_size]`.
+            `[num_rows, vocab_size]`.
 
         Raises:
-            RuntimeError: it failed; what it says of that is on the process's stderr.
+            RuntimeError: The model failed; its message is on the process's stderr.
         """
         inputs = self._inputs(token_ids, positions, logit_rows, within)
-        return _own(cpu.run_step(self._model, inputs))[0]
+        return _take_tensors(cpu.run_step(self._model, inputs))[0]
 
     def most_likely(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> list[int]:
-        """As a call, but returns the first of each row's most likely tokens."""
+        """Run the model; return each row's most likely token, the first on a tie."""
         return cpu.run_greedy_step(
             self._model, self._inputs(token_ids, positions, logit_rows, within)
         )
@@ -85,7 +85,7 @@ class Container:
         return CompiledInputs(layers, within.metadata, token_ids, positions, logit_rows)
 
     def constants(self) -> list[Tensor]:
-        """The weights, where they lie; none where PyTorch is too old to tell."""
+        """Return the weights in place; none if PyTorch is too old."""
         try:
             extract = self._function(
                 "ExtractConstantsMapEntries",
@@ -96,18 +96,18 @@ class Container:
         entries, count = POINTER(_Entry)(), c_size_t()
         _check(
             extract(self._model.container, byref(entries), byref(count), False),
-            "the compiled model does not tell its weights",
+            "the compiled model does not list its weights",
         )
         handles: list[c_void_p] = []
         for entry in entries[: count.value]:
-            # A handle of our own, for this one stays the container's.
+            # Make a new handle, as the container keeps this one.
             own = c_void_p()
             _check(
                 self._library.aoti_torch_new_tensor_handle(c_void_p(entry.tensor), byref(own)),
                 "a weight cannot be read",
             )
             handles.append(own)
-        return _own(*handles)
+        return _take_tensors(*handles)
 
     def _function(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - ctypes'
         function = getattr(self._library, f"AOTInductorModelContainer{name}")
@@ -115,10 +115,10 @@ class Container:
         return function
 
 
-def _own(*handles: c_void_p) -> list[Tensor]:
-    """The tensors of handles that are ours, which are given up."""
+def _take_tensors(*handles: c_void_p) -> list[Tensor]:
+    """Return the tensors of handles, and take ownership of them."""
     capsules = [_python.PyCapsule_New(handle, None, None) for handle in handles]
-    # That for a single one leaks it.
+    # The function for a single tensor leaks it.
     tensors: list[Tensor] = _aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
     return tensors
 

@@ -1,9 +1,9 @@
-"""Products of rows with the experts that they are routed to, as a compiled step can call them.
+"""Products of rows with the experts that they are routed to, for a compiled step.
 
-For weights that are not bfloat16, transformers' experts call an operator of its own, in Python,
-when they are captured: a compiled library could not. PyTorch's kernel takes these types as well;
-only its shape function, made for GPUs, refuses them. So the operator here is that kernel by
-another name, which gives the compiler the name of the same C function.
+For weights that are not bfloat16, transformers' experts call its own operator in Python when they
+are captured, which a compiled library cannot call. PyTorch's kernel supports these types too; only
+its shape function, made for GPUs, refuses them. So the operator here is that kernel with another
+shape function. Its name gives the compiler the same C function.
 """
 
 import torch
@@ -12,32 +12,32 @@ from torch.fx import Graph
 from torch.library import Library, register_fake
 
 FALLBACK = "transformers.grouped_mm_fallback.default"
-"""The operator in Python; its arguments are the first three of the other's."""
+"""The operator in Python. Its arguments are the first three of PyTorch's."""
 
 
 def call_grouped_products(graph: Graph) -> None:
-    """Have a step call PyTorch's kernel in place of the operator in Python.
+    """Replace the operator in Python by PyTorch's kernel.
 
     Args:
-        graph: a step's, as captured; changed in place.
+        graph: A captured step's graph; changed in place.
     """
     for node in graph.nodes:
         if str(node.target) == FALLBACK:
-            node.target = torch.ops.octavo._grouped_mm.default  # noqa: SLF001
+            node.target = GROUPED_PRODUCT
             node.args, node.kwargs = (*node.args, *node.kwargs.values(), None, None), {}
 
 
 def _multiply(
     rows: Tensor, weights: Tensor, ends: Tensor, bias: Tensor | None, dtype: torch.dtype | None
 ) -> Tensor:
-    """`octavo::_grouped_mm`: multiplies each group of rows by the weights of its own.
+    """Multiply each group of rows by its own weights: `octavo::_grouped_mm`.
 
     Args:
         rows: `[rows, inputs]`, in the order of the groups.
         weights: `[groups, inputs, outputs]`.
-        ends: `[groups]` int32, where each group's rows end.
-        bias: none.
-        dtype: none.
+        ends: `[groups]` int32, the end of each group's rows.
+        bias: None.
+        dtype: None.
 
     Returns:
         `[rows, outputs]`.
@@ -55,3 +55,5 @@ register_fake(
     "octavo::_grouped_mm",
     lambda rows, weights, *_: rows.new_empty(rows.shape[0], weights.shape[2]),
 )
+GROUPED_PRODUCT = torch.ops.octavo._grouped_mm.default  # noqa: SLF001
+"""The operator here."""

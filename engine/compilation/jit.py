@@ -1,7 +1,7 @@
 """The compiled step on a GPU: compiled in this process, before the engine is ready.
 
-Inductor makes one kernel of what is between two products: a residual, a norm, a SwiGLU.
-What it compiled it keeps on disk, so that the next start is quicker.
+Inductor compiles what is between two products (a residual, a norm, a SwiGLU) to one kernel. It
+caches kernels on disk, so the next start is faster.
 """
 
 import os
@@ -22,8 +22,8 @@ OTHER_SIZES = (2, 2), (3, 2), (1000, 3)
 """Tokens and rows of a few decodes and of a long prompt's chunk."""
 
 
-class _Watched(torch.nn.Module):
-    """A step that reports each run in Python, where the compiler has not replaced it."""
+class _Reporting(torch.nn.Module):
+    """A step that reports each run in Python, which the compiled code does not do."""
 
     def __init__(self, step: torch.nn.Module, report: Callable[[int, int], None]) -> None:
         super().__init__()
@@ -40,36 +40,38 @@ class _Watched(torch.nn.Module):
 
 
 class JitStep:
-    """A model's step, compiled once for every number of tokens from two.
+    """A model's step, compiled once for any number of tokens from two.
 
-    Where it does not fit, as one token alone, the step runs uncompiled: no request ever
-    waits for the compiler. Such steps are counted, and all but those of one token logged.
+    Other steps, such as one token alone, run uncompiled: no request waits for the compiler. They
+    are counted, and those of several tokens are logged.
 
     Attributes:
-        eager_steps: how many steps ran uncompiled.
+        eager_steps: Number of steps that ran uncompiled.
 
     Args:
-        step: to compile.
-        device: where it is.
+        step: The step to compile.
+        device: Where it is.
 
     Raises:
-        Exception: whatever torch raises of a model that it cannot capture or compile, or
-            compiles for one size alone.
+        Exception: What torch raises if it cannot capture or compile the model, or compiles it for
+            one size only.
     """
 
     def __init__(self, step: EagerStep, device: torch.device) -> None:
         self.eager_steps = 0
-        self._misfits = 0
+        self._uncompiled = 0
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         captured = capture(step, device)
         fuse_rotary_embeddings(captured.graph)
         captured.graph_module.recompile()
         self._step = torch.compile(
-            _Watched(captured.module(check_guards=False), self._count), dynamic=True, fullgraph=True
+            _Reporting(captured.module(check_guards=False), self._count),
+            dynamic=True,
+            fullgraph=True,
         )
         with torch.inference_mode(), attending(DryRun()):
             self._step(*example(device))
-            # Were it of use for that one size only, all others would run uncompiled, unnoticed.
+            # If it were compiled for that size only, all others would run uncompiled.
             with torch.compiler.set_stance("fail_on_recompile"):
                 for tokens, rows in OTHER_SIZES:
                     self._step(*example(device, tokens, rows))
@@ -77,7 +79,7 @@ class JitStep:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the model within `attending`; see `octavo.engine.models.step.Step`."""
+        """Run the model within `attending`; see `octavo.engine.models.step`."""
         count = len(logit_rows)
         if count == 1:
             logit_rows = logit_rows.repeat(2)
@@ -86,18 +88,15 @@ class JitStep:
         return logits[:count]
 
     def _count(self, tokens: int, rows: int) -> None:
-        """Count a step that ran uncompiled.
-
-        Of those with several tokens, the first, tenth, hundredth and so on are logged.
-        """
+        """Count a step that ran uncompiled; log the 1st, 10th, 100th... of several tokens."""
         self.eager_steps += 1
         if tokens == 1:
             return
-        self._misfits += 1
-        if str(self._misfits).strip("0") == "1":
+        self._uncompiled += 1
+        if str(self._uncompiled).strip("0") == "1":
             log.warning(
-                "a step ran uncompiled: it does not fit what was compiled",
+                "a step ran uncompiled: its size was not compiled",
                 tokens=tokens,
                 rows=rows,
-                steps=self._misfits,
+                steps=self._uncompiled,
             )

@@ -1,4 +1,4 @@
-"""From settings to a step that can run: compiled if that has been done, else eager."""
+"""Loads a step from settings: the compiled one if there is one, else the eager one."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -15,10 +15,8 @@ from octavo.engine.compilation import (
     CompiledStep,
     Compiler,
     Recipe,
+    cache_cleanup,
     locate,
-)
-from octavo.engine.compilation import (
-    cache_cleanup as upkeep,
 )
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
@@ -26,9 +24,10 @@ from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.step import EagerStep, Step
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.integrity import UntrustedFileError, check_trusted
-from octavo.kernels.ops import cpu_warning
+from octavo.kernels.ops import device_warning
 
 COMPILER_COPIES = 4
+"""Free memory that the compiler needs, in copies of the model."""
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +37,12 @@ class LoadedStep:
     """A model ready to run.
 
     Attributes:
-        shape: the model's figures.
-        dtype: of activations.
-        cache_dtype: of the KV cache.
-        kv_scales: each layer's (key scale, value scale), where that is fp8.
-        device: where it runs.
-        compiler: at work on a faster step, where there is one to be had.
+        shape: The model's dimensions.
+        dtype: Of activations.
+        cache_dtype: Of the KV cache.
+        kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
+        device: Where it runs.
+        compiler: Compiles a faster step in the background; else None.
     """
 
     shape: ModelShape
@@ -56,34 +55,34 @@ class LoadedStep:
 
     @property
     def step(self) -> Step:
-        """The fastest step there is by now; the eager one is dropped once it is not."""
+        """The compiled step once it is ready, which drops the eager one."""
         if self.compiler is not None and self.compiler.step is not None:
             self._step, self.compiler = self.compiler.step, None
         return self._step
 
     @property
     def compiled(self) -> bool:
-        """Whether steps run compiled by now."""
+        """Whether steps run compiled now."""
         return not isinstance(self.step, EagerStep)
 
     @property
     def eager_steps(self) -> int:
-        """How many steps ran uncompiled although the model is compiled."""
-        count: int = getattr(self._step, "eager_steps", 0)  # which a `JitStep` has
+        """Number of steps that ran uncompiled although the model is compiled."""
+        count: int = getattr(self._step, "eager_steps", 0)  # of a `JitStep`
         return count
 
 
 def load_step(settings: EngineSettings, model: str) -> LoadedStep:
-    """Loads a model, or what was compiled of it.
+    """Load a model, or its compiled step.
 
     Args:
-        settings: the engine's.
-        model: a directory or a hub name.
+        settings: The engine's settings.
+        model: A directory or a hub name.
 
     Raises:
-        UnsupportedModelError: the model cannot be served so.
-        ModelError: it cannot be read, or lacks weights.
-        OSError: there is no such model.
+        UnsupportedModelError: The engine cannot serve the model, or not with these settings.
+        ModelError: The model cannot be read, or lacks weights.
+        OSError: There is no such model.
     """
     recipe = Recipe(
         model,
@@ -93,14 +92,16 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         settings.max_model_len,
     )
     on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    # What a CPU cannot do must be refused, compiled or not.
+    # Settings that a CPU does not support must be refused, compiled or not.
     compiles = settings.compile != "off" and on_cpu and settings.kv_cache_dtype == "auto"
     compiles = compiles and _trusts_cache()
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
-    from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415 - likewise below
-    from octavo.engine.models.load_model import load  # noqa: PLC0415 - a compiled step does without
+    # Imported here because transformers is slow to import, and a compiled step needs none of it.
+    from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
+    from octavo.engine.models.load_model import load  # noqa: PLC0415
+    from octavo.engine.models.quantization.base import unquantized_shares  # noqa: PLC0415
 
     check_weights(model)
     loaded = load(
@@ -113,12 +114,14 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         max_model_len=settings.max_model_len,
     )
     if settings.quantization != "none":
-        from octavo.engine.models.quantization.quantize import unquantized  # noqa: PLC0415 - likewise
-
-        _warn_unquantized(unquantized(loaded.model))
-    artifact = artifact or (locate(recipe) if compiles else None)  # its files are here by now
-    # A compiled step calls the kernels, and takes the compiler that they take.
-    compiles = artifact is not None and cpu_warning() is None and _room_to_compile(loaded.model)
+        _warn_unquantized(unquantized_shares(loaded.model))
+    artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
+    # A compiled step calls the kernels, and needs their compiler.
+    compiles = (
+        artifact is not None
+        and device_warning(loaded.device) is None
+        and _room_to_compile(loaded.model)
+    )
     compiler = Compiler(artifact) if artifact and compiles else None
     if compiler and settings.compile == "wait":
         compiler.join()
@@ -137,26 +140,26 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
 
 
 def compiled_for_gpu(step: EagerStep, device: torch.device, check: Callable[[Step], None]) -> Step:
-    """The step compiled; as it is, and a word in the log, if that cannot be done.
+    """Return the step compiled; if that fails, log a warning and return it as it is.
 
     Args:
-        step: to compile.
-        device: where it is.
-        check: raises of a step that does not compute what it should.
+        step: The step to compile.
+        device: Where it is.
+        check: The self-check; raises if a step fails it.
     """
-    from octavo.engine.compilation.jit import JitStep  # noqa: PLC0415 - a CPU does without
+    from octavo.engine.compilation.jit import JitStep  # noqa: PLC0415 - for a GPU only
 
     try:
         compiled = JitStep(step, device)
         check(compiled)
-    except Exception as error:  # noqa: BLE001 - the compiler has many ways to say so
-        log.warning("the model runs uncompiled: it cannot be compiled", error=first_line(error))
+    except Exception as error:  # noqa: BLE001 - the compiler raises many types
+        log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
         return step
     return compiled
 
 
 def _room_to_compile(model: torch.nn.Module) -> bool:
-    """Whether memory allows for it: the compiler holds the weights three times over."""
+    """Return whether there is enough free memory; if not, log a warning."""
     weights = itertools.chain(model.parameters(), model.buffers())
     size = sum(tensor.nbytes for tensor in weights)
     available = resources.memory().available
@@ -171,20 +174,20 @@ def _room_to_compile(model: torch.nn.Module) -> bool:
 
 
 def _warn_unquantized(shares: Mapping[str, float]) -> None:
-    """Warn of layers that --quantization left as they are, by their shares of the weights."""
+    """Log a warning about layers that are not quantized, with their shares of the weights."""
     if shares:
         percent = {name: round(100 * share) for name, share in shares.items()}
-        log.warning("--quantization left some layers as they are", percent_of_weights=percent)
+        log.warning("some layers are not quantized", percent_of_weights=percent)
 
 
 def _trusts_cache() -> bool:
-    """Return whether nobody else can put compiled steps into the cache; warn if not."""
+    """Return whether no other user can write compiled steps; if not, log a warning."""
     try:
-        check_trusted(model_cache.cache_dir() / upkeep.FOLDER)
+        check_trusted(model_cache.cache_dir() / cache_cleanup.FOLDER)
     except FileNotFoundError:
         return True
     except UntrustedFileError as error:
-        log.warning("the model stays uncompiled, and slower", error=str(error))
+        log.warning("the model stays uncompiled, which is slower", error=str(error))
         return False
     return True
 
@@ -194,7 +197,9 @@ def _load_compiled(artifact: Artifact) -> LoadedStep | None:
     try:
         step = CompiledStep(artifact)
     except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
-        log.warning("a compiled step cannot be loaded: it is compiled again", error=str(error))
+        log.warning(
+            "the compiled step cannot be loaded: it is removed and compiled again", error=str(error)
+        )
         model_cache.remove(artifact.name)
         return None
     manifest = step.manifest

@@ -1,4 +1,4 @@
-"""Finds patterns in a step's graph, as `capture` makes it."""
+"""Finds patterns in a captured step's graph."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ from torch import fx
 from torch.fx import Graph
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
-Node = Any  # of torch.fx; what its arguments are is not said there
+Node = Any  # a torch.fx.Node, with untyped arguments
 
 
 def matches(graph: Graph, pattern: Callable[..., Node]) -> dict[Node, list[Node]]:
-    """What a pattern's parameters match, by the node of its result.
+    """Return the nodes that a pattern's parameters match, by the node of its result.
 
     Args:
-        graph: to look in.
-        pattern: parameters match anything; what is between them and the result has no
+        graph: The graph to search.
+        pattern: Its parameters match any node; nodes between them and the result must have no
             other use.
     """
     matcher = SubgraphMatcher(fx.symbolic_trace(pattern).graph)

@@ -1,7 +1,7 @@
-"""Has attention rotate queries and keys itself, as it writes keys to the cache.
+"""Fuses the rotation of queries and keys into attention's write to the cache.
 
-By itself inductor would have every head of every layer compute the sines and cosines of
-its angles anew; so they are computed once, in float32, rounded as the model rounds them.
+Inductor alone would compute sines and cosines again for every head of every layer. Here they are
+computed once, in float32, rounded as the model rounds them.
 """
 
 import torch
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 octavo = torch.ops.octavo
 
 END = (1 << 63) - 1
-"""Where a slice without an end ends."""
+"""The end of a slice without an end."""
 
 
 def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:
@@ -26,13 +26,13 @@ def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:
 
 
 def fuse_rotary_embeddings(graph: Graph) -> None:
-    """Does that wherever a rotation looks as it does in most of transformers' decoders.
+    """Fuse rotations that are written as in most transformers decoders.
 
     Args:
-        graph: a step's, as captured; changed in place.
+        graph: A captured step's graph; changed in place.
     """
     rotations = matches(graph, _rotated)
-    angles: dict[Node, Node] = {}  # as attention takes them
+    angles: dict[Node, Node] = {}  # as arguments of attention
     for attention in graph.find_nodes(op="call_function", target=octavo.paged_attention.default):
         queries, keys = (rotations.get(_heads(tokens)) for tokens in attention.args[:2])
         if queries is None or keys is None:
@@ -62,7 +62,7 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
 
 
 def _heads(tokens: Node) -> Node | None:
-    """`[1, heads, tokens, head_dim]` of the tokens' rows that attention takes."""
+    """Return the `[1, heads, tokens, head_dim]` that attention's argument is a view of."""
     if tokens.target is not aten.transpose.int or tokens.args[1:] != (0, 1):
         return None
     selected = tokens.args[0]
@@ -72,13 +72,13 @@ def _heads(tokens: Node) -> Node | None:
 
 
 def _angle(node: Node) -> Node | None:
-    """A step's angles, `[1, tokens, head_dim]`, of those that are multiplied with heads."""
+    """Return the `[1, tokens, head_dim]` of angles that are broadcast over heads."""
     whole = node.target is aten.unsqueeze.default and node.args[1] == 1
     return node.args[0] if whole else None
 
 
 def _is_doubled(node: Node) -> bool:
-    """Whether the second half of the angles is the first one once more."""
+    """Return whether the second half of the angles equals the first half."""
     angle = _angle(node)
     while angle is not None and angle.target is not aten.cat.default:
         if angle.target not in {
@@ -92,7 +92,7 @@ def _is_doubled(node: Node) -> bool:
 
 
 def _in_float32(graph: Graph, angle: Node) -> Node:
-    """Angles as `[tokens, head_dim]` float32: as the model rounds them."""
+    """Return angles as `[tokens, head_dim]` float32, rounded as the model rounds them."""
     with graph.inserting_after(angle):
         wide = graph.call_function(aten.to.dtype, (angle, torch.float32))
     with graph.inserting_after(wide):

@@ -1,4 +1,4 @@
-"""By what an fp8 KV cache divides keys and values, so that they fit its type."""
+"""Measures the scales of an fp8 KV cache, which divide keys and values to fit its range."""
 
 import torch
 from transformers import PreTrainedModel
@@ -7,25 +7,21 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
 
 MARGIN = 2.0
-"""Keys and values may be so many times as large as on the calibration text; what is
-larger still becomes the largest number there is. A floating-point type keeps its
-precision over many such factors."""
+"""Keys and values may be this many times as large as on the calibration text; larger ones are
+clamped. A floating-point type loses no precision by this factor."""
 
 
 @torch.inference_mode()
 def measure_kv_scales(
     model: PreTrainedModel, shape: ModelShape, path: str, dtype: torch.dtype
 ) -> list[tuple[float, float]]:
-    """Runs a model on the calibration text.
+    """Return each layer's (key scale, value scale), from a run on the calibration text.
 
     Args:
-        model: as loaded.
-        shape: its figures.
-        path: where its tokenizer is.
-        dtype: of the cache.
-
-    Returns:
-        Each layer's (key scale, value scale).
+        model: The model as loaded.
+        shape: Its dimensions.
+        path: Directory or hub name of its tokenizer.
+        dtype: Of the cache.
     """
     largest = torch.finfo(dtype).max
     layers = run_alone(model, shape, calibration_tokens(path, shape))

@@ -1,4 +1,4 @@
-"""Loads a decoder from transformers, with its attention replaced by the paged one."""
+"""Loads a decoder from transformers, with its attention replaced by paged attention."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from octavo.common.models.errors import ModelError, first_line
 from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.checks.masks import LONGEST
+from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import LayerAttention, attention_of, probe
 from octavo.engine.models.checks.self_check import Reference, SelfCheck, SelfCheckError, reference
 from octavo.engine.models.kv_scales import measure_kv_scales
-from octavo.engine.models.linear.fuse_linears import join_linears
+from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
+from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep, Step
-from octavo.engine.settings import KVCacheDtype, Quantization
+from octavo.kernels import BACKENDS
 from octavo.kernels.ops import check_supported
 
 log = structlog.get_logger(__name__)
@@ -30,7 +31,7 @@ _FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class UnsupportedModelError(ModelError):
-    """The model needs something that the executor does not have."""
+    """The engine cannot serve the model, or not with these settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +39,15 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: with its attention replaced.
-        shape: its figures.
-        dtype: of its weights.
-        cache_dtype: of the KV cache.
-        kv_scales: each layer's (key scale, value scale), where that is fp8.
-        device: where it is.
-        reference: what transformers computes of some tokens.
-        check: holds another step of this model to that, and raises a `SelfCheckError`.
+        model: The model, with its attention replaced.
+        shape: Its dimensions.
+        dtype: Of its weights.
+        cache_dtype: Of the KV cache.
+        kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
+        device: Where the model is.
+        reference: The logits that transformers computes for some tokens.
+        tolerance: The quantization's tolerance in the self-check.
+        check: Compares another step of this model with the reference; raises `SelfCheckError`.
     """
 
     model: PreTrainedModel
@@ -55,28 +57,29 @@ class LoadedModel:
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
     reference: Reference
+    tolerance: float
     check: Callable[[Step], None]
 
 
 def choose_device(name: str) -> torch.device:
-    """Turns `auto`, `cuda` or `cpu` into a device.
+    """Return the device that `auto` or a backend's name stands for.
 
     Raises:
-        UnsupportedModelError: `cuda` was asked for and there is none.
+        UnsupportedModelError: This machine has no such device.
     """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedModelError("device cuda was asked for, but torch finds no CUDA device")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    available = [kind for kind in BACKENDS if torch.get_device_module(kind).is_available()]
+    if name != "auto" and name not in available:
+        raise UnsupportedModelError(
+            f"--device {name}: torch finds no such device; use {' or '.join(available)}"
+        )
+    return torch.device(available[0] if name == "auto" else name)
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Turns `auto` or a dtype's name into a dtype.
+    """Return the dtype that `auto` or a dtype's name stands for.
 
-    `auto` is the checkpoint's own type, but on a CPU float32 where it lacks
-    bfloat16 instructions, and bfloat16 in place of float16, which CPUs are
-    slow at.
+    `auto` is the checkpoint's dtype, except on a CPU: there it is bfloat16 in place of float16,
+    which CPUs are slow at, and float32 if the CPU lacks bfloat16 instructions.
     """
     if name != "auto":
         chosen = getattr(torch, name)
@@ -84,7 +87,7 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
         return chosen
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if device.type == "cpu" and own is not torch.float32:
-        # No public way to ask; a wrong guess costs speed alone.
+        # torch has no public way to ask; a wrong guess only costs speed.
         native = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         return torch.bfloat16 if native else torch.float32
     return own
@@ -96,64 +99,81 @@ def load(
     dtype: str,
     device: str,
     block_size: int,
-    quantization: Quantization = "none",
-    kv_cache_dtype: KVCacheDtype = "auto",
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Loads a hub name's or a directory's model, and checks that it computes what it should.
+    """Load a model and run the self-check.
+
+    Args:
+        path: A directory or a hub name.
+        dtype: As `EngineSettings`, like the arguments below.
+        device: Likewise.
+        block_size: Likewise.
+        quantization: Likewise.
+        kv_cache_dtype: Likewise.
+        max_model_len: Likewise.
 
     Raises:
-        SelfCheckError: it does not compute what transformers computes of it.
-        UnsupportedModelError: the model is no plain decoder, or the kernels
-            do not support its shape; the message says which.
+        SelfCheckError: The model's logits are not those of transformers' own forward pass.
+        UnsupportedModelError: The engine cannot serve the model; the message says why.
         ModelError: transformers cannot load it.
-        OSError: there is no such model.
+        OSError: There is no such model.
     """
-    where = choose_device(device)
-    with _explained(path):
+    target = choose_device(device)
+    scheme = find_scheme(quantization)
+    with _as_model_error(path):
         config = AutoConfig.from_pretrained(path)
-        kind = choose_dtype(dtype, config.get_text_config(), where)
+        kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
-    with _explained(path):
+    with _as_model_error(path):
         model = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=kind,
             attn_implementation=PAGED_ATTENTION,
-            device_map=where,
+            device_map=target,
             use_safetensors=True,  # pickled weights can run code
         )
     model.train(mode=False)
-    with _refused(path):
-        shape = _measure(model, max_model_len)
+    with _as_unsupported(path):
+        shape = _inspect(model, max_model_len)
         check_supported(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=block_size,
             dtype=kind,
-            device=where,
+            device=target,
             cache_dtype=cache_kind,
         )
         with attention_of(model, "eager"):
             expected = reference(model, shape)
-        if where.type == "cpu":
-            _prepare_linears(model, shape, path, quantization)
-        elif quantization != "none":
-            raise NotImplementedError(f"--quantization {quantization} is for CPUs only, so far")
+        if target.type == "cpu":
+            # Imported here because it loads the CPU kernels.
+            from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
+
+            replace_conv1d(model)
+            if scheme is not None:
+                check_quantizable(model, path, quantization)
+                scheme.quantize(model, shape, path)
+            pack_linears(model)
+        elif scheme is not None:
+            raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
         else:
-            join_linears(model)
+            fuse_linears(model)
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )
+        tolerance = 0.0 if scheme is None else scheme.tolerance
         check = SelfCheck(
             shape,
             kind,
-            where,
+            target,
             block_size=block_size,
-            quantization=quantization,
+            tolerance=tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
         )
@@ -164,29 +184,30 @@ def load(
         kind,
         cache_kind,
         kv_scales,
-        where,
+        target,
         expected,
+        tolerance,
         partial(check.run, expected=expected),
     )
 
 
 @contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Makes a ModelError of whatever transformers raises."""
+def _as_model_error(path: str) -> Iterator[None]:
+    """Raise what transformers raises as a ModelError."""
     try:
         yield
     except ModelError:
         raise
     except Exception as error:
         why = first_line(error)
-        if PAGED_ATTENTION in why:  # from a table of its own
-            why = "its classes take no attention implementation but transformers' own"
+        if PAGED_ATTENTION in why:  # the class has its own table of attention implementations
+            why = "its classes support only transformers' own attention implementations"
         raise ModelError(f"transformers cannot load {path}: {why}") from error
 
 
 @contextmanager
-def _refused(path: str) -> Iterator[None]:
-    """Make an UnsupportedModelError of whatever a model's code raises as it is tried."""
+def _as_unsupported(path: str) -> Iterator[None]:
+    """Raise what a model's code raises as an UnsupportedModelError."""
     try:
         yield
     except SelfCheckError as error:
@@ -197,49 +218,35 @@ def _refused(path: str) -> Iterator[None]:
         raise UnsupportedModelError(f"{path} cannot be served: {first_line(error)}") from error
     except Exception as error:
         raise UnsupportedModelError(
-            f"{path} cannot be served: its code does not run with Octavo's attention, which takes"
-            f" the place of transformers' own ({type(error).__name__}: {first_line(error)})"
+            f"{path} cannot be served: its code does not run with paged attention"
+            f" ({type(error).__name__}: {first_line(error)})"
         ) from error
 
 
-def _prepare_linears(
-    model: PreTrainedModel, shape: ModelShape, path: str, quantization: Quantization
-) -> None:
-    # Not above: these load the kernels for CPU.
-    from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
-    from octavo.engine.models.quantization.quantize import quantize  # noqa: PLC0415
-
-    replace_conv1d(model)
-    if quantization != "none":
-        check_quantizable(model, path, quantization)
-        quantize(model, shape, path, quantization)
-    pack_linears(model)
-
-
-def _measure(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
-    """Learns a model's figures, by its config and by a run of it.
+def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
+    """Return a model's dimensions, from its config and from a run of it.
 
     Raises:
-        NotImplementedError: its attention is of a kind that there is no kernel for.
+        NotImplementedError: No kernel computes its attention.
     """
     config: Any = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
     if not isinstance(context, int):
-        probe(model, LONGEST)  # which may have more to say
-        raise NotImplementedError("its config names no max_position_embeddings")
+        probe(model, MAX_POSITIONS)  # may raise a more specific error
+        raise NotImplementedError("its config has no max_position_embeddings")
     if getattr(config, "attn_temperature_tuning", None) and hasattr(config, "floor_scale"):
-        # Llama 4; within the first `floor_scale` tokens the self-check cannot see it.
-        raise NotImplementedError("it scales attention by positions that it counts by itself")
+        # Llama 4; the self-check cannot see it within the first `floor_scale` tokens.
+        raise NotImplementedError("it scales attention by positions that it counts itself")
     context = fix_rope(model, context, max_model_len)
     layers = probe(model, context)
     chunks = [layer.mask.chunk for layer in layers if layer.mask.chunk is not None]
     if chunks and min(chunks) < context:
         context = min(chunks)
-        log.warning("context cut to the chunks that the model attends in", max_model_len=context)
+        log.warning("context limited to one attention chunk", max_model_len=context)
     heads = {_heads(layer) for layer in layers}
     if len(heads) > 1 or any(layer.key_dim != layer.value_dim for layer in layers):
-        unlike = sorted({(*_heads(layer), layer.value_dim) for layer in layers})
-        raise NotImplementedError(f"its layers' heads are not all alike: {unlike}")
+        different = sorted({(*_heads(layer), layer.value_dim) for layer in layers})
+        raise NotImplementedError(f"its layers' heads differ: {different}")
     num_heads, num_kv_heads, head_dim = heads.pop()
     return ModelShape(
         num_layers=len(layers),
@@ -257,7 +264,7 @@ def _heads(layer: LayerAttention) -> tuple[int, int, int]:
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """From both configs: a chat model's turn often ends with a token that only one names."""
+    """Return the tokens of both configs: often only one names the end of a chat turn."""
     config: Any = model.config.get_text_config(decoder=True)
     own = _ids(getattr(model.generation_config, "eos_token_id", None))
     return tuple(sorted({*_ids(getattr(config, "eos_token_id", None)), *own}))

@@ -1,11 +1,10 @@
-"""Fixes rotary embeddings whose frequencies transformers would choose by the batch.
+"""Fixes rotary embeddings whose frequencies depend on the batch.
 
-Of two kinds, the frequencies depend on the longest position in a forward pass:
-LongRoPE (https://arxiv.org/abs/2402.13753) has one set up to the original
-context and one beyond, dynamic NTK scaling recomputes them beyond it. A request
-in a batch would change its neighbours' frequencies, and its own cached keys
-would not fit. So an engine has one set, chosen by the longest sequence that it
-accepts.
+In transformers, two kinds depend on the longest position in a forward pass. LongRoPE
+(https://arxiv.org/abs/2402.13753) has one set of frequencies up to the original context and one
+beyond; dynamic NTK scaling recomputes them beyond it. A request would then change the frequencies
+of others in its batch, and of its own cached keys. So an engine uses one set, chosen by the longest
+sequence that it accepts.
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 FIXED = "fixed_by_octavo"
-"""The type of a rotary embedding that is no longer updated."""
+"""The type of a rotary embedding that is not updated any more."""
 BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
@@ -23,15 +22,15 @@ def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | Non
     """Fix the frequencies of rotary embeddings that depend on the batch, if there are any.
 
     Args:
-        model: changed in place.
-        max_position: its context by its config.
-        max_model_len: the longest sequence, if the user set it.
+        model: Changed in place.
+        max_position: The context in the model's config.
+        max_model_len: The longest sequence, if the user set it.
 
     Returns:
-        int: the model's context: beyond the original one only if the user asked for more.
+        The model's context: beyond the original one only if the user asked for more.
 
     Raises:
-        NotImplementedError: the model chooses frequencies in a way of its own.
+        NotImplementedError: The model chooses its frequencies itself.
     """
     config: Any = model.config.get_text_config(decoder=True)
     kinds = [kind for kind in _parameters(config) if _is_batch_dependent(kind["rope_type"])]
@@ -53,7 +52,7 @@ def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | Non
 
 
 def _original(kind: dict[str, Any], max_position: int) -> int:
-    """Return up to where frequencies are those that the model was trained with at first."""
+    """Return the context of the model's first training, which has the first set of frequencies."""
     if "dynamic" in kind["rope_type"]:
         return max_position
     return int(kind.get("original_max_position_embeddings", max_position))
@@ -76,7 +75,7 @@ def _fix(module: nn.Module, context: int, original: int, device: torch.device) -
         return
     x = torch.zeros((1, 1, 1), device=device)
     ends = [torch.tensor([[position]], device=device) for position in (original - 1, context - 1)]
-    expected = rope(x, ends[-1])  # also has the module settle on what suits the whole context
+    expected = rope(x, ends[-1])  # also sets the frequencies for the whole context
     rope.rope_type = FIXED
     rope.original_inv_freq = rope.inv_freq
     rope(x, ends[0])
@@ -86,13 +85,13 @@ def _fix(module: nn.Module, context: int, original: int, device: torch.device) -
     short = _scale(rope, x, ends[0])
     if short is not None and short != _scale(rope, x, ends[-1]):
         raise NotImplementedError(
-            f"{type(module).__name__} scales by the longest position in a batch: set"
+            f"{type(module).__name__} scales by the longest position in a batch; set"
             f" --max-model-len to {original} or less"
         )
 
 
 def _scale(rope: Any, x: torch.Tensor, position: torch.Tensor) -> float | None:  # noqa: ANN401
-    """Return by what cosines and sines are multiplied: the root of the sum of their squares."""
+    """Return the factor of cosines and sines: the root of the sum of their squares."""
     cos, sin = rope(x, position)
     return round(float((cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2).sqrt()), 5)
 

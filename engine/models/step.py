@@ -1,8 +1,8 @@
-"""What computes a step's logits: the model as it is, or compiled.
+"""A step: the function that computes logits, from the model as it is or compiled.
 
-A step is a function of token ids `[1, num_tokens]` int64, positions `[1,
-num_tokens]` int64 and the rows `[num_rows]` int64 whose logits are wanted, at
-least one; it returns them, `[num_rows, vocab_size]`. It runs within `attending`.
+It takes token ids `[1, num_tokens]` int64, positions `[1, num_tokens]` int64 and the rows to return
+logits of, `[num_rows]` int64, at least one. It returns logits `[num_rows, vocab_size]`. It runs
+within `attending`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class EagerStep(torch.nn.Module):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Runs the model; see the module."""
+        """Run the model; see the module."""
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,

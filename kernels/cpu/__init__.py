@@ -1,6 +1,8 @@
-"""The kernels on CPU: compiled C++ where there is a compiler, else plain PyTorch."""
+"""The kernels for CPUs: C++ if there is a compiler, else plain PyTorch."""
 
 import logging
+
+import torch
 
 from octavo.kernels import scores
 from octavo.kernels.cpu import fallback, fallback_draws
@@ -13,7 +15,7 @@ SLOW = (
 
 _kernels: NativeKernels | None = None
 warning: str | None = None
-"""What makes the kernels slow, in a line, with what to do about it; None if nothing does."""
+"""See `octavo.kernels.backend.Backend`."""
 try:
     _kernels = NativeKernels()
 except OSError as error:
@@ -26,9 +28,9 @@ if _kernels is not None:
     paged_attention = _kernels.paged_attention
     copy_blocks = _kernels.copy_blocks
     swap_blocks = _kernels.swap_blocks
-    run_step = _kernels.run_step  # for compiled steps, which cannot do without
-    run_greedy_step = _kernels.run_greedy_step  # likewise
-    take_spent = _kernels.take_spent  # likewise
+    run_step = _kernels.run_step  # only for compiled steps, which need the C++ kernels
+    run_greedy_step = _kernels.run_greedy_step
+    take_spent = _kernels.take_spent
     argmax = _kernels.argmax
     draw_tokens = _kernels.draw_tokens
     score_tokens = _kernels.score_tokens
@@ -46,13 +48,26 @@ else:
     pin_threads = fallback.pin_threads
     linear = None
 
+
+def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:
+    """Raise ValueError if the kernels cannot run; see `octavo.kernels.backend`."""
+    if cache_dtype is not None:
+        raise ValueError("an fp8 KV cache needs a GPU: CPUs have no arithmetic for it")
+
+
+def plan_attention(*_: object, **__: object) -> None:
+    """Return None: the C++ kernels plan each call themselves."""
+
+
 __all__ = [
     "argmax",
+    "check_device",
     "copy_blocks",
     "draw_tokens",
     "linear",
     "paged_attention",
     "pin_threads",
+    "plan_attention",
     "rotate_and_write",
     "score_tokens",
     "swap_blocks",

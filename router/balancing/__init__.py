@@ -1,17 +1,21 @@
-"""Which engine takes a request: one policy a file, chosen by name."""
+"""Balancing policies, which choose a request's engine: one policy per file."""
 
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from octavo.router.balancing.least_loaded import LeastLoaded
 from octavo.router.balancing.policy import Policy
 from octavo.router.balancing.prefix_aware import PrefixAware
 from octavo.router.balancing.round_robin import RoundRobin
 
-PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
-
-POLICIES: dict[PolicyName, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "prefix_aware": PrefixAware,
     "least_loaded": LeastLoaded,
     "round_robin": RoundRobin,
 }
+"""Each policy by its name, a value of --balancing."""
+
+if TYPE_CHECKING:  # mypy cannot read a computed Literal
+    PolicyName = str
+else:
+    PolicyName = Literal[tuple(POLICIES)]

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused(tiny_model, given, message):
 
 
 def test_a_budget_below_the_batch_is_refused(tiny_model):
-    with pytest.raises(ValidationError, match="every running sequence decodes a token a step"):
+    with pytest.raises(ValidationError, match="every running sequence decodes a token per step"):
         settings(tiny_model, max_num_seqs=64, max_num_batched_tokens=32)
 
 

@@ -1,11 +1,12 @@
-"""The door to the kernels: what it lets in."""
+"""The operations of the kernels, their limits and their backends."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from octavo.kernels import ops
+from octavo.kernels import BACKENDS, ops
+from octavo.kernels.backend import Backend, find_backend
 
 SUPPORTED = {
     "num_heads": 9,
@@ -71,6 +72,13 @@ def test_a_gpu_that_is_too_old_is_refused(capability, cache_dtype, message, monk
         ops.check_supported(**given)
 
 
+@pytest.mark.parametrize("device_type", BACKENDS)
+def test_a_registered_backend_has_every_operation(device_type):
+    if device_type == "cuda":
+        pytest.importorskip("triton")
+    assert isinstance(find_backend(device_type), Backend)
+
+
 def test_copies_of_blocks_that_do_not_exist():
     cache = torch.zeros(4, 1, 2, 1, 8, 32)
     space = torch.zeros(2, 1, 2, 1, 8, 32)
@@ -90,7 +98,7 @@ def test_no_pairs_is_nothing_to_do():
     assert cache.all()
 
 
-def test_attention_through_the_door(harness):
+def test_operations_find_their_backend(harness):
     harness.check_attention(
         ops, harness.case(lengths=[(1, 20), (7, 7)], num_kv_heads=3, group=3, head_dim=64)
     )

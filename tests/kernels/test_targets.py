@@ -200,7 +200,11 @@ def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
     """Its OpenMP code needs a runtime that PyTorch's wheels do not bring."""
     skip_unless("clang++")
     loaded = run(
-        *(sys.executable, "-c", "import logging; from kernels import cpu; print(cpu.warning)"),
+        *(
+            sys.executable,
+            "-c",
+            "from octavo.kernels import cpu; print(cpu.warning)",
+        ),
         CXX="clang++",
         OCTAVO_CACHE_DIR=str(tmp_path),
     )
@@ -210,10 +214,10 @@ def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
 INT8 = """
 import torch
 from torch import nn
-from octavo.engine.models.quantization.quantize import Int8Linear
+from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
 torch.manual_seed(0)
 whole = torch.randint(-127, 128, (64, 576), dtype=torch.int8)
-layer = Int8Linear(nn.Linear(576, 64, False), whole, torch.full((64,), 0.01), torch.ones(576))
+layer = OneDnnInt8Linear(nn.Linear(576, 64, False), whole, torch.full((64,), 0.01), torch.ones(576))
 rows = torch.rand(8, 576) + 5
 expected = rows @ (whole * 0.01).T
 print(float((layer(rows) - expected).norm() / expected.norm()))

@@ -1,1 +1,1 @@
-"""Checks that a model must pass before it serves."""
+"""Checks of a model before it serves requests."""

@@ -1,8 +1,7 @@
-"""Recognises which keys a model's attention mask shows to a query.
+"""Recognizes the kind of a model's attention mask.
 
-transformers describes a mask as a function of (batch, head, query, key). Such a
-function can be evaluated anywhere, so a window of 4,096 tokens is found without
-a prompt of that length.
+transformers describes a mask as a function of (batch, head, query, key). It can be evaluated at any
+position, so a window of 4,096 tokens is found without a prompt of that length.
 """
 
 from collections.abc import Callable
@@ -11,27 +10,27 @@ from dataclasses import dataclass
 import torch
 from transformers.masking_utils import sdpa_mask
 
-LONGEST = 1 << 20
-"""Positions that are looked at, at most."""
-BEYOND = 8
-"""Keys after the query that are looked at: none may be visible."""
+MAX_POSITIONS = 1 << 20
+"""Maximum positions to look at."""
+KEYS_AHEAD = 8
+"""Keys after the query to look at; none may be visible."""
 STRIDE = 4_099
-"""Distance of the rows that are compared besides those at the edges."""
+"""Distance of the compared rows, besides those at the mask's edges."""
 
 MaskFunction = Callable[..., torch.Tensor]
 
 
 class UnknownMaskError(NotImplementedError):
-    """The mask is of a kind that the kernels do not have."""
+    """The kernels do not support this kind of mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which keys a query at position p sees.
+    """The keys that a query at position p sees.
 
     Attributes:
-        window: those in (p - window, p]; all up to p if None.
-        chunk: of these, those since the last multiple of `chunk`; all if None.
+        window: Only keys in (p - window, p]; None: all up to p.
+        chunk: Of these, only keys since the last multiple of `chunk`; None: all.
     """
 
     window: int | None = None
@@ -47,28 +46,26 @@ class Mask:
 FULL = Mask()
 
 
-def recognise(function: MaskFunction, *, max_position: int, use_vmap: bool = False) -> Mask:
-    """Evaluate a mask function on some of its rows and name what it does.
+def recognize(function: MaskFunction, *, max_position: int, use_vmap: bool = False) -> Mask:
+    """Evaluate a mask function on some rows and return the mask that it computes.
 
     Args:
-        function: takes (batch, head, query, key) indices, returns whether the key is visible.
-        max_position: positions that the model has; a mask is looked at up to there.
-        use_vmap: the function does not broadcast.
-
-    Returns:
-        Mask: full, a window or chunks.
+        function: Takes (batch, head, query, key) indices, returns whether the key is visible.
+        max_position: The model's context, up to which to look at the mask.
+        use_vmap: Whether the function does not broadcast.
 
     Raises:
-        UnknownMaskError: none of these, or one that depends on more than positions.
+        UnknownMaskError: The mask is neither full nor a window nor chunks, or depends on more than
+            positions.
     """
-    last = min(max_position, LONGEST) - 1
+    last = min(max_position, MAX_POSITIONS) - 1
 
     def first(query: int) -> int:
         try:
             row = sdpa_mask(
                 batch_size=1,
                 q_length=1,
-                kv_length=query + 1 + BEYOND,
+                kv_length=query + 1 + KEYS_AHEAD,
                 q_offset=query,
                 mask_function=function,
                 allow_is_causal_skip=False,
@@ -96,7 +93,7 @@ def recognise(function: MaskFunction, *, max_position: int, use_vmap: bool = Fal
 
 
 def _candidate(first: Callable[[int], int], last: int) -> Mask:
-    """Return the one mask that agrees at the first row that does not see all."""
+    """Return the only mask that agrees with the first row that does not see all keys."""
     if first(last) == 0:
         return FULL
     low, high = 0, last  # row `low` sees all, row `high` does not

@@ -1,7 +1,7 @@
-"""Runs a model once to learn what attention it does, and refuses what Octavo has no kernel for.
+"""Runs a model once to learn its attention, and refuses what Octavo has no kernel for.
 
-Configs name the same figure in many ways and leave others out; what the model
-hands to its attention function cannot be wrong.
+Configs have many names for the same dimension and lack others. The arguments of the model's
+attention function are always right.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from octavo.engine.attention.interface import PAGED_ATTENTION
-from octavo.engine.models.checks.masks import Mask, MaskFunction, UnknownMaskError, recognise
+from octavo.engine.models.checks.masks import Mask, MaskFunction, UnknownMaskError, recognize
 
 PROBE = "octavo_probe"
 TOKENS = 3
@@ -35,7 +35,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
-"""Keywords that say nothing that the mask does not, or that `octavo.attention` honours."""
+"""Keywords that repeat what the mask says, or that paged attention honours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class LayerAttention:
     """The attention of one layer.
 
     Attributes:
-        num_heads: of queries.
-        num_kv_heads: of keys and values.
-        key_dim: elements of a head of a key.
-        value_dim: of a value.
-        mask: which keys a query sees.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        key_dim: Elements per head of a key.
+        value_dim: Elements per head of a value.
+        mask: The keys that a query sees.
     """
 
     num_heads: int
@@ -59,7 +59,7 @@ class LayerAttention:
 
 @dataclass(slots=True)
 class _Probe:
-    """What a run of the model has shown so far."""
+    """What the run of the model has shown so far."""
 
     max_position: int
     masks: list[tuple[torch.Tensor, torch.Tensor, Mask | UnknownMaskError]] = field(
@@ -78,11 +78,11 @@ def probe(model: PreTrainedModel, max_position: int) -> list[LayerAttention]:
     Leaves the model with paged attention, whose windows are those of its masks.
 
     Args:
-        model: whose attention implementation can be changed.
-        max_position: positions that it has.
+        model: The model.
+        max_position: Its context.
 
     Raises:
-        NotImplementedError: a layer's attention is of a kind that there is no kernel for.
+        NotImplementedError: No kernel computes a layer's attention.
     """
     found = _Probe(max_position)
     token = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
@@ -95,13 +95,13 @@ def probe(model: PreTrainedModel, max_position: int) -> list[LayerAttention]:
     if not found.layers:
         raise NotImplementedError("it does not call transformers' attention interface")
     if sorted(found.layers) != list(range(len(found.layers))):
-        raise NotImplementedError("some of its layers do without attention")
+        raise NotImplementedError("some of its layers have no attention")
     return [found.layers[layer] for layer in range(len(found.layers))]
 
 
 @contextmanager
 def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Give a model another attention implementation, and paged attention afterwards."""
+    """Switch a model to another attention implementation, and to paged attention afterwards."""
     model.set_attn_implementation(name)
     try:
         yield
@@ -115,17 +115,17 @@ def _make_mask(
     use_vmap: bool = False,
     **arguments: Any,  # noqa: ANN401 - as `sdpa_mask` takes them
 ) -> torch.Tensor:
-    """Stand in for transformers' mask functions: make the mask and remember what it is."""
-    here = _probe.get()
+    """Replace transformers' mask functions: make the mask and record its kind."""
+    state = _probe.get()
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     tensor = sdpa_mask(mask_function=mask_function, use_vmap=use_vmap, **arguments)
     assert tensor is not None
     mask: Mask | UnknownMaskError
     try:
-        mask = recognise(mask_function, max_position=here.max_position, use_vmap=use_vmap)
-    except UnknownMaskError as error:  # which matters only if a layer takes it
+        mask = recognize(mask_function, max_position=state.max_position, use_vmap=use_vmap)
+    except UnknownMaskError as error:  # matters only if a layer takes it
         mask = error
-    here.masks.append((tensor, tensor.clone(), mask))
+    state.masks.append((tensor, tensor.clone(), mask))
     return tensor
 
 
@@ -137,25 +137,25 @@ def _record(
     attention_mask: torch.Tensor | None,
     **keywords: Any,  # noqa: ANN401 - whatever models pass
 ) -> tuple[torch.Tensor, None]:
-    """Stand in for attention: remember the call, return zeros."""
-    here = _probe.get()
+    """Replace attention: record the call, return zeros."""
+    state = _probe.get()
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
-        raise NotImplementedError(f"its {type(module).__name__} does not say of which layer it is")
-    _check_call(here, layer, (query, key, value), keywords)
-    mask = _known(here, layer, attention_mask)
+        raise NotImplementedError(f"its {type(module).__name__} has no layer_idx")
+    _check_call(state, layer, (query, key, value), keywords)
+    mask = _find_mask(state, layer, attention_mask)
     own: Any = module
     own.octavo_window = mask.window
     batch, num_heads, tokens, key_dim = query.shape
-    here.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
+    state.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
     return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
 
 
 def _check_call(
-    here: _Probe, layer: int, operands: tuple[torch.Tensor, ...], keywords: dict[str, Any]
+    state: _Probe, layer: int, operands: tuple[torch.Tensor, ...], keywords: dict[str, Any]
 ) -> None:
-    """Refuse a call that paged attention would not answer as the model means it."""
-    if layer in here.layers:
+    """Refuse a call that paged attention does not support."""
+    if layer in state.layers:
         raise NotImplementedError(f"its layer {layer} calls attention several times")
     for name, given in keywords.items():
         if given is None or given is False:
@@ -163,21 +163,23 @@ def _check_call(
         if name in NAMED_REFUSALS:
             raise NotImplementedError(NAMED_REFUSALS[name])
         if name not in HARMLESS:
-            raise NotImplementedError(f"its attention takes {name!r}, which Octavo does not know")
+            raise NotImplementedError(
+                f"its attention takes {name!r}, which Octavo does not support"
+            )
     query, key, value = operands
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
-        raise NotImplementedError(f"its layer {layer} attends to other than its own tokens")
+        raise NotImplementedError(f"its layer {layer} attends to other tokens than its own")
 
 
-def _known(here: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
-    """Return what a layer's mask is, by the tensor that was made for it.
+def _find_mask(state: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
+    """Return a layer's mask, recognized by the tensor made for it.
 
     Raises:
-        UnknownMaskError: it is of no known kind, or the model made it itself or changed it.
+        UnknownMaskError: The kernels do not support it, or the model made or changed it itself.
     """
     if given is None:
-        raise UnknownMaskError(f"its layer {layer} attends without a mask, so not causally")
-    for tensor, made, mask in here.masks:
+        raise UnknownMaskError(f"its layer {layer} has no mask, so its attention is not causal")
+    for tensor, made, mask in state.masks:
         if (
             given.data_ptr() == tensor.data_ptr()
             and given.dtype == made.dtype
@@ -187,7 +189,7 @@ def _known(here: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
             if isinstance(mask, UnknownMaskError):
                 raise mask
             return mask
-    raise UnknownMaskError(f"its layer {layer} computes a mask of its own")
+    raise UnknownMaskError(f"its layer {layer} computes its own mask")
 
 
 AttentionInterface.register(PROBE, _record)

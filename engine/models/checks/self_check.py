@@ -1,14 +1,13 @@
-"""Holds a loaded model to transformers' own forward pass before it serves anybody.
+"""Compares a loaded model with transformers' own forward pass before it serves requests.
 
-Three relations must hold of what a model computes of some random tokens:
+Three relations must hold for the logits of some random tokens:
 
-- *alone*: the paged step gives the logits of transformers' eager forward pass;
-- *packed*: the same beside other sequences in one flat batch, one of them at the
-  far end of the context;
-- *chunked*: the same in chunks of a prompt and token by token.
+- *alone*: the paged step returns the logits of transformers' eager forward pass;
+- *packed*: so it does beside other sequences in one flat batch, one of them at the end of the
+  context;
+- *chunked*: so it does when the prompt is computed in chunks and token by token.
 
-A model that reads its mask, its positions or its state otherwise than Octavo
-assumes breaks one of them.
+A model whose masks, positions or state are not as Octavo assumes breaks one of them.
 """
 
 import time
@@ -27,7 +26,6 @@ from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.step import Step
-from octavo.engine.settings import Quantization
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.ops import plan_attention
 
@@ -35,30 +33,29 @@ log = structlog.get_logger(__name__)
 
 TOKENS = 40
 ROWS = (0, 7, 13, 19, 24, 29, 34, 39)
-"""Tokens whose logits are compared."""
+"""Tokens with compared logits."""
 BEFORE, AFTER = 17, 5
-"""Tokens of the sequences packed before and after the one that is compared."""
+"""Tokens of the sequences packed before and after the compared one."""
 CHUNKS = (19, 38, 39, 40)
-"""Where the chunks of the prompt end; those of one token are decodes."""
+"""Ends of the prompt's chunks; chunks of one token are decodes."""
 
-MOST_IN_FLOAT32 = 0.01
-MOST_IN_16_BITS = 0.2
-MOST_QUANTIZED = {"none": 0.0, "int8": 0.35, "int4": 0.7}
-MOST_OF_FP8_CACHE = 0.35
-"""Largest errors: the root mean square of the differences of a row's logits, as a share of
-the root mean square of the row about its mean."""
+FLOAT32_TOLERANCE = 0.01
+SIXTEEN_BIT_TOLERANCE = 0.2
+FP8_CACHE_TOLERANCE = 0.35
+"""Largest errors: the root mean square of the differences of a row's logits, divided by the row's
+standard deviation."""
 QUANTILE = 0.75
-"""The row that must hold in fewer bits than 32, where a rounding may send a token of a
-mixture of experts to another expert."""
+"""The quantile of the rows' errors that must be tolerable in fewer than 32 bits, where rounding may
+route a token of a mixture of experts to another expert."""
 
 
 class SelfCheckError(ModelError):
-    """The model does not compute what transformers computes of it."""
+    """The model's logits are not those of transformers' own forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What transformers computes.
+    """The logits of transformers' eager forward pass.
 
     Attributes:
         tokens: `[TOKENS]` int64 token ids, on the CPU.
@@ -69,15 +66,15 @@ class Reference:
     logits: Tensor
 
     def save(self, path: Path) -> None:
-        """Write it as safetensors."""
+        """Write a safetensors file."""
         save_file({"tokens": self.tokens, "logits": self.logits}, path)
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            OSError: there is no such file.
+            OSError: There is no such file.
         """
         tensors = load_file(path)
         return cls(tensors["tokens"], tensors["logits"])
@@ -88,8 +85,8 @@ def reference(model: nn.Module, shape: ModelShape) -> Reference:
     """Run transformers' eager forward pass.
 
     Args:
-        model: transformers', with its attention implementation set to "eager".
-        shape: its figures.
+        model: A transformers model with attention implementation "eager".
+        shape: Its dimensions.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -104,15 +101,15 @@ def _rows(count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Some tokens of a sequence in a flat batch.
+class _Chunk:
+    """A range of a sequence's tokens in a flat batch.
 
     Attributes:
-        tokens: the sequence's, `[n]` int64.
-        start: the first that this step computes.
-        end: the one after the last.
-        first_block: of the cache; the sequence's blocks follow each other.
-        first_position: the position of the sequence's first token.
+        tokens: The sequence, `[n]` int64.
+        start: The first token that this step computes.
+        end: The token after the last.
+        first_block: The sequence's first cache block; the others follow it.
+        first_position: The position of the sequence's first token.
     """
 
     tokens: Tensor
@@ -126,13 +123,13 @@ class SelfCheck:
     """The three relations, for one step.
 
     Args:
-        shape: the model's figures.
-        dtype: of activations.
-        device: where the step runs.
-        block_size: tokens in a block.
-        quantization: of the weights.
-        cache_dtype: of the KV cache, if it is not `dtype`.
-        kv_scales: each layer's (key scale, value scale), where that is fp8.
+        shape: The model's dimensions.
+        dtype: Of activations.
+        device: Where the step runs.
+        block_size: Tokens per block.
+        tolerance: The quantization's tolerance; 0 if the weights are not quantized.
+        cache_dtype: Of the KV cache; default `dtype`.
+        kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class SelfCheck:
         device: torch.device,
         *,
         block_size: int,
-        quantization: Quantization,
+        tolerance: float = 0.0,
         cache_dtype: torch.dtype | None = None,
         kv_scales: list[tuple[float, float]] | None = None,
     ) -> None:
@@ -170,31 +167,31 @@ class SelfCheck:
             cache_dtype=cache_dtype,
             device=device,
         )
-        self._rounding = MOST_IN_FLOAT32 if dtype == torch.float32 else MOST_IN_16_BITS
+        self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
         if cache_dtype != dtype:
-            self._rounding = max(self._rounding, MOST_OF_FP8_CACHE)
-        self._storage = MOST_QUANTIZED[quantization]
+            self._rounding = max(self._rounding, FP8_CACHE_TOLERANCE)
+        self._tolerance = tolerance
 
     @torch.inference_mode()
     def run(self, step: Step, expected: Reference) -> None:
         """Check a step.
 
         Args:
-            step: to check.
-            expected: what transformers computes.
+            step: The step.
+            expected: The logits to compare with.
 
         Raises:
-            SelfCheckError: a relation does not hold; the message names it.
+            SelfCheckError: A relation does not hold; the message names it.
         """
         began = time.perf_counter()
         tokens, rows = expected.tokens, _rows(len(expected.tokens))
-        own = _Part(tokens, 0, len(tokens), self._blocks_each)
+        own = _Chunk(tokens, 0, len(tokens), self._blocks_each)
         alone = self._logits(step, [own], rows)
         errors = {
             "alone": self._compare(
                 alone,
                 expected.logits,
-                self._storage,
+                self._tolerance,
                 "alone, a prompt's logits are not those of transformers' eager forward pass",
             )
         }
@@ -202,9 +199,11 @@ class SelfCheck:
         packed = self._logits(
             step,
             [
-                _Part(before, 0, len(before), 0),
+                _Chunk(before, 0, len(before), 0),
                 own,
-                _Part(after, 0, len(after), 2 * self._blocks_each, self._max_position - len(after)),
+                _Chunk(
+                    after, 0, len(after), 2 * self._blocks_each, self._max_position - len(after)
+                ),
             ],
             [len(before) + row for row in rows],
         )
@@ -212,13 +211,13 @@ class SelfCheck:
             packed,
             alone,
             0.0,
-            "packed with other sequences, a prompt's logits are not those that it has alone",
+            "packed with other sequences, a prompt's logits are not its logits alone",
         )
         errors["chunked"] = self._compare(
             self._in_chunks(step, tokens),
             alone,
             0.0,
-            "in chunks and token by token, a prompt's logits are not those of it whole",
+            "in chunks and token by token, a prompt's logits are not its logits at once",
         )
         log.info(
             "self-check passed",
@@ -232,20 +231,20 @@ class SelfCheck:
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
             rows = [row - start for row in _rows(end) if row >= start]
-            part = _Part(tokens, start, end, self._blocks_each)
-            logits = self._logits(step, [part], rows or [0])
+            chunk = _Chunk(tokens, start, end, self._blocks_each)
+            logits = self._logits(step, [chunk], rows or [0])
             found += [logits] if rows else []
         return torch.cat(found)
 
-    def _logits(self, step: Step, parts: Sequence[_Part], rows: list[int]) -> Tensor:
+    def _logits(self, step: Step, chunks: Sequence[_Chunk], rows: list[int]) -> Tensor:
         """Run one step; return logits `[len(rows), vocab_size]` float32 on the CPU."""
         size, device = self._block_size, self._device
-        query_lens = torch.tensor([part.end - part.start for part in parts], dtype=torch.int32)
-        seq_lens = torch.tensor([part.end for part in parts], dtype=torch.int32)
-        computed = [torch.arange(part.start, part.end) for part in parts]
-        tables = [part.first_block + torch.arange(self._blocks_each) for part in parts]
-        slots = [p.first_block * size + at for p, at in zip(parts, computed, strict=True)]
-        positions = [p.first_position + at for p, at in zip(parts, computed, strict=True)]
+        query_lens = torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int32)
+        seq_lens = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32)
+        computed = [torch.arange(chunk.start, chunk.end) for chunk in chunks]
+        tables = [chunk.first_block + torch.arange(self._blocks_each) for chunk in chunks]
+        slots = [c.first_block * size + at for c, at in zip(chunks, computed, strict=True)]
+        positions = [c.first_position + at for c, at in zip(chunks, computed, strict=True)]
         metadata = AttentionMetadata(
             query_starts=torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0)])
             .int()
@@ -257,7 +256,7 @@ class SelfCheck:
             max_seq_len=int(seq_lens.max()),
             plan=self._plan(query_lens.numpy(), seq_lens.numpy()),
         )
-        token_ids = torch.cat([part.tokens[part.start : part.end] for part in parts])
+        token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])
         with attending(PagedStep(metadata, self._cache.layers, self._kv_scales)):
             logits = step(
                 token_ids[None].to(device),
@@ -266,21 +265,21 @@ class SelfCheck:
             )
         return logits.float().cpu()
 
-    def _compare(self, found: Tensor, expected: Tensor, storage: float, broken: str) -> float:
-        """Return the error of two sets of logits.
+    def _compare(self, found: Tensor, expected: Tensor, tolerance: float, broken: str) -> float:
+        """Return the error between two sets of logits.
 
         Raises:
-            SelfCheckError: it is more than rounding, and `storage` of the weights, explain.
+            SelfCheckError: It is above `tolerance` and what rounding explains.
         """
         expected = expected.float()
         scale = (expected - expected.mean(1, keepdim=True)).norm(dim=1).clamp_min(1e-12)
         by_row = (found - expected).norm(dim=1) / scale
-        exact = self._dtype == torch.float32 and not storage
+        exact = self._dtype == torch.float32 and not tolerance
         error = float(by_row.max() if exact else by_row.quantile(QUANTILE))
-        most = max(self._rounding, storage)
-        if not error <= most:  # also when it is no number
+        most = max(self._rounding, tolerance)
+        if not error <= most:  # also if it is NaN
             raise SelfCheckError(
-                f"self-check failed: {broken}: they differ by {error:.1%} of their spread, and"
-                f" {most:.0%} may be lost to rounding"
+                f"self-check failed: {broken}: they differ by {error:.1%} of their standard"
+                f" deviation, and the limit is {most:.0%}"
             )
         return error

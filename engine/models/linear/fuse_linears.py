@@ -1,7 +1,7 @@
-"""Linear layers of one input, such as Q, K and V, joined into one that is computed once.
+"""Fuses linear layers of the same input, such as Q, K and V, into one.
 
-A few tokens' product waits for its weights; that of more, with outputs too few, leaves
-cores or multiprocessors without work. One product of all outputs is better at both.
+With few tokens a product waits for its weights; with more tokens but few outputs it leaves cores or
+multiprocessors idle. One product of all outputs is better in both cases.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.engine.attention.operator import DryRun, attending
-from octavo.engine.models.linear.plain_linears import plain_linears
+from octavo.engine.models.linear.plain_linears import make_linear, plain_linears
 from octavo.engine.models.linear.wide_linear import WideLinear
 
 
-class Place(NamedTuple):
+class LocatedLinear(NamedTuple):
     """A linear layer and where it is.
 
     Attributes:
-        parent: the module it is in.
-        name: there.
-        path: its name in the model.
-        layer: itself.
+        parent: The module that holds it.
+        name: Its name in the parent.
+        path: Its name in the model.
+        layer: The layer.
     """
 
     parent: nn.Module
@@ -33,14 +33,13 @@ class Place(NamedTuple):
 
 
 @torch.inference_mode()
-def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
-    """Groups a model's linear layers: those of a group are given one and the same tensor.
+def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
+    """Return a model's plain linear layers, grouped by parent and input tensor.
 
-    Experts that one token does not reach, and whatever else the model does not call, are
-    left out; so are layers that do more than multiply.
+    Layers that the model does not call for one token, such as some experts, are left out.
     """
     plain = plain_linears(model)
-    inputs: dict[nn.Module, Tensor] = {}  # held, so that none takes another's place
+    inputs: dict[nn.Module, Tensor] = {}  # keeps the tensors alive, so that their ids differ
     hooks = [
         layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0]}))
         for layer in plain
@@ -50,74 +49,66 @@ def linears_by_input(model: PreTrainedModel) -> list[list[Place]]:
         model(input_ids=token, position_ids=token, use_cache=False)
     for hook in hooks:
         hook.remove()
-    groups: dict[tuple[int, int, bool], list[Place]] = {}
+    groups: dict[tuple[int, int, bool], list[LocatedLinear]] = {}
     for path, parent in model.named_modules():
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) and layer in inputs:
                 key = (id(parent), id(inputs[layer]), layer.bias is None)
-                place = Place(parent, name, f"{path}.{name}".lstrip("."), layer)
-                groups.setdefault(key, []).append(place)
+                located = LocatedLinear(parent, name, f"{path}.{name}".lstrip("."), layer)
+                groups.setdefault(key, []).append(located)
     return list(groups.values())
 
 
-def join(group: list[Place], make: Callable[[nn.Linear], nn.Module]) -> None:
-    """Has layers of one input give their shares of one layer's outputs.
+def fuse(group: list[LocatedLinear], convert: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace layers of the same input by parts of one layer.
 
     Args:
-        group: the layers.
-        make: gives what takes the place of them joined.
+        group: The layers.
+        convert: Returns what replaces the fused layer.
     """
-    layers = [place.layer for place in group]
-    whole = Shared(make(as_linear(*map(torch.cat, weights_and_biases(*layers)))), len(group))
+    layers = [located.layer for located in group]
+    fused = make_linear(*map(torch.cat, weights_and_biases(*layers)))
+    shared = SharedLinear(convert(fused), len(group))
     start = 0
-    for place in group:
-        width = place.layer.out_features
-        setattr(place.parent, place.name, Part(whole, start, width))
+    for located in group:
+        width = located.layer.out_features
+        setattr(located.parent, located.name, FusedPart(shared, start, width))
         start += width
 
 
-def join_linears(model: PreTrainedModel) -> None:
-    """Joins a model's plain linear layers of one input; the last one gives float32.
+def fuse_linears(model: PreTrainedModel) -> None:
+    """Fuse a model's plain linear layers of the same input; the head returns float32.
 
     Args:
-        model: changed in place.
+        model: Changed in place.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    groups = linears_by_input(model)
+    groups = group_linears_by_input(model)
     while groups:
-        group = groups.pop()  # to be freed once it is replaced: there may be no room for both
+        group = groups.pop()  # frees it once it is replaced: there may be no memory for both
         first = group[0]
-        layers = [place.layer for place in group]
+        layers = [located.layer for located in group]
         if any(type(layer) is not nn.Linear for layer in layers):
-            continue  # of a quantized checkpoint, say
+            continue  # such as those of a quantized checkpoint
         if first.layer is head:
             setattr(first.parent, first.name, WideLinear(first.layer))
         elif len(group) > 1 and len({layer.weight.dtype for layer in layers}) == 1:
-            join(group, lambda joined: joined)
+            fuse(group, lambda fused: fused)
 
 
 def weights_and_biases(*layers: nn.Linear) -> Iterator[list[Tensor]]:
-    """Gives the layers' weights, and then their biases if they have any."""
+    """Yield the layers' weights, then their biases if they have any."""
     yield [layer.weight.detach() for layer in layers]
     if layers[0].bias is not None:
         yield [layer.bias.detach() for layer in layers]
 
 
-def as_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """A layer of that weight, `[outputs, inputs]`, and bias."""
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        made.bias = nn.Parameter(bias, requires_grad=False)
-    return made
-
-
-class Shared(nn.Module):
-    """A layer that several parts ask for the same outputs: it computes them once.
+class SharedLinear(nn.Module):
+    """A fused layer that computes its outputs once for all of its parts.
 
     Args:
-        layer: that layer.
-        parts: how many there are.
+        layer: The fused layer.
+        parts: The number of parts.
     """
 
     def __init__(self, layer: nn.Module, parts: int) -> None:
@@ -128,7 +119,7 @@ class Shared(nn.Module):
         self._latest: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's outputs for x; remembered until each part has asked."""
+        """Return the layer's outputs for `x`, kept until each part has asked for them."""
         if self._latest is None or self._latest[0] is not x:
             self._latest = (x, self.layer(x))
             self._left = self._parts
@@ -139,22 +130,22 @@ class Shared(nn.Module):
         return outputs
 
 
-class Part(nn.Module):
-    """One layer's share of the outputs of several that have the same input.
+class FusedPart(nn.Module):
+    """One layer's slice of a fused layer's outputs.
 
     Args:
-        whole: the layers joined.
-        start: the first output of this one.
-        width: how many it has.
+        shared: The fused layer.
+        start: The first output of this layer.
+        width: The number of its outputs.
     """
 
-    def __init__(self, whole: Shared, start: int, width: int) -> None:
+    def __init__(self, shared: SharedLinear, start: int, width: int) -> None:
         super().__init__()
-        self.whole = whole
+        self.shared = shared
         self.start = start
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., width]`, of the same dtype."""
-        outputs: Tensor = self.whole(x)
+        """Map `[..., in_features]` to `[..., width]`, of the same dtype."""
+        outputs: Tensor = self.shared(x)
         return outputs.narrow(-1, self.start, self.width)

@@ -1,7 +1,7 @@
-"""Linear layers on CPU, packed for the kernels of `octavo.kernels.cpu.linear`.
+"""Linear layers on a CPU, packed for the kernels of `octavo.kernels.cpu.linear`.
 
-Layers of one input become one (see `joining`); of a SwiGLU's gate and what it gates, the
-product itself does.
+Layers of the same input are fused. Of a SwiGLU's gate and up projection, one kernel computes the
+gated product.
 """
 
 from collections.abc import Callable
@@ -9,17 +9,18 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.library import Library, register_fake
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from octavo.engine.models.linear.fuse_linears import (
-    Place,
-    as_linear,
-    join,
-    linears_by_input,
+    LocatedLinear,
+    fuse,
+    group_linears_by_input,
     weights_and_biases,
 )
+from octavo.engine.models.linear.plain_linears import make_linear
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import interleave, pad_outputs
 
@@ -28,11 +29,11 @@ class PackedLayer(nn.Module):
     """A layer of packed weights.
 
     Args:
-        linear: the layer that it replaces.
+        linear: The layer to replace.
 
     Attributes:
-        outputs: how many there are.
-        gated: whether they are those of a SwiGLU, of `octavo.kernels.cpu.linear.interleave`.
+        outputs: The number of outputs.
+        gated: Whether the weights are a SwiGLU's, from `octavo.kernels.cpu.linear.interleave`.
     """
 
     bias: Tensor
@@ -44,15 +45,15 @@ class PackedLayer(nn.Module):
         self.register_buffer("bias", padded_bias(linear))
 
     def gate(self, outputs: int) -> None:
-        """Takes every other half panel for a gate's, of so many outputs."""
+        """Treat every other half panel as a gate's, with this number of outputs."""
         self.outputs, self.gated = outputs, True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., outputs]`, of the same dtype or float32."""
+        """Map `[..., in_features]` to `[..., outputs]`, of the same dtype or float32."""
         return self.multiply(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Maps `[rows, in_features]` to `[rows, outputs]`."""
+        """Map `[rows, in_features]` to `[rows, outputs]`."""
         raise NotImplementedError
 
 
@@ -60,9 +61,8 @@ class PackedLinear(PackedLayer):
     """A bfloat16 linear layer with packed weights.
 
     Args:
-        linear: the layer that it replaces.
-        wide: return float32, as logits are best: of SmolLM2, whose greatest are some 25,
-            bfloat16 makes equals of those less than an eighth apart.
+        linear: The layer to replace.
+        wide: Return float32, which logits need; see `wide_linear.py`.
     """
 
     panels: Tensor
@@ -74,19 +74,18 @@ class PackedLinear(PackedLayer):
         self.register_buffer("panels", kernels.pack(linear.weight.detach()))
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """Maps `[rows, in_features]` to `[rows, outputs]`."""
-        given = (rows, self.outputs, self.panels, self.bias)
-        operators = torch.ops.octavo
+        """Map `[rows, in_features]` to `[rows, outputs]`."""
+        arguments = (rows, self.outputs, self.panels, self.bias)
         out: Tensor = (
-            operators.packed_linear_wide(*given)
+            torch.ops.octavo.packed_linear_wide(*arguments)
             if self.wide
-            else operators.packed_linear(*given, int(self.gated))
+            else torch.ops.octavo.packed_linear(*arguments, int(self.gated))
         )
         return out
 
 
 def has_kernels(layer: nn.Linear) -> bool:
-    """Whether there are kernels for a layer, for this CPU, in bfloat16 and fewer bits."""
+    """Return whether this CPU has kernels for a layer, in bfloat16 and fewer bits."""
     dtype = layer.weight.dtype
     return (
         kernels is not None and dtype == torch.bfloat16 and kernels.takes(layer.in_features, dtype)
@@ -94,56 +93,57 @@ def has_kernels(layer: nn.Linear) -> bool:
 
 
 def padded_bias(linear: nn.Linear) -> Tensor:
-    """A layer's bias in float32, padded to whole panels; zeros where it has none."""
-    bias: Tensor | None = linear.bias  # declared as always there, and often is not
-    given = torch.zeros(linear.out_features) if bias is None else bias.detach().float()
-    return pad_outputs(given)
+    """Return a layer's bias in float32, padded to whole panels; zeros if it has none."""
+    bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
+    values = torch.zeros(linear.out_features) if bias is None else bias.detach().float()
+    return pad_outputs(values)
 
 
 def pack_linears(model: PreTrainedModel) -> None:
-    """Replaces a model's linear layers, where the kernels are for this CPU and their dtype.
+    """Replace a model's linear layers where this CPU has kernels for them.
 
     Args:
-        model: on CPU; changed in place.
+        model: A model on a CPU; changed in place.
     """
     if kernels is None:
         return
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    for group in linears_by_input(model):
+    for group in group_linears_by_input(model):
         if has_kernels(group[0].layer):
             replace(model, group, partial(PackedLinear, wide=group[0].layer is head))
 
 
 def replace(
-    model: PreTrainedModel, group: list[Place], make: Callable[[nn.Linear], nn.Module]
+    model: PreTrainedModel, group: list[LocatedLinear], convert: Callable[[nn.Linear], nn.Module]
 ) -> None:
-    """Replaces layers of one input by what `make` makes of them joined.
+    """Fuse layers of the same input and replace them by what `convert` returns.
 
     Args:
-        model: theirs.
-        group: the layers.
-        make: gives a `PackedLayer` of a layer that there are kernels for.
+        model: The layers' model.
+        group: The layers.
+        convert: Must return a `PackedLayer` for a layer that has kernels.
     """
     first = group[0]
     if len(group) == 1:
-        setattr(first.parent, first.name, make(first.layer))
+        setattr(first.parent, first.name, convert(first.layer))
         return
     if has_kernels(first.layer) and _are_swiglu(group):
-        gate, other = (place.layer for place in group)
-        packed = make(as_linear(*(interleave(*pair) for pair in weights_and_biases(gate, other))))
+        gate, up = (located.layer for located in group)
+        interleaved = (interleave(*pair) for pair in weights_and_biases(gate, up))
+        packed = convert(make_linear(*interleaved))
         assert isinstance(packed, PackedLayer)
         packed.gate(gate.out_features)
         owner, _, name = first.path.rpartition(".")[0].rpartition(".")
         setattr(model.get_submodule(owner), name, GatedMLP(packed, first.parent))
         return
-    join(group, make)
+    fuse(group, convert)
 
 
 @torch.inference_mode()
-def _are_swiglu(group: list[Place]) -> bool:
-    """Whether layers are both of an MLP's that is nothing but a SwiGLU: by what it computes."""
+def _are_swiglu(group: list[LocatedLinear]) -> bool:
+    """Return whether layers are the gate and up projections of an MLP that computes a SwiGLU."""
     mlp, gate = group[0].parent, group[0].layer
-    names = [place.name for place in group]
+    names = [located.name for located in group]
     if names != ["gate_proj", "up_proj"] or {name for name, _ in mlp.named_children()} != {
         *(*names, "down_proj", "act_fn"),
     }:
@@ -159,11 +159,11 @@ def _are_swiglu(group: list[Place]) -> bool:
 
 
 class GatedMLP(nn.Module):
-    """A SwiGLU whose gate is computed with what it gates.
+    """A SwiGLU whose gate and up projections are one layer.
 
     Args:
-        gated: gives both multiplied.
-        mlp: what this takes the place of, for its `down_proj`.
+        gated: Returns their product.
+        mlp: The module to replace, for its `down_proj`.
     """
 
     def __init__(self, gated: PackedLayer, mlp: nn.Module) -> None:
@@ -173,22 +173,29 @@ class GatedMLP(nn.Module):
         del mlp.gate_proj, mlp.up_proj, mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., hidden]` to the same."""
+        """Map `[..., hidden]` to the same."""
         out: Tensor = self.mlp.get_submodule("down_proj")(self.gated(x))
         return out
 
 
-# The operators, which the compiler calls by C shims of the same names; see aoti.cpp.
-
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+OPERATORS: list[OpOverload] = []
+"""The operators of packed layers. A compiled step calls the C functions of the same names in
+kernels/cpu/aoti.cpp."""
+FUSED = "int gated, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
+"""The last arguments of operators that `fusion.py` can move a norm and a residual into."""
 
 
-_FUSED = "int gated, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
-
-
-def _define(
+def define_operator(
     schema: str, kernel: Callable[..., Tensor] | None, dtype: torch.dtype | None = None
 ) -> None:
+    """Define a packed layer's operator.
+
+    Args:
+        schema: Its name and arguments; the first two are the rows and the number of outputs.
+        kernel: Its implementation; None where this CPU has none.
+        dtype: The outputs' dtype, if not the rows'.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
     if kernel is not None:
@@ -197,24 +204,15 @@ def _define(
         f"octavo::{name}",
         lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),
     )
+    OPERATORS.append(getattr(torch.ops.octavo, name).default)
 
 
-_define(
-    f"packed_linear(Tensor x, int outputs, Tensor panels, Tensor bias, {_FUSED}) -> Tensor",
+define_operator(
+    f"packed_linear(Tensor x, int outputs, Tensor panels, Tensor bias, {FUSED}) -> Tensor",
     None if kernels is None else kernels.linear,
 )
-_define(
+define_operator(
     "packed_linear_wide(Tensor x, int outputs, Tensor panels, Tensor bias) -> Tensor",
     None if kernels is None else kernels.linear_wide,
     torch.float32,
-)
-_define(
-    "packed_linear_int8(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
-    f" Tensor scales, Tensor row_sums, {_FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear_int8,
-)
-_define(
-    "packed_linear_int4(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
-    f" Tensor scales, Tensor row_sums, Tensor nibbles, {_FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear_int4,
 )

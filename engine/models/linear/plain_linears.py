@@ -1,6 +1,6 @@
-"""Tells layers that only multiply by their weights from those that do more.
+"""Finds linear layers that only multiply by their weights.
 
-Only the former may be joined, packed or quantized. GPT-2's `Conv1D` is one under another name.
+Only these may be fused, packed or quantized. GPT-2's `Conv1D` is one under another name.
 """
 
 import copy
@@ -11,74 +11,75 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.settings import Quantization
 
 ROWS = 8
-"""Of inputs, on which a layer is compared with the product."""
+"""Rows of random inputs to compare a layer with the product."""
 
 
 def plain_linears(model: nn.Module) -> set[nn.Module]:
     """Return a model's linear layers that compute the product with their weights, no more.
 
-    Classes that inherit from `nn.Linear` are judged by what the first layer of each computes.
+    Subclasses of `nn.Linear` are judged by what the first layer of each class computes.
     """
-    kinds: dict[type, bool] = {nn.Linear: True}
+    is_plain: dict[type, bool] = {nn.Linear: True}
     found: set[nn.Module] = set()
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
             continue
         kind = type(layer)
-        if kind not in kinds:
-            kinds[kind] = kind.forward is nn.Linear.forward or _is_product(layer)
-        if kinds[kind]:
+        if kind not in is_plain:
+            is_plain[kind] = kind.forward is nn.Linear.forward or _is_product(layer)
+        if is_plain[kind]:
             found.add(layer)
     return found
 
 
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """Return a layer with this weight, `[outputs, inputs]`, and bias."""
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
 def replace_conv1d(model: PreTrainedModel) -> None:
-    """Replace each `Conv1D`, whose weights are transposed, by the linear layer that it is.
+    """Replace each `Conv1D`, whose weights are transposed, by the equal linear layer.
 
     Args:
-        model: changed in place.
+        model: Changed in place.
     """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, Conv1D):
-                setattr(parent, name, _as_linear(layer))
+                weight = layer.weight.detach().t().contiguous()
+                setattr(parent, name, make_linear(weight, layer.bias.detach()))
 
 
-def check_quantizable(model: PreTrainedModel, path: str, quantization: Quantization) -> None:
+def check_quantizable(model: PreTrainedModel, path: str, quantization: str) -> None:
     """Refuse a model whose layers already quantize their weights or inputs.
 
     Args:
-        model: as loaded.
-        path: where it is.
-        quantization: as set, not "none".
+        model: The model as loaded.
+        path: Its directory or hub name, for the message.
+        quantization: The value of --quantization, not "none".
 
     Raises:
-        ModelError: the message names the method, or the layers' class.
+        ModelError: The message names the method, or the layers' class.
     """
     hint = f"--quantization {quantization} is for models in bfloat16, float16 or float32"
     if own := getattr(model.config, "quantization_config", None):
-        raise ModelError(f"{path} is quantized already ({_method(own)}): {hint}")
+        raise ModelError(f"{path} is already quantized ({_method(own)}): {hint}")
     plain = plain_linears(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer not in plain and _looks_like_product(layer):
             name = type(layer).__name__
-            raise ModelError(f"{path} has {name} layers, which are no plain linear layers: {hint}")
+            raise ModelError(f"{path} has {name} layers, which are not plain linear layers: {hint}")
 
 
 def _method(own: object) -> str:
     found = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", "?")
     return str(getattr(found, "value", found))
-
-
-def _as_linear(layer: Conv1D) -> nn.Linear:
-    inputs, outputs = layer.weight.shape
-    made = nn.Linear(inputs, outputs, device="meta")
-    made.weight = nn.Parameter(layer.weight.detach().t().contiguous(), requires_grad=False)
-    made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
-    return made
 
 
 def _is_product(layer: nn.Linear) -> bool:
@@ -98,12 +99,12 @@ def _looks_like_product(layer: nn.Linear) -> bool:
 
 @torch.inference_mode()
 def _outputs(layer: nn.Linear) -> tuple[object, Tensor]:
-    """Return what a copy of a layer in float32 gives for random inputs, and the product."""
+    """Return the outputs of a float32 copy of a layer for random inputs, and the product."""
     wide = copy.deepcopy(layer).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((ROWS, layer.in_features), generator=generator).to(layer.weight.device)
     expected = nn.functional.linear(x, wide.weight, wide.bias)
     try:
         return wide(x), expected
-    except Exception:  # noqa: BLE001 - it takes something else, and so is no product
+    except Exception:  # noqa: BLE001 - it takes other arguments, so it is not a product
         return None, expected

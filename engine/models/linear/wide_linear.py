@@ -1,7 +1,7 @@
-"""A linear layer that gives float32: the last one, to logits, on a GPU.
+"""A linear layer with float32 outputs: the head, on a GPU.
 
-Rounded to bfloat16, logits near 25, as SmolLM2's greatest are, are equal unless they are
-an eighth apart, and the most likely token is any of these.
+SmolLM2's greatest logits are near 25. Rounded to bfloat16, those less than an eighth apart would be
+equal, and the most likely token would be any of them.
 """
 
 import torch
@@ -10,10 +10,10 @@ from torch.library import Library, register_fake
 
 
 class WideLinear(nn.Module):
-    """A layer with the weights of another one.
+    """A linear layer with float32 outputs.
 
     Args:
-        linear: the layer that it replaces.
+        linear: The layer to replace.
     """
 
     bias: Tensor | None
@@ -24,7 +24,7 @@ class WideLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps `[..., in_features]` to `[..., out_features]` float32."""
+        """Map `[..., in_features]` to `[..., out_features]` float32."""
         rows = x.reshape(-1, x.shape[-1])
         out: Tensor = torch.ops.octavo.wide_linear(rows, self.weight, self.bias)
         return out.reshape(*x.shape[:-1], -1)
@@ -39,7 +39,7 @@ def _on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """For tests: an engine on CPU has kernels of its own."""
+    """Compute the same on a CPU, for tests only: an engine on a CPU uses `PackedLinear`."""
     wide = None if bias is None else bias.float()
     return nn.functional.linear(x.float(), weight.float(), wide)
 

@@ -1,1 +1,31 @@
-"""Quantization of linear layers at load."""
+"""Quantization of linear layers at load: one scheme per file.
+
+To add a scheme: a module here with a `Scheme` (see base.py) named `SCHEME`, and its line below.
+Nothing here imports PyTorch, so that a command can list the schemes quickly.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.engine.models.quantization.base import Scheme
+
+SCHEMES = {
+    "int8": "8-bit weights and activations",
+    "int4": "4-bit weights",
+}
+"""Each scheme's description by its name, which is also its module's."""
+
+
+def find_scheme(name: str) -> "Scheme | None":
+    """Return a scheme by its name, or None for `none`.
+
+    Raises:
+        KeyError: There is no such scheme.
+    """
+    if name == "none":
+        return None
+    if name not in SCHEMES:
+        raise KeyError(f"no quantization scheme {name!r}: use none, {', '.join(SCHEMES)}")
+    scheme: Scheme = import_module(f"{__name__}.{name}").SCHEME
+    return scheme

@@ -1,7 +1,4 @@
-"""Runs a model on a short text, to see what numbers it meets.
-
-What linear layers are given, found so, tells how to fit their rounding.
-"""
+"""Runs a model on a short text, to see the range of its layers' inputs, keys and values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +15,9 @@ from octavo.kernels.metadata import AttentionMetadata
 
 log = structlog.get_logger(__name__)
 
-TOKENS = 512
-LEAST_TOKENS = 64
-"""Fewer than these of the text are no text: most of its words are unknown."""
+MAX_TOKENS = 512
+MIN_TOKENS = 64
+"""With fewer known tokens, the tokenizer does not know the text's words."""
 SAMPLES = 128
 BLOCK_SIZE = 16
 
@@ -30,40 +27,37 @@ class Inputs:
     """A layer's inputs on the text.
 
     Attributes:
-        reach: `[in_features]` float32, the greatest magnitude of each.
-        samples: `[n, in_features]` float32, those of some tokens.
+        absmax: `[in_features]` float32, the greatest magnitude of each.
+        samples: `[n, in_features]` float32, the inputs of some tokens.
     """
 
-    reach: Tensor
+    absmax: Tensor
     samples: Tensor
 
 
 @torch.inference_mode()
 def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str, Inputs]:
-    """Runs a model on the text, or on random tokens where it has no tokenizer.
+    """Return the inputs of each linear layer that the model calls, by the layer's name.
 
     Args:
-        model: on CPU.
-        shape: its figures.
-        path: where its tokenizer is.
-
-    Returns:
-        The inputs of each linear layer that was called, by its name in the model.
+        model: A model on a CPU.
+        shape: The model's dimensions.
+        path: Directory or hub name of the model's tokenizer.
     """
     tokens = calibration_tokens(path, shape)
     found: dict[str, Inputs] = {}
 
-    def watch(name: str, x: Tensor) -> None:
+    def record(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
-        reach = rows.float().abs().amax(0)
-        if name in found:  # a layer that is shared
-            reach = torch.maximum(reach, found[name].reach)
-        # Not the first: it draws all attention, and its activations are like no other's.
+        absmax = rows.float().abs().amax(0)
+        if name in found:  # a shared layer
+            absmax = torch.maximum(absmax, found[name].absmax)
+        # Skip the first token: it draws all attention, and its activations are unlike the others.
         samples = rows[1 :: max(1, len(rows) // SAMPLES)]
-        found[name] = Inputs(reach.clone(), samples.float().clone())
+        found[name] = Inputs(absmax.clone(), samples.float().clone())
 
     hooks = [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: watch(name, inputs[0]))
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs[0]))
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
@@ -74,19 +68,19 @@ def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str,
 
 
 def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
-    """Return the text as `[count]` token ids; random ones where there is no tokenizer."""
-    count = min(TOKENS, shape.max_position)
+    """Return the text as `[count]` token ids, or random ones if the tokenizer cannot be used."""
+    count = min(MAX_TOKENS, shape.max_position)
     text = Path(__file__).with_name("calibration.txt").read_text()
     try:
         ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
         known = [token for token in ids if 0 <= token < shape.vocab_size][:count]
-    except Exception as error:  # noqa: BLE001 - tokenizers have many ways to say so
+    except Exception as error:  # noqa: BLE001 - tokenizers raise many types
         known = []
         log.info("the model's tokenizer cannot be read", error=first_line(error))
-    # One that is made up of no files knows no words.
-    if len(known) >= min(count, LEAST_TOKENS):
+    # A tokenizer made from no files knows no words.
+    if len(known) >= min(count, MIN_TOKENS):
         return torch.tensor(known)
-    log.warning("calibrating on random tokens, as the model has no tokenizer that works")
+    log.warning("calibrating on random tokens: the model has no usable tokenizer")
     generator = torch.Generator().manual_seed(0)
     return torch.randint(shape.vocab_size, (count,), generator=generator)
 
@@ -94,15 +88,15 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
 def run_alone(
     model: PreTrainedModel, shape: ModelShape, tokens: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a model on one sequence, in a cache of its own.
+    """Run a model on one sequence, in a cache of its own.
 
     Args:
-        model: on any device.
-        shape: its figures.
+        model: A model on any device.
+        shape: The model's dimensions.
         tokens: `[count]` token ids on the CPU.
 
     Returns:
-        Each layer's keys and values, in blocks of which the rest is zeros.
+        Each layer's keys and values, in blocks padded with zeros.
     """
     count, device = len(tokens), model.device
     blocks = -(-count // BLOCK_SIZE)
@@ -115,13 +109,11 @@ def run_alone(
         max_query_len=count,
         max_seq_len=count,
     )
-    layers = [
-        (
-            torch.zeros(size, dtype=model.dtype, device=device),
-            torch.zeros(size, dtype=model.dtype, device=device),
-        )
-        for _ in range(shape.num_layers)
-    ]
+
+    def zeros() -> Tensor:
+        return torch.zeros(size, dtype=model.dtype, device=device)
+
+    layers = [(zeros(), zeros()) for _ in range(shape.num_layers)]
     with attending(PagedStep(metadata, layers)):
         model(
             input_ids=tokens[None].to(device),

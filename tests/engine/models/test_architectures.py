@@ -122,17 +122,17 @@ def test_what_is_no_decoder_is_refused_at_start(tmp_path, config, why):
 def test_weights_that_cannot_be_read_are_refused_at_start(tmp_path):
     save(CONFIGS["grouped-query heads"], tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
-    with pytest.raises(ModelError, match="is no safetensors file"):
+    with pytest.raises(ModelError, match="is not a safetensors file"):
         engine_of(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("replacement", "why"),
     [
-        (None, "lacks 1 of the model's weights, as model.norm.weight"),
+        (None, "lacks 1 of the model's weights, such as model.norm.weight"),
         (
             torch.ones(63),
-            r"has 1 of .* in another shape, as model.norm.weight: \[63\] in place of \[64\]",
+            r"has 1 of .* in another shape, such as model.norm.weight: \[63\] instead of \[64\]",
         ),
     ],
 )

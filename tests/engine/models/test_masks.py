@@ -1,4 +1,4 @@
-"""Masks are recognised by evaluating transformers' own mask functions."""
+"""Masks are recognized by evaluating transformers' own mask functions."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from octavo.engine.models.checks.masks import FULL, Mask, UnknownMaskError, recognise
+from octavo.engine.models.checks.masks import FULL, Mask, UnknownMaskError, recognize
 
 
 def no_padding():
@@ -20,29 +20,29 @@ def no_padding():
 
 
 def test_full():
-    assert recognise(causal_mask_function, max_position=131_072) == FULL
+    assert recognize(causal_mask_function, max_position=131_072) == FULL
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 4096, 100_000])
 def test_windows(size):
     function = sliding_window_causal_mask_function(size)
-    assert recognise(function, max_position=131_072) == Mask(window=size)
+    assert recognize(function, max_position=131_072) == Mask(window=size)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 8192, 100_000])
 def test_chunks(size):
     function = chunked_causal_mask_function(size, no_padding())
-    assert recognise(function, max_position=131_072) == Mask(chunk=size)
+    assert recognize(function, max_position=131_072) == Mask(chunk=size)
 
 
 @pytest.mark.parametrize("size", [512, 513])
 def test_what_no_sequence_reaches_is_full(size):
-    assert recognise(sliding_window_causal_mask_function(size), max_position=512) == FULL
-    assert recognise(chunked_causal_mask_function(size, no_padding()), max_position=512) == FULL
+    assert recognize(sliding_window_causal_mask_function(size), max_position=512) == FULL
+    assert recognize(chunked_causal_mask_function(size, no_padding()), max_position=512) == FULL
 
 
 def test_a_window_of_the_last_position_is_seen():
-    assert recognise(sliding_window_causal_mask_function(511), max_position=512).window == 511
+    assert recognize(sliding_window_causal_mask_function(511), max_position=512).window == 511
 
 
 def every_other(batch, head, query, key):
@@ -74,11 +74,11 @@ def hides_itself(batch, head, query, key):
 )
 def test_all_else_is_refused(function, why):
     with pytest.raises(UnknownMaskError, match=why):
-        recognise(function, max_position=1024)
+        recognize(function, max_position=1024)
 
 
 def test_functions_that_do_not_broadcast():
     def scalar(batch, head, query, key):
         return torch.where(key <= query, query - key < 5, False)
 
-    assert recognise(scalar, max_position=1024, use_vmap=True) == Mask(window=5)
+    assert recognize(scalar, max_position=1024, use_vmap=True) == Mask(window=5)

@@ -1,9 +1,10 @@
-"""What --quantization changes, what it says that it leaves, and what it refuses."""
+"""The layers that --quantization converts, reports as unquantized, and refuses."""
 
 import json
 
 import pytest
 import torch
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 from torch import nn
 from transformers import AutoModelForCausalLM, BitNetConfig, GPT2Config, Qwen3MoeConfig
@@ -19,8 +20,10 @@ from octavo.engine.models.linear.plain_linears import (
     replace_conv1d,
 )
 from octavo.engine.models.load_model import load
+from octavo.engine.models.quantization import SCHEMES, find_scheme
+from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
-from octavo.engine.models.quantization.quantize import Int8Linear
+from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 
@@ -91,12 +94,28 @@ def hidden_states(path, quantization, tokens):
     return seen[0]
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", SCHEMES)
 def test_all_layers_of_gpt2_are_quantized(saved, quantization):
     model = quantized(saved("gpt2"), quantization)
-    kinds = [module for module in model.modules() if isinstance(module, (PackedLayer, Int8Linear))]
+    kinds = [
+        module for module in model.modules() if isinstance(module, (PackedLayer, OneDnnInt8Linear))
+    ]
     assert len(kinds) >= 2 * 4
     assert not [module for module in model.modules() if isinstance(module, Conv1D)]
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_registered_scheme_is_a_choice(name):
+    assert isinstance(find_scheme(name), Scheme)
+    assert EngineSettings(model="some", quantization=name).quantization == name
+
+
+def test_unregistered_schemes_are_refused():
+    assert find_scheme("none") is None
+    with pytest.raises(KeyError, match="no quantization scheme 'int3': use none, int8, int4"):
+        find_scheme("int3")
+    with pytest.raises(ValidationError, match="'none', 'int8' or 'int4'"):
+        EngineSettings(model="some", quantization="int3")
 
 
 def test_gpt2_in_8_bits_says_nearly_what_it_says_in_32(saved):
@@ -123,7 +142,7 @@ def test_a_model_that_is_quantized_already_is_refused(saved):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
     with torch.compiler.set_stance("force_eager"):  # its layers are compiled as they are called
-        with pytest.raises(ModelError, match=r"already \(bitnet\): --quantization int8 is for"):
+        with pytest.raises(ModelError, match=r"quantized \(bitnet\): --quantization int8 is"):
             quantized(path, "int8")
         model = quantized(path, "none")
     layers = [module for module in model.modules() if isinstance(module, AutoBitLinear)]
@@ -160,14 +179,14 @@ def test_a_model_with_layers_that_round_is_refused():
     model.lm_head = Router(64, 500)
     check_quantizable(model, "some", "int4")
     model.lm_head = Rounding(64, 500)
-    with pytest.raises(ModelError, match="some has Rounding layers, which are no plain linear"):
+    with pytest.raises(ModelError, match="some has Rounding layers, which are not plain linear"):
         check_quantizable(model, "some", "int4")
 
 
 def test_experts_that_stay_as_they_are_are_told(saved):
     with capture_logs() as logs:
         build(EngineSettings(model=str(saved("experts")), quantization="int8", num_blocks=16))
-    told = [entry for entry in logs if "left some layers as they are" in entry["event"]]
+    told = [entry for entry in logs if "some layers are not quantized" in entry["event"]]
     assert [set(entry["percent_of_weights"]) for entry in told] == [{"Qwen3MoeExperts"}]
 
 

@@ -28,8 +28,8 @@ def load_tiny(path, **settings):
 
 
 def ignore_masks(patch):
-    patch.setattr(probe_module, "recognise", lambda *_, **__: FULL)
-    patch.setattr(probe_module, "_known", lambda *_: FULL)
+    patch.setattr(probe_module, "recognize", lambda *_, **__: FULL)
+    patch.setattr(probe_module, "_find_mask", lambda *_: FULL)
 
 
 def ignore_keywords(patch):
@@ -95,12 +95,12 @@ def test_rope_that_neighbours_change_is_found_by_one_at_the_end_of_the_context(
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("doge", "computes a mask of its own"),
+        ("doge", "computes its own mask"),
         ("diffllama", "calls attention several times"),
         ("deepseek_v32", "sparse"),
         ("gpt_oss", "attention sinks"),
         ("inkling_text", "position bias"),
-        ("llama4_text", "counts by itself"),
+        ("llama4_text", "counts itself"),
     ],
 )
 def test_what_there_is_no_kernel_for_is_refused_by_name(name, why, tmp_path):

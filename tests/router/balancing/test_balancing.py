@@ -1,13 +1,15 @@
 from dataclasses import dataclass, field
 
 import pytest
+from pydantic import ValidationError
 
 from octavo.common.prefix import reusable_keys, short_key
-from octavo.router.balancing import LeastLoaded, PrefixAware, RoundRobin
+from octavo.router.balancing import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from octavo.router.balancing.policy import has_room, headroom
 from octavo.router.balancing.prefix_aware import SEQUENCE_TOKENS
 from octavo.router.balancing.prefixes import MAX_EXPECTED, Prefixes
 from octavo.router.balancing.prompt import Prompt
+from octavo.router.settings import RouterSettings
 from octavo.v1 import engine_pb2
 
 BLOCK = 16
@@ -128,3 +130,14 @@ def test_expectations_that_do_not_come_true_are_bounded():
     prefixes.expect(range(MAX_EXPECTED + 10))
     assert prefixes.match([10]) == 1
     assert prefixes.match([9]) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_registered_policy_is_a_choice(name):
+    assert RouterSettings(balancing=name).balancing == name
+    assert POLICIES[name]().choose([], Demand()) is None
+
+
+def test_unregistered_policies_are_refused():
+    with pytest.raises(ValidationError, match="'prefix_aware', 'least_loaded' or 'round_robin'"):
+        RouterSettings(balancing="by hand")

@@ -1,0 +1,82 @@
+"""The interface of a quantization scheme, and its application to a model."""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.linear.fuse_linears import group_linears_by_input
+from octavo.engine.models.linear.packed_linear import replace
+from octavo.engine.models.quantization.calibration import Inputs, calibrate
+
+MIN_REPORTED_SHARE = 0.02
+"""Smaller shares of the weights, such as those of routers, are not reported as unquantized."""
+
+
+class Scheme(ABC):
+    """A way to store linear layers in fewer bits.
+
+    Attributes:
+        tolerance: Largest error of the logits in the self-check; see `self_check.py`.
+    """
+
+    tolerance: ClassVar[float]
+
+    def takes(self, layer: nn.Linear, *, is_head: bool) -> bool:
+        """Return whether to convert a layer; all but the head (hidden states to logits) here."""
+        del layer
+        return not is_head
+
+    @abstractmethod
+    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+        """Return the quantized layer that replaces a linear layer.
+
+        Where `has_kernels(layer)`, this must be a `PackedLayer`.
+
+        Args:
+            layer: The layer, or several of the same input fused into one.
+            inputs: The layer's inputs on the calibration text.
+            is_head: Whether the layer maps hidden states to logits.
+        """
+
+    def quantize(self, model: PreTrainedModel, shape: ModelShape, path: str) -> None:
+        """Replace a model's linear layers.
+
+        Args:
+            model: Changed in place.
+            shape: The model's dimensions.
+            path: Directory or hub name of the model's tokenizer.
+        """
+        inputs = calibrate(model, shape, path)
+        head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for group in group_linears_by_input(model):
+            first = group[0]
+            is_head = first.layer is head
+            if self.takes(first.layer, is_head=is_head):
+                convert = partial(self.convert, inputs=inputs[first.path], is_head=is_head)
+                replace(model, group, convert)
+
+
+def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
+    """Return the kinds of layers, besides embeddings and head, that are not quantized.
+
+    Usually these are experts in one tensor, for which there are no kernels.
+
+    Returns:
+        Each class's share of all weights, if at least `MIN_REPORTED_SHARE`.
+    """
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    left: Counter[str] = Counter()
+    for module in model.modules():
+        if module is not head and not isinstance(module, nn.Embedding):
+            own = module.parameters(recurse=False)
+            left[type(module).__name__] += sum(weight.numel() for weight in own if weight.dim() > 1)
+    quantized = sum(buffer.numel() for buffer in model.buffers() if buffer.dtype == torch.int8)
+    total = max(1, quantized + left.total())
+    shares = {name: count / total for name, count in left.items()}
+    return {name: share for name, share in shares.items() if share >= MIN_REPORTED_SHARE}

@@ -1,0 +1,112 @@
+"""4-bit weights, with a scale and a zero point for every 32 inputs.
+
+Steps of a few tokens are bound by reading weights, and read the 4-bit ones. Larger steps are
+bound by arithmetic, and use the same values in 8 bits. The head has 8-bit weights.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
+from octavo.engine.models.quantization.base import Scheme
+from octavo.engine.models.quantization.calibration import Inputs
+from octavo.engine.models.quantization.int8 import EPSILON, PackedInt8Linear, to_int8
+from octavo.kernels.cpu import linear as kernels
+from octavo.kernels.cpu.linear import GROUP
+
+LEVELS = (15, 14, 13, 12)
+"""Numbers of steps between a group's least and greatest weight to try. Weights that were in 4 bits
+before may not use the ends of their scale; a smaller number finds their scale again."""
+
+
+class Int4(Scheme):
+    """4-bit weights; 8-bit ones for the head and layers whose inputs do not divide into groups."""
+
+    tolerance = 0.7
+
+    def takes(self, layer: nn.Linear, *, is_head: bool) -> bool:  # noqa: ARG002
+        """Return True."""
+        return True
+
+    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+        """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""
+        weight = layer.weight.detach()
+        if is_head or layer.in_features % GROUP:
+            return to_int8(layer, weight.float(), inputs)
+        quantized, scale, zero = _round_to_4_bits(weight.float(), weight.dtype)
+        values = (quantized - 8) * scale.float() + zero.float()
+        int8 = to_int8(layer, values.flatten(1), inputs)
+        if not isinstance(int8, PackedInt8Linear):
+            return int8
+        return PackedInt4Linear(layer, int8, quantized, scale[..., 0], zero[..., 0])
+
+
+class PackedInt4Linear(PackedLayer):
+    """A 4-bit layer for the kernels of `octavo.kernels.cpu.linear`.
+
+    Args:
+        linear: The layer to replace.
+        int8: The same weights in 8 bits.
+        quantized: `[out, groups, GROUP]`, the weights rounded to 0 to 15.
+        scale: `[out, groups]`.
+        zero: `[out, groups]`; a weight is `(quantized - 8) * scale + zero`.
+    """
+
+    nibbles: Tensor
+
+    def __init__(
+        self,
+        linear: nn.Linear,
+        int8: PackedInt8Linear,
+        quantized: Tensor,
+        scale: Tensor,
+        zero: Tensor,
+    ) -> None:
+        super().__init__(linear)
+        assert kernels is not None
+        self.int8 = int8
+        self.register_buffer("nibbles", kernels.pack_int4(quantized, scale, zero))
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Map `[rows, in_features]` to `[rows, outputs]`."""
+        int8 = self.int8
+        out: Tensor = torch.ops.octavo.packed_linear_int4(
+            *(rows, self.outputs, int8.panels, self.bias),
+            *(int8.factors, int8.scale, int8.row_sums, self.nibbles, int(self.gated)),
+        )
+        return out
+
+
+def _round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Round each group of weights to 16 levels, spaced for the least squared error.
+
+    Returns:
+        `[out, groups, GROUP]` 0 to 15; `[out, groups, 1]` scales and `[out, groups, 1]` zeros, of
+        `dtype`: a weight is `(quantized - 8) * scale + zero`.
+    """
+    groups = weight.reshape(weight.shape[0], -1, GROUP)
+    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    best = groups, least.to(dtype), least.to(dtype)
+    least_error = torch.full_like(least, torch.inf)
+    for levels in LEVELS:
+        scale = ((greatest - least) / levels).clamp_min(EPSILON).to(dtype)
+        zero = (least + 8 * scale.float()).to(dtype)
+        quantized = ((groups - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
+        values = (quantized - 8) * scale.float() + zero.float()
+        error = (values - groups).square().sum(-1, keepdim=True)
+        better = error < least_error
+        best = (
+            torch.where(better, quantized, best[0]),
+            torch.where(better, scale, best[1]),
+            torch.where(better, zero, best[2]),
+        )
+        least_error = torch.minimum(error, least_error)
+    return best
+
+
+define_operator(
+    "packed_linear_int4(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
+    f" Tensor scales, Tensor row_sums, Tensor nibbles, {FUSED}) -> Tensor",
+    None if kernels is None else kernels.linear_int4,
+)
+SCHEME = Int4()
