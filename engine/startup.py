@@ -51,16 +51,16 @@ class Parts:
     """An engine ready to run.
 
     Attributes:
-        scheduler: with its empty cache.
-        executor: warmed up.
-        limits: what requests must fit in.
-        eos_token_ids: the model's end-of-sequence tokens.
-        block_bytes: bytes per block, all layers.
-        max_num_seqs: as settled for the device.
-        max_num_batched_tokens: likewise.
-        device: for a person.
-        dtype: of weights.
-        warnings: what makes it slower than it could be, and what to do about it.
+        scheduler: With its empty cache.
+        executor: Warmed up.
+        limits: What requests must fit in.
+        eos_token_ids: The model's end-of-sequence tokens.
+        block_bytes: Bytes per block, all layers.
+        max_num_seqs: As settled for the device.
+        max_num_batched_tokens: Likewise.
+        device: For a person.
+        dtype: Of weights.
+        warnings: What makes it slower than it could be, and what to do about it.
     """
 
     scheduler: Scheduler
@@ -76,14 +76,14 @@ class Parts:
 
 
 def build(settings: EngineSettings) -> Parts:
-    """Loads the model, sizes and allocates the cache, and warms up.
+    """Load the model, sizes and allocates the cache, and warms up.
 
     Raises:
-        StartupError: the settings do not fit each other, the model or the
+        StartupError: The settings do not fit each other, the model or the
             machine.
-        UnsupportedModelError: the model cannot be served.
-        ModelError: it cannot be read.
-        OSError: there is no such model.
+        UnsupportedModelError: The model cannot be served.
+        ModelError: It cannot be read.
+        OSError: There is no such model.
     """
     began = time.perf_counter()
     _limit_threads()
@@ -195,7 +195,7 @@ def _allocate(
 def _run_largest_step(
     executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, block_size: int
 ) -> None:
-    """Runs the largest step, to know the most memory that activations and logits take."""
+    """Run the largest step, to know the most memory that activations and logits take."""
     if loaded.device.type == "cpu":
         tokens, seqs = min(tokens, 2 * block_size), 1  # there is no peak to learn
     else:
@@ -210,9 +210,9 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
     """Return the batch that takes the most memory: as many logits as a step may have.
 
     Args:
-        tokens: computed in it; as many prompt tokens are scored as the scheduler allows.
-        seqs: for which a token is drawn.
-        block_size: tokens per block.
+        tokens: Computed in it; as many prompt tokens are scored as the scheduler allows.
+        seqs: For which a token is drawn.
+        block_size: Tokens per block.
     """
     scored = min(tokens, MAX_SCORED_TOKENS)
     params = SamplingParams(logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
@@ -259,7 +259,7 @@ def _memory_taken(
 
 
 def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -> None:
-    """Records CUDA graphs; a model that cannot be recorded is served without."""
+    """Record CUDA graphs; a model that cannot be recorded is served without."""
     try:
         executor.record_decodes(
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=cuda_recorder()

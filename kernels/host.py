@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copies to a device, after what that was given before; on the host it copies nothing."""
+    """Copy to a device, after what that was given before; on the host it copies nothing."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":  # from pageable memory, the host would wait for the stream
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -19,7 +19,7 @@ class Arriving:
     """A tensor on its way to the host.
 
     Args:
-        tensor: of which a copy is on its way from now on.
+        tensor: Of which a copy is on its way from now on.
     """
 
     def __init__(self, tensor: Tensor) -> None:

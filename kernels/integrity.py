@@ -27,8 +27,8 @@ class Fingerprint(NamedTuple):
     """What a file's contents are recognised by.
 
     Attributes:
-        size: in bytes.
-        sha256: in hexadecimal digits.
+        size: In bytes.
+        sha256: In hexadecimal digits.
     """
 
     size: int
@@ -39,7 +39,7 @@ def fingerprint(path: Path) -> Fingerprint:
     """Return a file's fingerprint; reads all of it, at over 1 GB/s on most CPUs.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: It cannot be read.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -50,8 +50,8 @@ def verify(path: Path, expected: Fingerprint) -> None:
     """Check that a file is what was written.
 
     Raises:
-        DamagedFileError: it is missing, or of another size or other contents.
-        OSError: it cannot be read.
+        DamagedFileError: It is missing, or of another size or other contents.
+        OSError: It cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -74,8 +74,8 @@ def verify_seal(path: Path) -> None:
     """Check that a file is what `seal` left.
 
     Raises:
-        DamagedFileError: it is not.
-        OSError: it cannot be read.
+        DamagedFileError: It is not.
+        OSError: It cannot be read.
     """
     contents = path.read_bytes()
     whole, ending = contents[:-SEAL_BYTES], contents[-SEAL_BYTES:]
@@ -90,8 +90,8 @@ def check_trusted(*paths: Path) -> None:
     their group may if this process belongs to it, as volumes of containers are set up.
 
     Raises:
-        UntrustedFileError: somebody else can.
-        OSError: they do not exist.
+        UntrustedFileError: Somebody else can.
+        OSError: They do not exist.
     """
     for path in paths:
         found = path.stat()

@@ -28,7 +28,7 @@ def compiler_target() -> str:
 
 
 def cpu_identity() -> str:
-    """Returns what tells this CPU's instruction set, as far as it may be used, from another's."""
+    """Return what tells this CPU's instruction set, as far as it may be used, from another's."""
     held = [f"{name}={os.environ[name]}" for name in ISA_VARIABLES if os.environ.get(name)]
     wanted = ("model name", "flags", "Features", "CPU part")
     known = {line for line in _cpu_info() if line.startswith(wanted)}

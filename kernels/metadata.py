@@ -12,10 +12,10 @@ class AttentionPlan:
     Attributes:
         items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows),
             those of sequences with one query first.
-        num_decode_items: how many those are.
-        longest_decode: tokens of the longest sequence with one query.
-        longest_chunk: tokens of the longest sequence with several.
-        splits: into how many pieces the longest sequence's keys are cut, where that
+        num_decode_items: How many those are.
+        longest_decode: Tokens of the longest sequence with one query.
+        longest_chunk: Tokens of the longest sequence with several.
+        splits: Into how many pieces the longest sequence's keys are cut, where that
             is not left to the kernels.
     """
 
@@ -41,9 +41,9 @@ class AttentionMetadata:
             logical one. Entries past a sequence's end are never followed.
         slot_mapping: `[num_tokens]` int64; `block * block_size + offset` of the
             slot each token is written to; a negative one is not written.
-        max_query_len: the most queries that any one sequence has.
-        max_seq_len: the greatest of `seq_lens`.
-        plan: for a GPU, which otherwise must ask for the lengths, in every layer.
+        max_query_len: The most queries that any one sequence has.
+        max_seq_len: The greatest of `seq_lens`.
+        plan: For a GPU, which otherwise must ask for the lengths, in every layer.
     """
 
     query_starts: torch.Tensor

@@ -146,7 +146,7 @@ def paged_attention(
         scale: Positive factor of the dot products.
         sliding_window: Number of positions that a query sees, including its own; None: all earlier
             ones.
-        soft_cap: c maps a logit x to `c * tanh(x / c)`.
+        soft_cap: C maps a logit x to `c * tanh(x / c)`.
         alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
         key_scale: Factor of the keys in an fp8 cache.
         value_scale: As `key_scale`.

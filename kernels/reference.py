@@ -51,7 +51,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotates queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
+    """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
     write_kv(
         rotate(key, cos, sin),
         value,
@@ -65,15 +65,15 @@ def rotate_and_write(  # noqa: PLR0917
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates heads as `rotate_and_write` does.
+    """Rotate heads as `rotate_and_write` does.
 
     Args:
         x: `[num_tokens, heads, head_dim]`.
-        cos: as for `rotate_and_write`.
-        sin: likewise.
+        cos: As for `rotate_and_write`.
+        sin: Likewise.
 
     Returns:
-        Tensor: rotated in float32, of the shape and dtype of `x`.
+        Rotated in float32, of the shape and dtype of `x`.
     """
     half = x.shape[-1] // 2
     low, high = x.float().chunk(2, -1)
@@ -94,7 +94,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Attends causally over keys and values that lie in blocks.
+    """Attend causally over keys and values that lie in blocks.
 
     As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
     `octavo.kernels.ops.paged_attention`. A query that may attend to nothing gives zeros.
@@ -129,24 +129,24 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
-    """Returns one sequence's keys or values, `[num_kv_heads, seq_len, head_dim]` float32."""
+    """Return one sequence's keys or values, `[num_kv_heads, seq_len, head_dim]` float32."""
     used = blocks[: -(-seq_len // cache.shape[2])].long()
     return cache[used].float().transpose(0, 1).flatten(1, 2)[:, :seq_len]
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
+    """Copy whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks from one cache to another; see `octavo.kernels.ops.swap_blocks`."""
+    """Copy whole blocks from one cache to another; see `octavo.kernels.ops.swap_blocks`."""
     for from_block, to_block in pairs.tolist():
         destination[to_block] = source[from_block]
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`.
+    """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`.
 
     Sorts the whole vocabulary and computes in float64.
     """

@@ -1,1 +1,1 @@
-"""Paged attention as transformers and PyTorch call it."""
+"""Paged attention for transformers models, as a PyTorch operator."""

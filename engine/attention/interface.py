@@ -1,8 +1,7 @@
-"""Joins transformers' models to the paged kernels.
+"""The attention implementation that transformers models call.
 
-Every transformers decoder calls its attention through `AttentionInterface`, so
-one function here serves all of them: it hands the step's Q, K and V to the
-operator that writes the paged cache and attends to what the block tables name.
+Every transformers decoder calls attention through `AttentionInterface`, so one function serves all
+of them. It passes Q, K and V to the operator that writes the cache and computes paged attention.
 """
 
 from typing import Any
@@ -20,25 +19,25 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - `probe` has read it
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - read by `probe`
     scaling: float | None = None,
     softcap: float | None = None,
-    **_: Any,  # noqa: ANN401 - `probe` refuses what matters
+    **_: Any,  # noqa: ANN401 - `probe` refuses those that matter
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks, over the paged cache.
+    """Compute attention over the paged cache.
 
     Args:
-        module: the attention layer: `layer_idx` is its own, and `octavo_window`, the tokens
-            that a token attends to, itself included, was set by `probe`.
-        query: `[1, num_heads, num_tokens, head_dim]`, the batch laid flat.
+        module: The attention layer. `probe` has set `octavo_window`, the number of tokens that a
+            token attends to, including itself.
+        query: `[1, num_heads, num_tokens, head_dim]`, the flat batch.
         key: `[1, num_kv_heads, num_tokens, head_dim]`.
-        value: as key.
+        value: As `key`.
         attention_mask: None.
-        scaling: of the logits; default 1 / sqrt(head_dim).
-        softcap: bound of the logits, by tanh.
+        scaling: Factor of the logits; default 1 / sqrt(head_dim).
+        softcap: Bound of the logits, by tanh.
 
     Returns:
-        `[1, num_tokens, num_heads, head_dim]`, and no weights.
+        `[1, num_tokens, num_heads, head_dim]`, and None for the weights.
     """
     own: Any = module
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

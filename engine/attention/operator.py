@@ -1,12 +1,11 @@
-"""Paged attention as an operator of PyTorch's: `octavo::paged_attention`.
+"""Paged attention as a PyTorch operator: `octavo::paged_attention`.
 
-So the compiler takes a model whole, attention and all. The operator takes a
-layer's number and no cache: the step in hand is set around the model by
-`attending`. Were cache and block tables arguments, a compiled graph would hold
-thirty functional copies of one tensor to be reasoned away, and each call would
-wrap seven tensors more.
+With an operator the compiler captures a model in one graph. It takes the layer's index, not the
+cache: `attending` sets the current step around the model. With cache and block tables as arguments,
+a compiled graph would hold thirty functional copies of one tensor, and each call would wrap seven
+more tensors.
 
-Nothing here needs transformers: a compiled step starts without it.
+This module does not import transformers, so a compiled step starts without it.
 """
 
 from collections.abc import Iterator
@@ -24,13 +23,13 @@ from octavo.kernels.ops import paged_attention, rotate_and_write, write_kv
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What every layer needs to know of the step in hand.
+    """The batch and the cache of the current step.
 
     Attributes:
-        metadata: the batch's sequences and where their K/V lie.
-        layers: each layer's (key cache, value cache), both `[num_blocks,
-            num_kv_heads, block_size, head_dim]`.
-        kv_scales: each layer's (key scale, value scale), where the caches are fp8.
+        metadata: The batch's sequences and their slots in the cache.
+        layers: Each layer's (key cache, value cache), both `[num_blocks, num_kv_heads, block_size,
+            head_dim]`.
+        kv_scales: Each layer's (key scale, value scale) of an fp8 cache; else None.
     """
 
     metadata: AttentionMetadata
@@ -40,10 +39,10 @@ class PagedStep:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Set in place of a step where attention has no cache and gives zeros.
+    """Replaces a step for runs without a cache, in which attention returns zeros.
 
     Attributes:
-        calls: the layers that attended, in order.
+        calls: The layers that called attention, in order.
     """
 
     calls: list[int] = field(default_factory=list)
@@ -54,7 +53,7 @@ _step: ContextVar[PagedStep | DryRun] = ContextVar("octavo_paged_step")
 
 @contextmanager
 def attending(step: PagedStep | DryRun) -> Iterator[None]:
-    """Has the model that runs inside attend within `step`."""
+    """Set the step of the model that runs in this context."""
     token = _step.set(step)
     try:
         yield
@@ -63,10 +62,10 @@ def attending(step: PagedStep | DryRun) -> Iterator[None]:
 
 
 def current_step() -> PagedStep:
-    """The step that this thread attends within.
+    """Return the step of the current context.
 
     Raises:
-        LookupError: there is none.
+        LookupError: There is none.
     """
     step = _step.get()
     assert isinstance(step, PagedStep)
@@ -74,13 +73,13 @@ def current_step() -> PagedStep:
 
 
 class Scales(TypedDict):
-    """What an fp8 cache's keys and values are divided by."""
+    """The divisors of an fp8 cache's keys and values."""
 
     key_scale: float
     value_scale: float
 
 
-def _attend(  # noqa: PLR0917 - an operator's arguments have places
+def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -91,19 +90,19 @@ def _attend(  # noqa: PLR0917 - an operator's arguments have places
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`octavo::paged_attention`: one layer's part of the step in hand.
+    """Compute one layer's attention in the current step: `octavo::paged_attention`.
 
     Args:
         query: `[num_tokens, num_heads, head_dim]`.
         key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: as key.
-        layer: whose cache.
-        scale: of the logits.
-        sliding_window: as for `octavo.kernels.ops.paged_attention`.
-        soft_cap: likewise.
-        cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, where query
-            and key are yet to be rotated.
-        sin: as `cos`.
+        value: As `key`.
+        layer: Index of the layer.
+        scale: Factor of the logits.
+        sliding_window: As for `octavo.kernels.ops.paged_attention`.
+        soft_cap: Likewise.
+        cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, if query and
+            key are not rotated yet.
+        sin: As `cos`.
 
     Returns:
         `[num_tokens, num_heads, head_dim]`.
@@ -144,7 +143,7 @@ def _fake(  # noqa: PLR0917 - as the operator
     cos: torch.Tensor | None = None,  # noqa: ARG001
     sin: torch.Tensor | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
-    """The operator's output without its values, for the compiler."""
+    """Return an uninitialized output, for the compiler."""
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -155,5 +154,5 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)
-# It writes the cache, which no argument of its shows: no call may be dropped or merged.
+# It writes the cache, which is not an argument: no call may be dropped or merged.
 torch.fx.node.has_side_effect(torch.ops.octavo.paged_attention.default)

@@ -56,12 +56,12 @@ class CacheTensors:
         Else the steps that first write to them wait for it: 48 requests at once took 5% longer.
 
         Returns:
-            bool: whether there were any left.
+            Whether there were any left.
         """
         return next(self._populating, False)
 
     def apply(self, transfers: Transfers) -> None:
-        """Does a step's copies, as the step sees them in the order that `Transfers` states."""
+        """Do a step's copies, as the step sees them in the order that `Transfers` states."""
         if transfers.swap_out:
             self._swapper.swap_out(transfers.swap_out)
         if transfers.swap_in:
@@ -75,7 +75,7 @@ class CacheTensors:
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Splits copies so that no run writes a block that it also reads."""
+    """Split copies so that no run writes a block that it also reads."""
     runs: list[list[tuple[int, int]]] = []
     sources: set[int] = set()
     for source, target in pairs:

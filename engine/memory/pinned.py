@@ -17,8 +17,8 @@ def pin(tensor: torch.Tensor, *, owner: object) -> None:
     """Pin a tensor's memory until `owner` is gone.
 
     Args:
-        tensor: contiguous, in host memory; nobody uses it longer than `owner` does.
-        owner: holds the tensor.
+        tensor: Contiguous, in host memory; nobody uses it longer than `owner` does.
+        owner: Holds the tensor.
 
     Raises:
         OSError: CUDA cannot pin so much.

@@ -46,13 +46,13 @@ class CopyTime(NamedTuple):
 
 
 class Swapper(Protocol):
-    """Does a step's swaps. Calls take effect one after the other, as the step sees it."""
+    """Do a step's swaps. Calls take effect one after the other, as the step sees it."""
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+        """Copy (device block, swap block) pairs; the device blocks may be written at once."""
 
     def swap_in(self, pairs: BlockPairs) -> None:
-        """Copies (swap block, device block) pairs."""
+        """Copy (swap block, device block) pairs."""
 
     def take_times(self) -> list[CopyTime]:
         """Of the copies that ended since the last call."""
@@ -67,11 +67,11 @@ class HostSwapper:
         self._times: list[CopyTime] = []
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copies (device block, swap block) pairs."""
+        """Copy (device block, swap block) pairs."""
         self._copy(self._device, self._swap, pairs)
 
     def swap_in(self, pairs: BlockPairs) -> None:
-        """Copies (swap block, device block) pairs."""
+        """Copy (swap block, device block) pairs."""
         self._copy(self._swap, self._device, pairs)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
@@ -86,7 +86,7 @@ class HostSwapper:
 
 
 class CudaStream:
-    """Does work on a GPU in the order in which it is given."""
+    """Do work on a GPU in the order in which it is given."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         """Stands for `stream`, or for whichever is the current one."""
@@ -98,7 +98,7 @@ class CudaStream:
         return self._own or torch.cuda.current_stream(self._device)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Gives it what `work` launches."""
+        """Return it what `work` launches."""
         with torch.cuda.stream(self._stream):
             work()
 
@@ -133,14 +133,14 @@ class StreamSwapper:
         side: CudaStream,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """Takes memory for the buffers.
+        """Take memory for the buffers.
 
         Args:
             device: `[num_blocks, ...]`, the cache on the GPU.
             swap: `[num_swap_blocks, ...]` in pinned memory, which nobody else touches.
-            compute: what the model runs on.
-            side: what nobody else uses.
-            staging_bytes: most of a buffer, which holds at least a block.
+            compute: What the model runs on.
+            side: What nobody else uses.
+            staging_bytes: Most of a buffer, which holds at least a block.
         """
         self._device = device
         self._swap = swap
@@ -154,7 +154,7 @@ class StreamSwapper:
         self._running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copies (device block, swap block) pairs; the device blocks may be written at once."""
+        """Copy (device block, swap block) pairs; the device blocks may be written at once."""
         for chunk, buffer in self._chunks(sorted(pairs, key=itemgetter(1))):
             gathered = torch.tensor([(block, i) for i, (block, _) in enumerate(chunk)])
             self._compute.wait(buffer.free)
@@ -164,7 +164,7 @@ class StreamSwapper:
             buffer.free = self._carry(_unload, buffer, places)
 
     def swap_in(self, pairs: BlockPairs) -> None:
-        """Copies (swap block, device block) pairs; the compute stream waits for them."""
+        """Copy (swap block, device block) pairs; the compute stream waits for them."""
         for chunk, buffer in self._chunks(sorted(pairs)):
             self._side.wait(buffer.free)
             places = [block for block, _ in chunk]
@@ -187,7 +187,7 @@ class StreamSwapper:
         buffer: _Buffer,
         places: list[int],
     ) -> torch.cuda.Event:
-        """Gives the side stream a copy over the bus; returns the moment when it is done."""
+        """Return the side stream a copy over the bus; returns the moment when it is done."""
         began = self._side.record()
         self._side.run(partial(copy, buffer.blocks, self._swap, places))
         ended = self._side.record()
@@ -214,13 +214,13 @@ def staging_memory(num_swap_blocks: int, block_bytes: int) -> int:
 
 
 def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copies a buffer's blocks to their places, one copy for those that lie side by side."""
+    """Copy a buffer's blocks to their places, one copy for those that lie side by side."""
     for run, place in _runs(places):
         swap[place : place + len(run)].copy_(buffer[run.start : run.stop], non_blocking=True)
 
 
 def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copies blocks from their places into a buffer, as `_unload`."""
+    """Copy blocks from their places into a buffer, as `_unload`."""
     for run, place in _runs(places):
         buffer[run.start : run.stop].copy_(swap[place : place + len(run)], non_blocking=True)
 

@@ -117,7 +117,7 @@ def load(
     Raises:
         SelfCheckError: The model's logits are not those of transformers' own forward pass.
         UnsupportedModelError: The engine cannot serve the model; the message says why.
-        ModelError: transformers cannot load it.
+        ModelError: Transformers cannot load it.
         OSError: There is no such model.
     """
     target = choose_device(device)

@@ -1,7 +1,7 @@
-// The kernels as a compiled step calls them: without PyTorch's dispatcher or Python.
+// The functions that a compiled step calls, without PyTorch's dispatcher or Python.
 //
-// AOTInductor calls a custom operator by the name of its C shim. Shims are found when
-// the compiled step is loaded, so this library must be loaded before it, globally.
+// AOTInductor calls a custom operator by the name of its C shim. The loader resolves shims when it
+// loads the compiled step, so this library must be loaded globally before.
 
 #include <algorithm>
 #include <chrono>
@@ -12,11 +12,11 @@
 #include "linear.h"
 #include "plan.h"
 
-// PyTorch's own C functions, stable from version to version; of
-// torch/csrc/inductor/aoti_torch/c/shim.h, which would need all of its headers.
+// PyTorch's stable C functions. Their header, torch/csrc/inductor/aoti_torch/c/shim.h, needs all of
+// PyTorch's headers.
 struct AtenTensorOpaque;
 using Tensor = AtenTensorOpaque*;
-using Error = int32_t;  // 0 is none
+using Error = int32_t;  // 0: no error
 
 extern "C" {
 Error aoti_torch_get_data_ptr(Tensor tensor, void** pointer);
@@ -55,8 +55,7 @@ void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const
 
 namespace {
 
-// What the layers of the step in hand have in common. Steps of several threads do not
-// meet.
+// What the layers of the current step share. Each thread has its own step.
 struct Step {
   const Cache* layers;
   const Batch* batch;
@@ -66,8 +65,7 @@ struct Step {
 };
 thread_local Step step;
 
-// What this thread's compiled steps have spent where: products with what is done to their
-// rows and results on the way.
+// Seconds of this thread's compiled steps. `linear` includes what is fused into the products.
 struct Spent {
   double attention, linear, sampling;
 };
@@ -104,7 +102,7 @@ struct View {
   }
 };
 
-// An uninitialised contiguous tensor; null if there is no memory for it.
+// Makes an uninitialized contiguous tensor; returns null if there is no memory for it.
 template <int kDimensions>
 void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
   int64_t strides[kDimensions];
@@ -123,7 +121,7 @@ void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
 constexpr Error kFailed = 1;
 
 #if OCTAVO_HAS_LINEAR
-// A linear layer's rows, and a place for the results; `out` is null if it cannot be called.
+// A linear layer's rows and results; `out` is null if the kernels do not support the call.
 struct LinearCall {
   const View rows;
   LinearLayer layer;
@@ -152,12 +150,13 @@ struct LinearCall {
 
 }  // namespace
 
-// A compiled model's entry point; see AOTInductorModelContainerRun. It takes its inputs over.
+// A compiled model's entry point, which takes ownership of its inputs; see
+// AOTInductorModelContainerRun.
 using Run = Error (*)(void* model, Tensor* inputs, size_t num_inputs, Tensor* outputs,
                       size_t num_outputs, void* stream, void* executor);
 
-// Runs a compiled model on a batch: token ids and positions are [1, num_tokens], the rows
-// whose logits are wanted [num_rows]. All that is given must live until it has run.
+// Runs a compiled model on a batch. Token ids and positions are [1, num_tokens]; `rows`, of which
+// to return logits, is [num_rows]. All arguments must outlive the call.
 extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, const Batch* batch,
                                  const int64_t* slots, int64_t num_tokens,
                                  const int64_t* token_ids, const int64_t* positions,
@@ -179,7 +178,7 @@ extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, cons
   return run(model, inputs, 3, logits, 1, nullptr, nullptr);
 }
 
-// As octavo_run_step, for the most likely token of each row in place of the logits.
+// As octavo_run_step, but returns the most likely token of each row instead of the logits.
 extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layers,
                                         const Batch* batch, const int64_t* slots,
                                         int64_t num_tokens, const int64_t* token_ids,
@@ -200,7 +199,7 @@ extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layer
   return view.strides[1] == 1 ? 0 : kFailed;
 }
 
-// Seconds that this thread's compiled steps have spent since it last asked.
+// Returns the seconds of this thread's compiled steps since its last call.
 extern "C" Spent octavo_take_spent() {
   const Spent result = spent;
   spent = {};
@@ -224,7 +223,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   int64_t bad;
   if (cos) {
     const View cosines(*cos), sines(*sin);
-    // Where a token's results go, its query lies until they are there: no other reads it.
+    // The rotated queries are written where the results go: nothing else reads a token's query.
     rows = out;
     token_stride = num_heads * head_dim;
     head_stride = head_dim;
@@ -244,7 +243,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
              : 0;
 }
 
-// A model that was compiled to call these is refused as it is loaded where they are not.
+// Without these, the loader refuses compiled models that call them.
 #if OCTAVO_HAS_LINEAR
 
 // octavo::packed_linear

@@ -47,14 +47,14 @@ has it loaded now has a lock on it: by these, old ones are told."""
 
 
 def load_library() -> ctypes.CDLL:
-    """Returns the compiled kernels, compiling them if this is the first time.
+    """Return the compiled kernels, compiling them if this is the first time.
 
     Several processes may do this at once: each compiles under a name of its own
     and the last to finish renames its file into place. A library that is damaged, or that
     another user can have written, is compiled again.
 
     Raises:
-        OSError: there is no C++ compiler, it fails, the result cannot be loaded, or another
+        OSError: There is no C++ compiler, it fails, the result cannot be loaded, or another
             user can write to the library's directory.
     """
     compiler = find_compiler()
@@ -84,7 +84,7 @@ def _load(path: Path, compiler: str) -> ctypes.CDLL:
 
 
 def find_compiler() -> str | None:
-    """Returns the C++ compiler to use: $CXX, else the first usual one on the path.
+    """Return the C++ compiler to use: $CXX, else the first usual one on the path.
 
     GCC first: Clang's OpenMP code does not run with the libgomp that PyTorch brings.
     """
@@ -101,7 +101,7 @@ def _no_compiler() -> str:
 
 
 def _library_path(compiler: str) -> Path:
-    """Returns where the library for these sources, flags and this CPU is kept."""
+    """Return where the library for these sources, flags and this CPU is kept."""
     parts = [compiler, *FLAGS, SEAL.decode(), compiler_target(), cpu_identity()]
     parts += map(str, _loaded_libraries())
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
@@ -126,7 +126,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def _hold(path: Path) -> bool:
-    """Notes that a library is loaded now, and keeps it until this process ends.
+    """Note that a library is loaded now, and keeps it until this process ends.
 
     Returns:
         Whether there is one.
@@ -142,13 +142,13 @@ def _hold(path: Path) -> bool:
 
 
 def _loaded_libraries() -> list[Path]:
-    """Returns PyTorch's library and its OpenMP runtime, as this process has loaded them.
+    """Return PyTorch's library and its OpenMP runtime, as this process has loaded them.
 
     PyTorch brings its own runtime. Linked against the system's, the kernels would run a
     second pool of threads, which spin while the first one works.
 
     Raises:
-        OSError: they cannot be found, this not being Linux, say.
+        OSError: They cannot be found, this not being Linux, say.
     """
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = sorted({Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")})
@@ -164,7 +164,7 @@ def _loaded_libraries() -> list[Path]:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compiles the sources and moves the library to `path` in one step."""
+    """Compile the sources and moves the library to `path` in one step."""
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
@@ -183,7 +183,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Runs the compiler; an OSError carries what it said."""
+    """Run the compiler; an OSError carries what it said."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False

@@ -15,7 +15,7 @@ from octavo.kernels.metadata import AttentionMetadata
 def write_kv(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:
-    """Writes each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
+    """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
     block_size = key_cache.shape[2]
     kept = slot_mapping >= 0
     if not bool(kept.all()):
@@ -35,7 +35,7 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotates queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
+    """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
     half = query.shape[-1] // 2
     # [num_tokens, 1, 1, half], of which every head's two halves are multiplied.
     c, s = (angle[:, None, None, :half].float() for angle in (cos, sin))
@@ -60,7 +60,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attends over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
+    """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = metadata.query_starts
     query_lens = (starts[1:] - starts[:-1]).where(metadata.seq_lens > 0, 0)
@@ -93,7 +93,7 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    """Returns `[num_seqs, num_kv_heads, max_len, head_dim]`, zero past each end.
+    """Return `[num_seqs, num_kv_heads, max_len, head_dim]`, zero past each end.
 
     Zeroed, not left to the mask: a NaN there would outlive a weight of nought.
     """
@@ -106,20 +106,20 @@ def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Te
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Finds the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
+    """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def pin_threads() -> bool:
-    """Pins no threads: PyTorch has no way to; see `NativeKernels.pin_threads`."""
+    """Pin no threads: PyTorch has no way to; see `NativeKernels.pin_threads`."""
     return False
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
+    """Copy whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks between caches in CPU memory; see `octavo.kernels.ops.swap_blocks`."""
+    """Copy whole blocks between caches in CPU memory; see `octavo.kernels.ops.swap_blocks`."""
     destination.index_copy_(0, pairs[:, 1], source.index_select(0, pairs[:, 0]))

@@ -19,7 +19,7 @@ WIDENING = 8
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
+    """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
     logits = logits.float()
     greedy = sampling.temperatures == 0
     truncated = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))

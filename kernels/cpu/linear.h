@@ -1,9 +1,8 @@
-// The product of rows of activations with packed weights, blocked for registers and
-// caches.
+// The product of rows of activations and packed weights, blocked for registers and caches.
 //
-// Weights lie in panels of kPanel outputs: for each word of inputs (2 of 16 bits, 4 of
-// 8) the panel's outputs side by side. A panel is read from memory once, while the one
-// before it is worked on, and stays in the core's own cache for all rows.
+// Weights are in panels of kPanel outputs: for each word of inputs (2 of 16 bits, 4 of 8 bits), the
+// panel's outputs are contiguous. A panel is prefetched once, during the work on the one before,
+// and stays in the core's cache for all rows.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +13,8 @@
 
 #include "vector.h"
 
-// Whether there are kernels for linear layers: they need vectors that multiply bfloat16 in
-// pairs and bytes in fours. Elsewhere neither they nor the shims in aoti.cpp that call them
-// are built.
+// Whether to build the kernels for linear layers and their shims in aoti.cpp: they need vector
+// instructions that multiply bfloat16 in pairs and bytes in fours.
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     defined(__AVX512VNNI__)
 #define OCTAVO_HAS_LINEAR 1
@@ -26,13 +24,13 @@
 
 constexpr int kPanelVectors = 2;
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int kTileRows = 12;  // two sums each: with an element and weights, 32 registers
+constexpr int kTileRows = 12;  // two sums each; with an element and weights, 32 registers
 constexpr int kLineWords = 16;
 
 // Calls store(row, panel, sums) with each row's sums of each panel.
 //
-// T::Sum is a vector of sums; T::multiply_add adds to it the products of two words'
-// elements. Panels go to whichever thread is free: others may share the machine.
+// T::Sum is a vector of sums; T::multiply_add adds the products of two words' elements to it. The
+// next free thread takes the next panel, as other processes may slow some threads.
 template <class T, class Store>
 class Linear {
  public:
@@ -48,7 +46,7 @@ class Linear {
 #pragma omp parallel num_threads(threads)
     {
       if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
-#pragma omp for  // which ends with all rows prepared
+#pragma omp for  // ends when all rows are prepared
         for (int64_t row = 0; row < num_rows_; row++) prepare(row);
       }
       for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
@@ -65,7 +63,7 @@ class Linear {
       const int64_t row = num_rows_ * tile / tiles;
       const int rows = num_rows_ * (tile + 1) / tiles - row;
       const uint32_t* ahead = panels_ + next * depth_ * kPanel;
-      // The next panel is asked for in the first tile, or in halves in the first two.
+      // Prefetch the next panel in the first tile, or half of it in each of the first two.
       if (tiles == 1)
         run_tile<kPanel / kLineWords>(rows, row, panel, ahead);
       else if (tile < 2)
@@ -122,23 +120,23 @@ class Linear {
   Store store_;
 };
 
-// A layer as callers give it; mirrored in linear.py.
+// A layer; the same as in linear.py.
 struct LinearLayer {
   const void* panels;
-  const float* bias;  // for each output of each panel
+  const float* bias;  // per output of each panel
   int64_t inputs, outputs;
-  // Panels have kLanes outputs of a gate and then the kLanes that go with them: of each pair
-  // silu(gate) * other is one output.
+  // If set, panels have kLanes outputs of a gate and then the kLanes of the up projection; each
+  // output is silu(gate) * up.
   int gated;
   float epsilon;
-  const uint16_t* norm;      // RMSNorm's weights, by which inputs are normed first; or null
-  const uint16_t* residual;  // what is added to outputs, if not gated; or null
+  const uint16_t* norm;      // weights of an RMSNorm of the inputs, or null
+  const uint16_t* residual;  // added to outputs that are not gated, or null
   int64_t residual_stride;
 };
 
-// What 8-bit weights and activations are multiplied by; mirrored in linear.py.
+// Factors of 8-bit weights and activations; the same as in linear.py.
 struct Scales {
-  const float* factors;   // of each input
-  const float* outputs;   // of each output of each panel
-  const float* row_sums;  // each output's sum of scaled weights
+  const float* factors;   // per input
+  const float* outputs;   // per output of each panel
+  const float* row_sums;  // per output, the sum of its scaled weights
 };

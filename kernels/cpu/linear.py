@@ -1,9 +1,8 @@
-"""Linear layers in C++: weights packed once, products straight from them.
+"""Linear layers in C++, with weights packed once.
 
-oneDNN's products reach the arithmetic's limit with hundreds of rows. With the rows of
-a decode step they do not come near memory's, and every call costs its bookkeeping. All
-products of a step of SmolLM2-135M, on 2 cores of an EPYC 9004 (469 bfloat16 Gflop/s
-and some 45 GB/s at most), in ms:
+oneDNN reaches the CPU's peak arithmetic with hundreds of rows. With the few rows of a decode step
+it is far from peak memory bandwidth, and each call has overhead. All products of a step of
+SmolLM2-135M, on 2 cores of an EPYC 9004 (peak 469 bfloat16 Gflop/s and about 45 GB/s), in ms:
 
     rows                  1      8     48    512
     bfloat16, oneDNN   14.6   14.3   44.2    340
@@ -11,8 +10,8 @@ and some 45 GB/s at most), in ms:
     8 bits, oneDNN     10.3   11.1   27.2    199  without rounding activations
     8 bits, these       5.0    5.4   20.6    192  with it
 
-4-bit weights take 2.5 ms for a row where 8-bit ones take 4.0, the last layer left out.
-From 5 rows on the same weights in 8 bits are faster, so both are kept.
+Without the head, 4-bit weights take 2.5 ms for one row and 8-bit weights 4.0 ms. From 5 rows on,
+the same weights in 8 bits are faster, so both are stored.
 """
 
 from ctypes import (
@@ -32,14 +31,14 @@ from torch.nn.functional import pad
 
 from octavo.kernels.machine import onednn_has_amx
 
-PANEL = 32  # outputs; as in linear.h
-GATE = PANEL // 2  # outputs of a gate in a panel; the others go with them
-GROUP = 32  # inputs that share a scale in 4 bits: as in linear.cpp, and in GGUF
-_PAIR, _FOUR = 2, 4  # inputs that one instruction takes: of 16 bits, of 8
+PANEL = 32  # outputs, as in linear.h
+GATE = PANEL // 2  # a gate's outputs in a panel; the others are the up projection's
+GROUP = 32  # inputs that share a scale in 4 bits, as in linear.cpp and GGUF
+_PAIR, _FOUR = 2, 4  # inputs per instruction, of 16 and of 8 bits
 
 
 class _Layer(Structure):
-    """A layer; mirrors the struct in linear.h."""
+    """A layer; the same as in linear.h."""
 
     _fields_ = (
         *(("panels", c_void_p), ("bias", c_void_p)),
@@ -50,7 +49,7 @@ class _Layer(Structure):
 
 
 class _Scales(Structure):
-    """An 8-bit layer's scales; mirrors the struct in linear.h."""
+    """An 8-bit layer's scales; the same as in linear.h."""
 
     _fields_ = (("factors", c_void_p), ("outputs", c_void_p), ("row_sums", c_void_p))
 
@@ -59,11 +58,11 @@ class LinearKernels:
     """The kernels of linear.cpp.
 
     Args:
-        library: the compiled kernels.
+        library: The compiled kernels.
 
     Attributes:
-        supported: whether they are for this CPU; if not, nothing else works. They are not
-            where oneDNN has a matrix unit (AMX), with which it is faster.
+        supported: Whether this CPU has the kernels; if not, nothing else works. It has none if
+            oneDNN can use a matrix unit (AMX), which is faster.
     """
 
     def __init__(self, library: CDLL) -> None:
@@ -83,11 +82,10 @@ class LinearKernels:
 
     @staticmethod
     def pack(weight: Tensor) -> Tensor:
-        """Lays weights out in panels.
+        """Pack weights into panels.
 
         Args:
-            weight: `[outputs, inputs]`, bfloat16 or int8; inputs a multiple of what
-                `takes` says.
+            weight: `[outputs, inputs]`, bfloat16 or int8, that `takes` accepts.
 
         Returns:
             `[panels, words, PANEL * elements of a word]`, of the same dtype.
@@ -98,20 +96,20 @@ class LinearKernels:
         return panels.transpose(1, 2).flatten(2).contiguous()
 
     @staticmethod
-    def pack_int4(whole: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Lays 4-bit weights out in panels; each is `(whole - 8) * scale + zero`.
+    def pack_int4(quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        """Pack 4-bit weights into panels; each weight is `(quantized - 8) * scale + zero`.
 
         Args:
-            whole: `[outputs, groups, GROUP]`, from 0 to 15.
+            quantized: `[outputs, groups, GROUP]`, from 0 to 15.
             scale: `[outputs, groups]` bfloat16.
-            zero: as scale.
+            zero: As `scale`.
 
         Returns:
             `[panels, groups, bytes]` uint8.
         """
-        groups = whole.shape[1]
+        groups = quantized.shape[1]
         # An output's two lanes have every other pair of inputs, four pairs in each vector.
-        lanes = pad_outputs(whole.int()).reshape(-1, PANEL // 16, 16, groups, 4, 4, 2)
+        lanes = pad_outputs(quantized.int()).reshape(-1, PANEL // 16, 16, groups, 4, 4, 2)
         lanes = lanes.permute(0, 3, 1, 4, 2, 6, 5)
         joined = (lanes << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1)
         nibbles = joined.to(torch.int32).to(torch.int16).flatten(2).contiguous()
@@ -123,7 +121,7 @@ class LinearKernels:
 
     @staticmethod
     def takes(inputs: int, dtype: torch.dtype) -> bool:
-        """Says whether layers of so many inputs and of this dtype of weights can be packed."""
+        """Return whether layers with this number of inputs and this dtype can be packed."""
         return dtype in {torch.bfloat16, torch.int8} and inputs % _FOUR == 0
 
     def linear(  # noqa: PLR0917 - as the operator
@@ -137,19 +135,19 @@ class LinearKernels:
         epsilon: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Multiplies by bfloat16 weights.
+        """Multiply by bfloat16 weights.
 
         Args:
             x: `[rows, inputs]` bfloat16.
-            outputs: how many there are.
-            panels: the packed weights.
-            bias: `[outputs, padded to whole panels]` float32.
-            gated: 1 if panels are of `interleave`: of an output g of the gate and u that
-                goes with it, the result is silu(g) * u (SwiGLU, Shazeer 2020).
-            norm: `[inputs]` bfloat16, weights of an RMSNorm of x before the product
-                (Zhang and Sennrich, 2019), if there is to be one.
-            epsilon: that norm's.
-            residual: `[rows, outputs]` bfloat16 that is added, if not gated.
+            outputs: The number of outputs.
+            panels: The packed weights.
+            bias: `[padded outputs]` float32.
+            gated: 1 if the panels are from `interleave`: each output is silu(gate) * up (SwiGLU,
+                Shazeer 2020).
+            norm: `[inputs]` bfloat16, weights of an RMSNorm of x before the product (Zhang and
+                Sennrich, 2019); None for no norm.
+            epsilon: The norm's epsilon.
+            residual: `[rows, outputs]` bfloat16 to add to outputs that are not gated.
 
         Returns:
             `[rows, outputs]` bfloat16, rounded once.
@@ -160,7 +158,7 @@ class LinearKernels:
         return out
 
     def linear_wide(self, x: Tensor, outputs: int, panels: Tensor, bias: Tensor) -> Tensor:
-        """Multiplies by bfloat16 weights; as `linear`, but returns the float32 sums."""
+        """Multiply by bfloat16 weights; as `linear`, but return the float32 sums."""
         x, layer = _prepare(x, outputs, panels, bias)
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
         self._wide(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
@@ -180,20 +178,20 @@ class LinearKernels:
         epsilon: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Multiplies by 8-bit weights, activations rounded to 8 bits row by row.
+        """Multiply by 8-bit weights; activations are rounded to 8 bits row by row.
 
         Args:
             x: `[rows, inputs]` bfloat16.
-            outputs: how many there are.
-            panels: the packed weights.
+            outputs: The number of outputs.
+            panels: The packed weights.
             bias: `[padded outputs]` float32.
-            factors: `[inputs]` float32, by which x is multiplied before it is rounded.
-            scales: `[padded outputs]` float32, by which weights are.
-            row_sums: `[padded outputs]` float32, sums of an output's scaled weights.
-            gated: as for `linear`, and so are the others.
-            norm: see there.
-            epsilon: see there.
-            residual: see there.
+            factors: `[inputs]` float32, factors of x before it is rounded.
+            scales: `[padded outputs]` float32, factors of the weights.
+            row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
+            gated: As for `linear`, like the arguments below.
+            norm: Likewise.
+            epsilon: Likewise.
+            residual: Likewise.
 
         Returns:
             `[rows, outputs]` bfloat16.
@@ -219,21 +217,21 @@ class LinearKernels:
         epsilon: float = 0.0,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Multiplies by 4-bit weights if rows are few, else by the same ones in 8 bits.
+        """Multiply by 4-bit weights if there are few rows, else by the same weights in 8 bits.
 
         Args:
-            x: and the other arguments: as for `linear_int8`.
-            outputs: see there.
-            panels: see there.
-            bias: see there.
-            factors: see there.
-            scales: see there.
-            row_sums: see there.
-            nibbles: what `pack_int4` returned.
-            gated: see there.
-            norm: see there.
-            epsilon: see there.
-            residual: see there.
+            x: As for `linear_int8`, like the other arguments.
+            outputs: Likewise.
+            panels: Likewise.
+            bias: Likewise.
+            factors: Likewise.
+            scales: Likewise.
+            row_sums: Likewise.
+            nibbles: The result of `pack_int4`.
+            gated: Likewise.
+            norm: Likewise.
+            epsilon: Likewise.
+            residual: Likewise.
 
         Returns:
             `[rows, outputs]` bfloat16.
@@ -249,21 +247,21 @@ class LinearKernels:
 
 
 def pad_outputs(values: Tensor) -> Tensor:
-    """Fills the first dimension up with zeros to whole panels."""
+    """Pad the first dimension with zeros to whole panels."""
     return _pad(values, PANEL)
 
 
-def interleave(gate: Tensor, other: Tensor) -> Tensor:
-    """Joins the outputs of a gate and of what it gates, as gated panels have them.
+def interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Interleave the outputs of a gate and an up projection, as gated panels have them.
 
     Args:
         gate: `[outputs, ...]`.
-        other: as gate.
+        up: As `gate`.
 
     Returns:
         `[2 * outputs, each padded to whole panels, ...]`.
     """
-    parts = [_pad(values, GATE).reshape(-1, GATE, *values.shape[1:]) for values in (gate, other)]
+    parts = [_pad(values, GATE).reshape(-1, GATE, *values.shape[1:]) for values in (gate, up)]
     return torch.stack(parts, 1).flatten(0, 2)
 
 
@@ -285,7 +283,7 @@ def _prepare(  # noqa: PLR0917 - as the operators
     epsilon: float = 0.0,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, _Layer]:
-    """Rows as C++ reads them, and the layer."""
+    """Return rows that C++ can read, and the layer."""
     if x.stride(1) != 1 or x.stride(0) % _PAIR:
         x = x.contiguous()
     layer = _Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)

@@ -151,10 +151,10 @@ class KnownLayers:
     """All layers' caches, found fit, and their structs in a row. Keeps them alive.
 
     Args:
-        layers: each layer's key and value cache, as `paged_attention` takes them.
+        layers: Each layer's key and value cache, as `paged_attention` takes them.
 
     Raises:
-        ValueError: the kernels cannot read them.
+        ValueError: The kernels cannot read them.
     """
 
     __slots__ = ("layers", "structs")
@@ -169,8 +169,8 @@ class CompiledModel(NamedTuple):
     """A library of AOTInductor's, loaded.
 
     Attributes:
-        run: its entry point.
-        container: of its weights.
+        run: Its entry point.
+        container: Of its weights.
     """
 
     run: c_void_p
@@ -181,8 +181,8 @@ class CompiledInputs(NamedTuple):
     """What a compiled model takes.
 
     Attributes:
-        layers: the caches.
-        metadata: of the batch.
+        layers: The caches.
+        metadata: Of the batch.
         token_ids: `[1, num_tokens]` int64, contiguous, as those that follow.
         positions: `[1, num_tokens]`.
         rows: `[num_rows]`, of the tokens whose logits are wanted.
@@ -199,10 +199,10 @@ class NativeKernels:
     """The kernels of `octavo.kernels.ops`, in C++. Several threads may call them.
 
     Raises:
-        OSError: they cannot be compiled here.
+        OSError: They cannot be compiled here.
 
     Attributes:
-        linear: those for linear layers.
+        linear: Those for linear layers.
     """
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ class NativeKernels:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Writes each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
+        """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
         cache = self._know_cache(key_cache, value_cache)
         slots = self._know_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
@@ -281,7 +281,7 @@ class NativeKernels:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotates queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
+        """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
         cache = self._know_cache(key_cache, value_cache)
         slots = self._know_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
@@ -314,7 +314,7 @@ class NativeKernels:
         soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attends over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
+        """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
         cache = self._know_cache(key_cache, value_cache)
         batch = self._know_batch(metadata)
         shape = query.shape
@@ -353,13 +353,13 @@ class NativeKernels:
         return out
 
     def run_step(self, model: CompiledModel, inputs: CompiledInputs) -> c_void_p:
-        """Runs a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
+        """Run a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
 
         Returns:
             c_void_p: the handle of the logits, which is the caller's.
 
         Raises:
-            RuntimeError: it failed; what it says of that is on the process's stderr.
+            RuntimeError: It failed; what it says of that is on the process's stderr.
         """
         logits = c_void_p()
         self._run(self._run_step, model, inputs, byref(logits))
@@ -389,7 +389,7 @@ class NativeKernels:
         return spent
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """Finds the first of each row's greatest elements; see `octavo.kernels.ops.argmax`.
+        """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`.
 
         Of 48 rows of 49,152 on 2 cores in 0.5 ms, and torch in 1.9 ms.
         """
@@ -403,7 +403,7 @@ class NativeKernels:
         return places
 
     def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
+        """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         tokens = torch.empty(count, dtype=torch.int64)
@@ -417,7 +417,7 @@ class NativeKernels:
         return tokens
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
-        """Finds log-probabilities; see `octavo.kernels.ops.score_tokens`."""
+        """Find log-probabilities; see `octavo.kernels.ops.score_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         scores = Scores(
@@ -434,7 +434,7 @@ class NativeKernels:
         return scores
 
     def pin_threads(self) -> bool:
-        """Keeps this thread, and those that compute for it, each on a core of its own.
+        """Keep this thread, and those that compute for it, each on a core of its own.
 
         Left alone, two of them share a core for milliseconds whenever another process
         wants one, and all wait for the slower: 457 tokens/s instead of 516, of 48 streams
@@ -442,7 +442,7 @@ class NativeKernels:
         two processes with a few threads each, both would take the same few cores.
 
         Returns:
-            bool: whether it was done. Where `OMP_PROC_BIND` or the like is set, it is not.
+            Whether it was done. Where `OMP_PROC_BIND` or the like is set, it is not.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = torch.get_num_threads()
@@ -463,7 +463,7 @@ class NativeKernels:
         return slots
 
     def _know_cache(self, key_cache: Tensor, value_cache: Tensor) -> _KnownCache:
-        """Returns what is known of a layer's cache, after a look at it the first time."""
+        """Return what is known of a layer's cache, after a look at it the first time."""
         cache = self._caches.get(id(key_cache))
         if cache is None or cache.keys() is not key_cache or cache.values() is not value_cache:
             cache = _KnownCache(key_cache, value_cache)
@@ -472,7 +472,7 @@ class NativeKernels:
         return cache
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
-        """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
+        """Copy whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
         self.swap_blocks(cache, cache, pairs)
 
     def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
@@ -496,7 +496,7 @@ class NativeKernels:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose last dimension is contiguous: itself, or a copy."""
+    """Return a tensor whose last dimension is contiguous: itself, or a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -507,10 +507,10 @@ def _place(rows: Tensor) -> tuple[int, int, int]:
 
 
 def _fit(tokens: Tensor, cache: _KnownCache, slots: _KnownSlots) -> Tensor:
-    """Returns keys or values as C++ can read them.
+    """Return keys or values as C++ can read them.
 
     Raises:
-        ValueError: they are not of the cache's shape and dtype.
+        ValueError: They are not of the cache's shape and dtype.
     """
     if tokens.shape != (slots.count, cache.num_kv_heads, cache.head_dim):
         raise ValueError(
@@ -522,7 +522,7 @@ def _fit(tokens: Tensor, cache: _KnownCache, slots: _KnownSlots) -> Tensor:
 
 
 def _check_slot(bad: int, slot_mapping: Tensor, cache: _KnownCache) -> None:
-    """Raises IndexError if C++ found a slot, counted from 1, past the cache's end."""
+    """Raise IndexError if C++ found a slot, counted from 1, past the cache's end."""
     if bad:
         raise IndexError(
             f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
@@ -530,7 +530,7 @@ def _check_slot(bad: int, slot_mapping: Tensor, cache: _KnownCache) -> None:
 
 
 def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:
-    """Raises ValueError if C++ would read the tokens' memory wrongly."""
+    """Raise ValueError if C++ would read the tokens' memory wrongly."""
     if tokens.dtype != cache.dtype:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 

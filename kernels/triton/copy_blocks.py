@@ -39,12 +39,12 @@ def _swap_blocks_kernel(  # noqa: PLR0917
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
+    """Copy whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
     swap_blocks(cache, cache, pairs)
 
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks between caches on the GPU; see `octavo.kernels.ops.swap_blocks`."""
+    """Copy whole blocks between caches on the GPU; see `octavo.kernels.ops.swap_blocks`."""
     numbers = to_device(pairs.t().contiguous().numpy(), source.device)
     source, destination = (x.view(x.shape[0], -1).view(torch.int32) for x in (source, destination))
     block_words = source.shape[1]

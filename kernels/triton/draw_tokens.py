@@ -51,7 +51,7 @@ def _narrow(  # noqa: PLR0917
     BY_WEIGHT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Finds the least distance within which tokens' number, or weight, is `target`.
+    """Find the least distance within which tokens' number, or weight, is `target`.
 
     Returns:
         the bits of the distance, `furthest` if it is not less; the number, or weight, of
@@ -110,7 +110,7 @@ def _cut(  # noqa: PLR0917
     TILE: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    """Finds what top-k and top-p keep.
+    """Find what top-k and top-p keep.
 
     Returns:
         a cut: all that are nearer are kept; of those that are exactly as far, how many.
@@ -243,12 +243,12 @@ def _draw_tokens_kernel(  # noqa: PLR0917
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Finds the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
+    """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Draws a token from each row; see `octavo.kernels.ops.draw_tokens`."""
+    """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
     greedy = sampling.temperatures == 0
     if greedy.all():
         return argmax(logits)

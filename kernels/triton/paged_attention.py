@@ -148,7 +148,7 @@ def _walk(  # noqa: PLR0917
     LOG2_E: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attends to the keys from `begin` up to `end`; returns the softmax's new state."""
+    """Attend to the keys from `begin` up to `end`; returns the softmax's new state."""
     # Blocks are looked up a tile ahead: were that load in the same round as the loads
     # of K and V that hang on it, the pipeline could not fetch these early.
     block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
@@ -335,7 +335,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Attends over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
+    """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
     if scale <= 0 or key_scale <= 0:
         raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
     if query.stride(-1) != 1:
@@ -373,7 +373,7 @@ def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
 
 
 def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
-    """Attends for `items`, of which the longest has `longest` keys."""
+    """Attend for `items`, of which the longest has `longest` keys."""
     query, metadata = call.query, call.metadata
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = call.key_cache.shape

@@ -20,7 +20,7 @@ def plan_attention(
     device: torch.device,
     splits: int | None = None,
 ) -> AttentionPlan:
-    """Makes the plan of a batch; see `octavo.kernels.ops.plan_attention`."""
+    """Make the plan of a batch; see `octavo.kernels.ops.plan_attention`."""
     group = num_heads // num_kv_heads
     decode_rows, chunk_rows = (
         choose_tiles(

@@ -37,7 +37,7 @@ def _rotated(low, high, c, s):
 def _keep(  # noqa: PLR0917
     low, high, cache, place, scale, real, HALF: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """Writes halves of heads to their place in a cache."""
+    """Write halves of heads to their place in a cache."""
     tl.store(cache + place, stored(low, cache, scale, LARGEST), mask=real)
     tl.store(cache + place + HALF, stored(high, cache, scale, LARGEST), mask=real)
 
@@ -118,7 +118,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotates queries and keys and writes the cache; see `octavo.kernels.reference`."""
+    """Rotate queries and keys and writes the cache; see `octavo.kernels.reference`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

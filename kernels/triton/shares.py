@@ -21,7 +21,7 @@ def share_of(  # noqa: PLR0917
     LEAST_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Reads an item of the plan.
+    """Read an item of the plan.
 
     Returns:
         its sequence; the flat number of the sequence's first query; queries and

@@ -11,15 +11,15 @@ START_KEYS = 128
 
 @cache
 def choose_splits(programs: int, longest: int, places: int) -> int:
-    """Returns how many pieces the longest sequence is cut into.
+    """Return how many pieces the longest sequence is cut into.
 
     As many as make the last wave of programs end soonest: with `programs` enough for
     the whole GPU that is one, with few sequences of long context many.
 
     Args:
-        programs: without splits: sequences (tiles of queries) x KV heads.
-        longest: keys of the longest sequence.
-        places: programs of this kind that the GPU runs side by side.
+        programs: Without splits: sequences (tiles of queries) x KV heads.
+        longest: Keys of the longest sequence.
+        places: Programs of this kind that the GPU runs side by side.
     """
 
     def time(splits: int) -> int:

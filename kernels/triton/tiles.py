@@ -24,13 +24,13 @@ TUNED = Path(__file__).with_name("tuned.json")
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of a program's pieces.
+    """Size of a program's pieces.
 
     Attributes:
-        rows: query rows, (token, head of the group) pairs; a power of two from 16.
-        keys: keys taken at a time; a power of two from 16.
-        warps: of a program.
-        stages: depth of the software pipeline that fetches keys and values.
+        rows: Query rows, (token, head of the group) pairs; a power of two from 16.
+        keys: Keys taken at a time; a power of two from 16.
+        warps: Of a program.
+        stages: Depth of the software pipeline that fetches keys and values.
     """
 
     rows: int
@@ -44,10 +44,10 @@ class Gpu:
     """What the choice depends on of a GPU.
 
     Attributes:
-        name: as its driver says.
-        capability: compute capability.
-        shared_bytes: shared memory that one program may have.
-        multiprocessors: how many it has.
+        name: As its driver says.
+        capability: Compute capability.
+        shared_bytes: Shared memory that one program may have.
+        multiprocessors: How many it has.
     """
 
     name: str
@@ -102,15 +102,15 @@ def gpu(device: torch.device) -> Gpu:
 def choose_tiles(
     kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> Tiles:
-    """Returns the sizes for a kind of work.
+    """Return the sizes for a kind of work.
 
     Args:
         kind: "decode" of one token a sequence, or "chunk" of a prompt.
-        gpu: where.
-        group: query heads to a KV head.
-        head_dim: elements of a head.
-        dtype: of queries.
-        cache_dtype: of keys and values.
+        gpu: Where.
+        group: Query heads to a KV head.
+        head_dim: Elements of a head.
+        dtype: Of queries.
+        cache_dtype: Of keys and values.
     """
     padded = triton.next_power_of_2(head_dim)
     rows = max(LEAST_ROWS, triton.next_power_of_2(group))

@@ -15,7 +15,7 @@ _MOST_WARPS = 16
 
 @triton.jit
 def stored(x, to, scale, LARGEST: tl.constexpr):
-    """Returns `x` as the cache that `to` points into keeps it, where that is fp8."""
+    """Return `x` as the cache that `to` points into keeps it, where that is fp8."""
     dtype = to.dtype.element_ty
     if x.dtype != dtype:
         x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST).to(dtype)
@@ -84,7 +84,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Writes each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
+    """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
     num_tokens, num_kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

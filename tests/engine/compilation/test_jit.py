@@ -15,7 +15,7 @@ from octavo.engine.compilation.jit import JitStep
 from octavo.engine.compilation.load_step import LoadedStep, compiled_for_gpu
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.linear import fuse_linears as joining
-from octavo.engine.models.linear.fuse_linears import Part, join_linears
+from octavo.engine.models.linear.fuse_linears import FusedPart, fuse_linears
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
 from octavo.engine.models.step import EagerStep
@@ -46,7 +46,7 @@ def as_on_a_gpu(monkeypatch, never_again):
 
     def load_step(settings, model):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
-        join_linears(loaded.model)
+        fuse_linears(loaded.model)
         step = JitStep(EagerStep(loaded.model), loaded.device)
         return LoadedStep(
             loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, None, step
@@ -98,7 +98,7 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch)
     inputs = tokens, torch.arange(37)[None], torch.tensor([35, 36, 0])
     step = EagerStep(loaded.model)
     expected = logits(step, loaded.shape, inputs)
-    join_linears(loaded.model)
+    fuse_linears(loaded.model)
     joined = logits(step, loaded.shape, inputs)
     compiled = logits(JitStep(step, loaded.device), loaded.shape, inputs)
     assert joined.dtype == compiled.dtype == torch.float32
@@ -133,9 +133,9 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tiny_model, mo
 
 def test_layers_of_one_input_share_their_weights(tiny_model):
     model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
-    join_linears(model)
+    fuse_linears(model)
     attention = model.model.layers[0].self_attn
-    assert isinstance(attention.q_proj, Part)
+    assert isinstance(attention.q_proj, FusedPart)
     assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
     assert attention.q_proj.whole.layer.weight.shape == (64 + 32 + 32, 64)
 
@@ -150,7 +150,7 @@ def test_layers_are_let_go_as_they_are_joined(tiny_model, monkeypatch):
         join(*given)
 
     monkeypatch.setattr(joining, "join", counted)
-    join_linears(model)
+    fuse_linears(model)
     assert len(left) == 4
     assert left == sorted(set(left), reverse=True)
 
