@@ -1,4 +1,4 @@
-"""Brings an engine's parts to life: model, memory, warm-up."""
+"""Builds the engine's parts: loads the model, allocates memory and warms up."""
 
 import os
 import time
@@ -39,28 +39,28 @@ log = structlog.get_logger(__name__)
 CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
 GPU_SEQS, GPU_BATCHED_TOKENS = 256, 8192
 THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-"""By which PyTorch is told how many threads to compute with."""
+"""Environment variables that set PyTorch's number of threads."""
 
 
 class StartupError(Exception):
-    """The engine cannot start as it is set up; the message says what to change."""
+    """The engine cannot start with these settings; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """An engine ready to run.
+    """The parts of an engine, ready to run.
 
     Attributes:
-        scheduler: With its empty cache.
-        executor: Warmed up.
-        limits: What requests must fit in.
+        scheduler: The scheduler, with an empty cache.
+        executor: The executor, warmed up.
+        limits: The limits of requests.
         eos_token_ids: The model's end-of-sequence tokens.
         block_bytes: Bytes per block, all layers.
-        max_num_seqs: As settled for the device.
-        max_num_batched_tokens: Likewise.
-        device: For a person.
-        dtype: Of weights.
-        warnings: What makes it slower than it could be, and what to do about it.
+        max_num_seqs: Maximum sequences in the running batch.
+        max_num_batched_tokens: Maximum tokens computed in a step.
+        device: The device's name.
+        dtype: The weights' data type.
+        warnings: What makes the engine slow and what to do about it.
     """
 
     scheduler: Scheduler
@@ -76,13 +76,12 @@ class Parts:
 
 
 def build(settings: EngineSettings) -> Parts:
-    """Load the model, sizes and allocates the cache, and warms up.
+    """Load the model, allocate the KV cache, and warm up.
 
     Raises:
-        StartupError: The settings do not fit each other, the model or the
-            machine.
-        UnsupportedModelError: The model cannot be served.
-        ModelError: It cannot be read.
+        StartupError: The settings do not fit each other, the model or the machine.
+        UnsupportedModelError: The engine cannot serve the model.
+        ModelError: The model cannot be read.
         OSError: There is no such model.
     """
     began = time.perf_counter()
@@ -153,16 +152,16 @@ def build(settings: EngineSettings) -> Parts:
 
 
 def _warnings(device: torch.device) -> tuple[str, ...]:
-    """Return what clients should see of what slows the engine down."""
+    """Return the warnings that clients should see."""
     warning = device_warning(device)
     return () if warning is None else (warning,)
 
 
 def _limit_threads() -> None:
-    """Has PyTorch compute with no more threads than this process may use cores.
+    """Limit PyTorch's threads to the cores that this process may use.
 
-    By itself it takes one for each core of the machine. Those beyond a container's quota use it up
-    while they wait for each other, and then all of them stand still.
+    PyTorch starts one thread for each core of the machine. In a container with a CPU quota, threads
+    that wait for each other use up the quota, and then all of them are throttled.
     """
     cores = resources.cores()
     if cores < torch.get_num_threads() and not THREAD_VARIABLES & os.environ.keys():
@@ -170,13 +169,13 @@ def _limit_threads() -> None:
 
 
 def _batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int]:
-    """Most sequences and most tokens of a step: as set, or what suits the device."""
+    """Return the maximum sequences and tokens of a step: as set, or the device's default."""
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
-    usual_seqs, usual_tokens = (
+    default_seqs, default_tokens = (
         (GPU_SEQS, GPU_BATCHED_TOKENS) if device.type == "cuda" else (CPU_SEQS, CPU_BATCHED_TOKENS)
     )
-    seqs = seqs or min(usual_seqs, tokens or usual_seqs)
-    return seqs, tokens or max(seqs, usual_tokens)
+    seqs = seqs or min(default_seqs, tokens or default_seqs)
+    return seqs, tokens or max(seqs, default_tokens)
 
 
 def _allocate(
@@ -195,23 +194,23 @@ def _allocate(
 def _run_largest_step(
     executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, block_size: int
 ) -> None:
-    """Run the largest step, to know the most memory that activations and logits take."""
+    """Run the largest step, to measure the peak memory of activations and logits."""
     if loaded.device.type == "cpu":
-        tokens, seqs = min(tokens, 2 * block_size), 1  # there is no peak to learn
+        tokens, seqs = min(tokens, 2 * block_size), 1  # a CPU has no peak to measure
     else:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(loaded.device)  # to load may have taken more
+        torch.cuda.reset_peak_memory_stats(loaded.device)  # loading may have used more
     executor.execute(largest_batch(tokens, seqs, block_size))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
 
 
 def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
-    """Return the batch that takes the most memory: as many logits as a step may have.
+    """Return the batch that needs the most memory: the one with the most logits.
 
     Args:
-        tokens: Computed in it; as many prompt tokens are scored as the scheduler allows.
-        seqs: For which a token is drawn.
+        tokens: Tokens computed; as many prompt tokens are scored as the scheduler allows.
+        seqs: Sequences that sample a token.
         block_size: Tokens per block.
     """
     scored = min(tokens, MAX_SCORED_TOKENS)
@@ -220,7 +219,7 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
     for size, sampling in ((scored, params), (tokens - scored, SamplingParams())):
         if not size:
             continue
-        # Of a prompt, all but the last token are scored.
+        # All prompt tokens but the last are scored.
         request = Request(0, "warm-up", (0,) * (size + 1), sampling, 1, time.monotonic())
         sequence = Sequence(0, 0, list(request.prompt), size + 1)
         group = SequenceGroup(request, [sequence])
@@ -233,12 +232,12 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
 def _memory_taken(
     probe: Executor, loaded: LoadedStep, settings: EngineSettings, max_num_seqs: int
 ) -> int:
-    """Return the bytes of a GPU that the cache cannot have, after the largest step; else 0.
+    """Return a GPU's bytes that the cache cannot use; 0 on a CPU or if the cache's size is set.
 
-    They are the peak of that step without the probe's own cache, and the CUDA graphs.
+    These are the peak of the largest step, without the probe's own cache, and the CUDA graphs.
     """
-    said = settings.num_blocks is not None or settings.cache_memory is not None
-    if loaded.device.type != "cuda" or said:
+    is_size_set = settings.num_blocks is not None or settings.cache_memory is not None
+    if loaded.device.type != "cuda" or is_size_set:
         return 0
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
     if not settings.cuda_graphs:
@@ -252,20 +251,22 @@ def _memory_taken(
             record=cuda_recorder(),
             free=partial(free_memory, loaded.device),
         )
-    except RuntimeError:  # `_record_decodes` will say so
+    except RuntimeError:  # `_record_decodes` logs it
         return taken
     log.info("CUDA graphs measured", gib=round(graphs / GIB, 3))
     return taken + graphs
 
 
 def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -> None:
-    """Record CUDA graphs; a model that cannot be recorded is served without."""
+    """Record CUDA graphs; if the model cannot be recorded, log a warning."""
     try:
         executor.record_decodes(
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=cuda_recorder()
         )
     except RuntimeError as error:
-        log.warning("no CUDA graphs: steps are launched kernel by kernel", error=str(error))
+        log.warning(
+            "no CUDA graphs: decode steps launch each kernel, which is slower", error=str(error)
+        )
 
 
 def _num_blocks(
@@ -285,12 +286,13 @@ def _num_blocks(
     available = memory_bytes(loaded.device) / GIB
     if gib > available:
         raise StartupError(
-            f"--cache-memory is {gib:g} GiB, but of the device this process has {available:.1f}"
+            f"--cache-memory is {gib:g} GiB, but this process may use {available:.1f} GiB of the"
+            " device's memory: lower it"
         )
     blocks = blocks_in(gib, block_bytes)
     if blocks < 1:
         raise StartupError(
-            f"a KV-cache block takes {block_bytes / GIB:.4f} GiB, and the cache has {gib:.4f}:"
+            f"a KV-cache block needs {block_bytes / GIB:.4f} GiB, but the cache has {gib:.4f}:"
             " raise --cache-memory or lower --block-size"
         )
     return blocks
@@ -303,21 +305,24 @@ def _num_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
     available = memory_bytes(torch.device("cpu")) / GIB
     if gib > available:
         raise StartupError(
-            f"--swap-space is {gib:g} GiB, but this process may use {available:.1f} GiB of memory"
+            f"--swap-space is {gib:g} GiB, but this process may use {available:.1f} GiB of memory:"
+            " lower it"
         )
     return blocks_in(gib, block_bytes)
 
 
 def _max_model_len(settings: EngineSettings, loaded: LoadedStep, num_blocks: int) -> int:
-    """The context that model, settings and cache all allow."""
+    """Return the context that the model, the settings and the cache all allow."""
     most, capacity = loaded.shape.max_position, num_blocks * settings.block_size
     asked = settings.max_model_len
     if asked is None:
         if capacity < most:
-            log.warning("context cut to what the cache holds", model=most, max_model_len=capacity)
+            log.warning("context limited by the cache", model=most, max_model_len=capacity)
         return min(most, capacity)
     if asked > most:
-        raise StartupError(f"--max-model-len is {asked}, but the model's context is {most} tokens")
+        raise StartupError(
+            f"--max-model-len is {asked}, but the model's context is {most} tokens: lower it"
+        )
     if asked > capacity:
         raise StartupError(
             f"--max-model-len is {asked}, but the cache holds {capacity} tokens: raise"

@@ -1,4 +1,4 @@
-"""What attention over a paged cache must know about a batch."""
+"""The description of a batch for paged attention."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How a GPU's programs share a batch; made by `octavo.kernels.ops.plan_attention`.
+    """The division of a batch among a GPU's programs, from `octavo.kernels.ops.plan_attention`.
 
     Attributes:
-        items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows),
-            those of sequences with one query first.
-        num_decode_items: How many those are.
+        items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows), first those
+            of sequences with one query.
+        num_decode_items: Number of items of sequences with one query.
         longest_decode: Tokens of the longest sequence with one query.
-        longest_chunk: Tokens of the longest sequence with several.
-        splits: Into how many pieces the longest sequence's keys are cut, where that
-            is not left to the kernels.
+        longest_chunk: Tokens of the longest sequence with several queries.
+        splits: Number of pieces of the longest sequence's keys; None: the kernels choose.
     """
 
     items: torch.Tensor
@@ -28,22 +27,21 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Which tokens of a flat batch belong to which sequence and where their K/V lie.
+    """The sequences of a flat batch and their slots in the cache.
 
     The tensors are contiguous and on the same device as the cache.
 
     Attributes:
-        query_starts: `[num_seqs + 1]` int32, rising from 0; the queries of
-            sequence i are the rows `query_starts[i]:query_starts[i + 1]`.
-        seq_lens: `[num_seqs]` int32; tokens in the cache once this step's are
-            written (context and queries together).
-        block_tables: `[num_seqs, max_blocks]` int32; the physical block of each
-            logical one. Entries past a sequence's end are never followed.
-        slot_mapping: `[num_tokens]` int64; `block * block_size + offset` of the
-            slot each token is written to; a negative one is not written.
-        max_query_len: The most queries that any one sequence has.
+        query_starts: `[num_seqs + 1]` int32, rising from 0; the queries of sequence i are the rows
+            `query_starts[i]:query_starts[i + 1]`.
+        seq_lens: `[num_seqs]` int32; tokens in the cache, including this step's.
+        block_tables: `[num_seqs, max_blocks]` int32; the physical block of each logical block.
+            Entries past a sequence's end are not read.
+        slot_mapping: `[num_tokens]` int64; each token's slot, `block * block_size + offset`;
+            tokens with a negative slot are not written.
+        max_query_len: The greatest number of queries of a sequence.
         max_seq_len: The greatest of `seq_lens`.
-        plan: For a GPU, which otherwise must ask for the lengths, in every layer.
+        plan: A GPU's plan. Without one, each layer copies the lengths to the host.
     """
 
     query_starts: torch.Tensor

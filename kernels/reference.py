@@ -1,7 +1,7 @@
-"""The plain definition of every kernel, which each fast version is held to.
+"""The definition of every kernel, which tests compare each fast version with.
 
-Nothing here is fast and nothing is clever: float32 arithmetic, one sequence at a
-time, any shape and any device. What arguments are, `octavo.kernels.ops` says.
+It is simple and slow: float32 arithmetic, one sequence at a time, any shape and any device.
+`octavo.kernels.ops` describes the arguments.
 """
 
 import torch
@@ -31,7 +31,7 @@ def write_kv(
 
 
 def _rounded(x: Tensor, cache: Tensor, scale: float) -> Tensor:
-    """Keys or values as the cache keeps them."""
+    """Return keys or values as the cache stores them."""
     if x.dtype == cache.dtype:
         return x
     largest = torch.finfo(cache.dtype).max
@@ -51,7 +51,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
+    """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     write_kv(
         rotate(key, cos, sin),
         value,
@@ -73,7 +73,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         sin: Likewise.
 
     Returns:
-        Rotated in float32, of the shape and dtype of `x`.
+        The heads rotated in float32, with the shape and dtype of `x`.
     """
     half = x.shape[-1] // 2
     low, high = x.float().chunk(2, -1)
@@ -94,10 +94,10 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Attend causally over keys and values that lie in blocks.
+    """Compute causal attention over keys and values in cache blocks.
 
     As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
-    `octavo.kernels.ops.paged_attention`. A query that may attend to nothing gives zeros.
+    `octavo.kernels.ops.paged_attention`. A query that attends to no key gives zeros.
     """
     group = query.shape[1] // key_cache.shape[1]
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)

@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of each row's own token and of its most likely ones.
+    """Log-probabilities of each row's given token and of its most likely tokens.
 
     Attributes:
-        logprobs: `[n]` float32, of the row's own.
+        logprobs: `[n]` float32, of the given tokens.
         top: `[n, most]` int64, the most likely tokens, most likely first.
-        top_logprobs: `[n, most]` float32, theirs.
+        top_logprobs: `[n, most]` float32, of `top`.
     """
 
     logprobs: Tensor
@@ -21,7 +21,7 @@ class Scores(NamedTuple):
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
-    """Score tokens in plain PyTorch; see `octavo.kernels.ops.score_tokens`."""
+    """Return log-probabilities in plain PyTorch; see `octavo.kernels.ops.score_tokens`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     top = logprobs.topk(most, dim=-1)
     return Scores(logprobs.gather(1, tokens[:, None])[:, 0], top.indices, top.values)

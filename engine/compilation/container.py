@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.engine.attention.operator import PagedStep
 from octavo.kernels import cpu
-from octavo.kernels.cpu.native import CompiledInputs, CompiledModel, KnownLayers
+from octavo.kernels.cpu.native import CheckedLayers, CompiledInputs, CompiledModel
 
 _aoti = torch._C._aoti  # noqa: SLF001 - has no public name
 _python = ctypes.pythonapi
@@ -44,7 +44,7 @@ class Container:
         self._library = ctypes.CDLL(str(path))
         run = ctypes.cast(self._library.AOTInductorModelContainerRun, c_void_p)
         self._model = CompiledModel(run, c_void_p())
-        self._layers: KnownLayers | None = None  # of the latest call
+        self._layers: CheckedLayers | None = None  # of the latest call
         create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
         _check(create(byref(self._model.container), 1, b"cpu", None), f"{path} cannot be loaded")
 
@@ -81,7 +81,7 @@ class Container:
     ) -> CompiledInputs:
         layers = self._layers
         if layers is None or layers.layers is not within.layers:
-            layers = self._layers = KnownLayers(within.layers)
+            layers = self._layers = CheckedLayers(within.layers)
         return CompiledInputs(layers, within.metadata, token_ids, positions, logit_rows)
 
     def constants(self) -> list[Tensor]:

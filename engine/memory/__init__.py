@@ -1,1 +1,1 @@
-"""The tensors of the KV cache, on the device and in swap space, and copies between them."""
+"""The KV cache's tensors on the device and in swap space, and copies between them."""

@@ -14,15 +14,15 @@ from octavo.kernels.ops import copy_blocks
 
 GIB = 1 << 30
 HOST_SHARE = 0.25
-"""Of the host's free memory: what KV cache and swap space each take where nobody said, at most."""
+"""Default limit of KV cache and swap space each, as a share of the host's free memory."""
 
 
 class CacheTensors:
-    """One tensor of blocks on the device and one like it in host memory.
+    """A tensor of blocks on the device and one in host memory.
 
-    Both are `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`:
-    a block is contiguous over all layers, K and V, so copying or swapping it
-    is one copy. On a GPU, swap space lags behind: only swaps may read it.
+    Both are `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. A block is
+    contiguous over all layers, K and V, so one copy moves it. On a GPU, copies to swap space may be
+    pending, so only swaps may read it.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class CacheTensors:
         ]
 
     def populate(self) -> bool:
-        """Has some more of a CPU's blocks backed by memory, which takes milliseconds.
+        """Back more of a CPU's blocks with memory, which takes some milliseconds.
 
-        Else the steps that first write to them wait for it: 48 requests at once took 5% longer.
+        Otherwise the steps that first write to them wait for it: 48 requests took 5% longer.
 
         Returns:
             Whether there were any left.
@@ -61,7 +61,7 @@ class CacheTensors:
         return next(self._populating, False)
 
     def apply(self, transfers: Transfers) -> None:
-        """Do a step's copies, as the step sees them in the order that `Transfers` states."""
+        """Do a step's copies, in the order that `Transfers` states."""
         if transfers.swap_out:
             self._swapper.swap_out(transfers.swap_out)
         if transfers.swap_in:
@@ -70,12 +70,12 @@ class CacheTensors:
             copy_blocks(self.device, torch.tensor(pairs))
 
     def take_copy_times(self) -> list[CopyTime]:
-        """How long swaps took, of those that are known to have ended since the last call."""
+        """Return the times of swaps that have ended since the last call."""
         return self._swapper.take_times()
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split copies so that no run writes a block that it also reads."""
+    """Split copies into runs, none of which writes a block that it also reads."""
     runs: list[list[tuple[int, int]]] = []
     sources: set[int] = set()
     for source, target in pairs:
@@ -88,16 +88,15 @@ def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def blocks_in(gib: float, block_bytes: int) -> int:
-    """Whole blocks in `gib` GiB."""
+    """Return the number of whole blocks in `gib` GiB."""
     return int(gib * GIB) // block_bytes
 
 
 def default_cache_gib(device: torch.device, utilisation: float, taken: int) -> float:
-    """GiB for the KV cache where nobody said: what the device has to spare.
+    """Return the default size of the KV cache in GiB.
 
-    On a GPU, the cache gets `utilisation` of the memory less `taken` bytes, which are all
-    that is not the cache. On a CPU, whose memory others share, `HOST_SHARE` of what is
-    free, at most 4 GiB.
+    On a GPU this is `utilisation` of its memory less `taken` bytes, which is everything but the
+    cache. On a CPU, whose memory is shared, it is `HOST_SHARE` of the free memory, at most 4 GiB.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -106,7 +105,7 @@ def default_cache_gib(device: torch.device, utilisation: float, taken: int) -> f
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes of a GPU in use since the peak was reset, other processes' too."""
+    """Return the peak of a GPU's used bytes since its reset, including other processes'."""
     total = torch.cuda.get_device_properties(device).total_memory
     unused, _ = torch.cuda.mem_get_info(device)
     others = total - unused - torch.cuda.memory_reserved(device)
@@ -114,18 +113,18 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes of a GPU that are free once this process has given back what it can."""
+    """Return a GPU's free bytes, after this process has released its cached memory."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
 def default_swap_gib() -> float:
-    """GiB for swap space where nobody said."""
+    """Return the default size of swap space in GiB."""
     return min(2.0, HOST_SHARE * resources.memory().available / GIB)
 
 
 def memory_bytes(device: torch.device) -> int:
-    """All the memory of a device that this process may use."""
+    """Return the bytes of a device's memory that this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return resources.memory().total

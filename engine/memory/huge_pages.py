@@ -1,6 +1,6 @@
-"""Memory in pages of 2 MiB: what is read all over in every step, looked up less often.
+"""Memory in pages of 2 MiB, for fewer page lookups in what every step reads.
 
-Only hints: where they are not taken, the memory is as it was.
+All calls are hints to Linux, which may ignore them.
 """
 
 import ctypes
@@ -10,23 +10,23 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-# Of Linux 6.1 and 5.14, and not named by `mmap`.
+# From Linux 6.1 and 5.14; `mmap` has no names for them.
 _COLLAPSE = 25  # MADV_COLLAPSE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
-_AT_ONCE = 4 << 20
-"""Bytes that Linux finds at once, in some milliseconds."""
+_CHUNK_BYTES = 4 << 20
+"""Bytes that Linux allocates in one call, in some milliseconds."""
 
 
 def ask_for(tensor: torch.Tensor) -> None:
-    """Has Linux back a tensor that has not been touched yet."""
+    """Ask Linux for huge pages for a tensor that has not been touched yet."""
     _advise(*_span([tensor]), mmap.MADV_HUGEPAGE)
 
 
 def collapse(tensors: Iterable[torch.Tensor]) -> None:
-    """Has Linux move tensors that lie side by side, at some 300 MB a second.
+    """Ask Linux to move adjacent tensors to huge pages, at about 300 MB/s.
 
-    Weights that oneDNN packed are left where they are: it does not tell where that is.
-    The weights of SmolLM2-135M are then read in 8.2 ms a step of one row, not in 11.0.
+    Weights packed by oneDNN stay, as their address is unknown. A step of one row then reads the
+    weights of SmolLM2-135M in 8.2 ms instead of 11.0.
     """
     start, length = _span([tensor for tensor in tensors if not tensor.is_mkldnn])
     _advise(start, length, mmap.MADV_HUGEPAGE)
@@ -34,21 +34,21 @@ def collapse(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def populate(tensor: torch.Tensor) -> Iterator[bool]:
-    """Has Linux find the memory for a tensor, not only when it is first written to.
+    """Ask Linux to allocate a tensor's memory before the first write to it; keep its contents.
 
-    What is there stays. In a virtual machine whose host has to find it first, a GiB may take 3 s.
+    In a virtual machine whose host must allocate the memory too, this may take 3 s per GiB.
 
     Yields:
-        True, after each few MiB.
+        True, after every few MiB.
     """
     start, length = _span([tensor])
-    for done in range(0, length, _AT_ONCE):
-        _advise(start + done, min(_AT_ONCE, length - done), _POPULATE_WRITE)
+    for done in range(0, length, _CHUNK_BYTES):
+        _advise(start + done, min(_CHUNK_BYTES, length - done), _POPULATE_WRITE)
         yield True
 
 
 def _span(tensors: list[torch.Tensor]) -> tuple[int, int]:
-    """The whole pages from the first to the last byte: address and length."""
+    """Return the address and length of the pages from the first to the last byte."""
     first = min((tensor.data_ptr() for tensor in tensors), default=0)
     end = max((tensor.data_ptr() + tensor.nbytes for tensor in tensors), default=0)
     start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,7 +1,7 @@
-"""Pins host memory of any size, so that a GPU copies to and from it by itself.
+"""Pins host memory of any size, so that a GPU copies to and from it asynchronously.
 
-PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64.
-Memory that is registered with CUDA keeps its size.
+PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64. Memory that
+is registered with CUDA keeps its size.
 """
 
 import weakref
@@ -17,13 +17,13 @@ def pin(tensor: torch.Tensor, *, owner: object) -> None:
     """Pin a tensor's memory until `owner` is gone.
 
     Args:
-        tensor: Contiguous, in host memory; nobody uses it longer than `owner` does.
+        tensor: Contiguous, in host memory; nothing may use it longer than `owner`.
         owner: Holds the tensor.
 
     Raises:
-        OSError: CUDA cannot pin so much.
+        OSError: CUDA cannot pin this much.
     """
-    if tensor.nbytes == 0:  # which CUDA refuses
+    if tensor.nbytes == 0:  # CUDA refuses it
         return
     address = tensor.data_ptr()
     code = int(_runtime().cudaHostRegister(address, tensor.nbytes, _DEFAULT_FLAGS))
@@ -36,7 +36,7 @@ def pin(tensor: torch.Tensor, *, owner: object) -> None:
 
 
 def _unpin(address: int) -> None:
-    """Unpin memory once no copy uses it; after an error of the GPU there is none to wait for."""
+    """Unpin memory once no copy uses it. After an error of the GPU there are no copies."""
     with suppress(RuntimeError):
         torch.cuda.synchronize()
     _runtime().cudaHostUnregister(address)

@@ -5,15 +5,13 @@ On a GPU the copies go through staging buffers and a stream of their own:
     compute   ... gather | model's step ...               wait, scatter | model's step ...
     side                 wait, copy to the host ...  copy to the device |
 
-So a swap-out overlaps the step, which may overwrite the blocks at once, and only
-what a swap-in brings is waited for. The side stream does its copies in the order
-of the calls: what is written to swap space is there for whoever reads it later,
-and is not overwritten before it was read. Pairs go in the order of their places in
-swap space: what lies there in a row crosses the bus in one copy, and whoever gives
-out the places has them in a row where it can. To have one copy always, a second set
-of buffers in host memory would do, but then the host had to move each block between
-them and its place, and for a swap-in to wait for that before the step. A buffer is
-used again after the moment that its last user recorded. The host never waits.
+So a swap-out overlaps the step, which may overwrite the blocks at once, and the step only waits
+for swap-ins. The side stream copies in the order of the calls, so each read of swap space sees the
+writes before it. Pairs are sorted by swap block: adjacent blocks cross the bus in one copy, and the
+block pool allocates adjacent ones where it can. With a second set of buffers in host memory it
+would always be one copy, but the host would have to move each block between them and swap space,
+and a swap-in would wait for that. A buffer is reused after the event that its last user recorded.
+The host never waits.
 """
 
 from __future__ import annotations
@@ -30,36 +28,36 @@ import torch
 
 from octavo.kernels.ops import swap_blocks
 
-if TYPE_CHECKING:  # so that swaps can be timed on a machine that has little but torch
+if TYPE_CHECKING:  # so that benchmarks can time swaps with torch alone
     from octavo.engine.kv_cache.transfers import BlockPairs
 
 STAGING_BYTES = 128 << 20
-"""Most of a staging buffer, of which there are two: a swap-out larger than both
-makes the compute stream wait for the bus."""
+"""Maximum size of a staging buffer. There are two: after a larger swap-out the compute stream waits
+for the bus."""
 
 
 class CopyTime(NamedTuple):
-    """How long copying so many blocks over the bus took."""
+    """The time to copy a number of blocks over the bus."""
 
     blocks: int
     seconds: float
 
 
 class Swapper(Protocol):
-    """Do a step's swaps. Calls take effect one after the other, as the step sees it."""
+    """Does a step's swaps. The step sees them in the order of the calls."""
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy (device block, swap block) pairs; the device blocks may be written at once."""
+        """Copy (device block, swap block) pairs. The device blocks may be overwritten at once."""
 
     def swap_in(self, pairs: BlockPairs) -> None:
         """Copy (swap block, device block) pairs."""
 
     def take_times(self) -> list[CopyTime]:
-        """Of the copies that ended since the last call."""
+        """Return the times of copies that have ended since the last call."""
 
 
 class HostSwapper:
-    """Where the device is the host: a copy is done when the call returns."""
+    """Swaps on a CPU: a copy is done when the call returns."""
 
     def __init__(self, device: torch.Tensor, swap: torch.Tensor) -> None:
         self._device = device
@@ -80,16 +78,16 @@ class HostSwapper:
         self._times.append(CopyTime(len(pairs), time.perf_counter() - began))
 
     def take_times(self) -> list[CopyTime]:
-        """Of the copies since the last call."""
+        """Return the times of copies since the last call."""
         times, self._times = self._times, []
         return times
 
 
 class CudaStream:
-    """Do work on a GPU in the order in which it is given."""
+    """A stream, which does its work on a GPU in order."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """Stands for `stream`, or for whichever is the current one."""
+        """Use `stream`, or always the current stream if it is None."""
         self._device = device
         self._own = stream
 
@@ -98,31 +96,31 @@ class CudaStream:
         return self._own or torch.cuda.current_stream(self._device)
 
     def run(self, work: Callable[[], None]) -> None:
-        """Return it what `work` launches."""
+        """Run `work`, which launches kernels or copies, on this stream."""
         with torch.cuda.stream(self._stream):
             work()
 
     def record(self) -> torch.cuda.Event:
-        """The moment when all that it was given until now is done."""
+        """Return an event that happens when all work so far is done."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Lets it do nothing that it is given from now on before `event`."""
+        """Let later work wait for `event`."""
         self._stream.wait_event(event)
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Room for blocks on the device, and the moment from which it may be used again."""
+    """A staging buffer on the device, and the event after which it may be reused."""
 
     blocks: torch.Tensor
     free: torch.cuda.Event
 
 
 class StreamSwapper:
-    """Where the device is a GPU: copies run beside the model, see above."""
+    """Swaps on a GPU: copies overlap the model; see the module."""
 
     def __init__(
         self,
@@ -133,14 +131,14 @@ class StreamSwapper:
         side: CudaStream,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:
-        """Take memory for the buffers.
+        """Allocate the buffers.
 
         Args:
             device: `[num_blocks, ...]`, the cache on the GPU.
-            swap: `[num_swap_blocks, ...]` in pinned memory, which nobody else touches.
-            compute: What the model runs on.
-            side: What nobody else uses.
-            staging_bytes: Most of a buffer, which holds at least a block.
+            swap: `[num_swap_blocks, ...]` in pinned memory, used by nothing else.
+            compute: The model's stream.
+            side: A stream that nothing else uses.
+            staging_bytes: Maximum size of a buffer, which holds at least one block.
         """
         self._device = device
         self._swap = swap
@@ -154,7 +152,7 @@ class StreamSwapper:
         self._running: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy (device block, swap block) pairs; the device blocks may be written at once."""
+        """Copy (device block, swap block) pairs. The device blocks may be overwritten at once."""
         for chunk, buffer in self._chunks(sorted(pairs, key=itemgetter(1))):
             gathered = torch.tensor([(block, i) for i, (block, _) in enumerate(chunk)])
             self._compute.wait(buffer.free)
@@ -175,7 +173,7 @@ class StreamSwapper:
             buffer.free = self._compute.record()
 
     def _chunks(self, pairs: BlockPairs) -> Iterator[tuple[BlockPairs, _Buffer]]:
-        """Pairs that fit into a buffer, each time with the buffer that was used longest ago."""
+        """Yield pairs that fit into a buffer, with the least recently used buffer."""
         for first in range(0, len(pairs), self._capacity):
             buffer = self._buffers.pop(0)
             self._buffers.append(buffer)
@@ -187,7 +185,7 @@ class StreamSwapper:
         buffer: _Buffer,
         places: list[int],
     ) -> torch.cuda.Event:
-        """Return the side stream a copy over the bus; returns the moment when it is done."""
+        """Launch a copy over the bus on the side stream; return its end."""
         began = self._side.record()
         self._side.run(partial(copy, buffer.blocks, self._swap, places))
         ended = self._side.record()
@@ -195,7 +193,7 @@ class StreamSwapper:
         return ended
 
     def take_times(self) -> list[CopyTime]:
-        """Of the copies that are known to have ended since the last call; waits for none."""
+        """Return the times of copies that have ended since the last call, without waiting."""
         times = []
         while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
             blocks, began, ended = self._running.popleft()
@@ -204,29 +202,29 @@ class StreamSwapper:
 
 
 def _capacity(num_swap_blocks: int, block_bytes: int, staging_bytes: int) -> int:
-    """Blocks that a buffer holds."""
+    """Return the blocks that a buffer holds."""
     return min(num_swap_blocks, max(1, staging_bytes // block_bytes))
 
 
 def staging_memory(num_swap_blocks: int, block_bytes: int) -> int:
-    """Bytes that `make_swapper` takes on a GPU."""
+    """Return the bytes that `make_swapper` allocates on a GPU."""
     return 2 * _capacity(num_swap_blocks, block_bytes, STAGING_BYTES) * block_bytes
 
 
 def _unload(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copy a buffer's blocks to their places, one copy for those that lie side by side."""
+    """Copy a buffer's blocks to swap blocks, adjacent ones in one copy."""
     for run, place in _runs(places):
         swap[place : place + len(run)].copy_(buffer[run.start : run.stop], non_blocking=True)
 
 
 def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
-    """Copy blocks from their places into a buffer, as `_unload`."""
+    """Copy swap blocks to a buffer, adjacent ones in one copy."""
     for run, place in _runs(places):
         buffer[run.start : run.stop].copy_(swap[place : place + len(run)], non_blocking=True)
 
 
 def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
-    """Where in rising `places` each stretch of numbers in a row is, and its first number."""
+    """Yield each run of consecutive numbers in rising `places`: its indices and first number."""
     first = 0
     for i in range(1, len(places) + 1):
         if i == len(places) or places[i] != places[i - 1] + 1:
@@ -235,7 +233,7 @@ def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
 
 
 def make_swapper(device: torch.Tensor, swap: torch.Tensor) -> Swapper:
-    """The one for where `device` is."""
+    """Return the swapper for the device of `device`."""
     if device.device.type != "cuda":
         return HostSwapper(device, swap)
     side = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]

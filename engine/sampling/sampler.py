@@ -17,7 +17,7 @@ from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, Draw
 from octavo.engine.scheduling.request import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.kernels.host import Arriving, to_device
+from octavo.kernels.host import AsyncCopy, to_device
 from octavo.kernels.ops import argmax, draw_tokens, score_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
@@ -51,7 +51,7 @@ class Sampled:
     ) -> None:
         self.tokens = tokens
         self.drawers = drawers
-        self._arriving = Arriving(tokens)
+        self._arriving = AsyncCopy(tokens)
         self._reports = reports
 
     def draws(self) -> list[Draw]:
@@ -79,7 +79,7 @@ class Report:
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> None:
         self._counts = counts
         scores = score_tokens(logits, tokens, min(max(counts), logits.shape[1]))
-        self._columns = [Arriving(column) for column in (tokens, *scores)]
+        self._columns = [AsyncCopy(column) for column in (tokens, *scores)]
 
     def logprobs(self) -> list[TokenLogprob]:
         """One for each row; waits until they are there."""

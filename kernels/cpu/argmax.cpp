@@ -1,4 +1,4 @@
-// The place of the greatest element of each row.
+// Finds the greatest element of each row.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,17 +7,17 @@
 
 namespace {
 
-constexpr int kMaxima = 4;  // at a time, so that none waits for the one before
+constexpr int kMaxima = 4;  // at a time, so that none waits for the previous one
 
 template <class Type>
 int64_t argmax(const typename Type::Stored* row, int64_t columns) {
   typename Type::Stored few[kLanes];
-  if (columns < kLanes) {  // the rest is no greater than the first, and comes after it
+  if (columns < kLanes) {  // the padding is not greater than the first, and after it
     for (int64_t i = 0; i < kLanes; i++) few[i] = row[i < columns ? i : 0];
     row = few;
     columns = kLanes;
   }
-  const int64_t last = columns - kLanes;  // the last vector may overlap the one before
+  const int64_t last = columns - kLanes;  // the last vector may overlap the previous one
   Floats maxima[kMaxima];
   for (Floats& most : maxima) most = Type::load_floats(row);
   for (int64_t i = 0; i < columns; i += kMaxima * kLanes)
@@ -33,7 +33,7 @@ int64_t argmax(const typename Type::Stored* row, int64_t columns) {
     for (int lane = 0; lane < kLanes; lane++)
       if (found[lane]) return first + lane;
   }
-  return 0;  // of what is not a number, none is the greatest
+  return 0;  // a row of NaN has no greatest element
 }
 
 template <class Type>
@@ -47,7 +47,7 @@ void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t col
 
 }  // namespace
 
-// The first of the greatest. `dtype` as in cache.h.
+// Returns the first greatest element's column per row. `dtype` as in cache.h.
 extern "C" void octavo_argmax(const void* rows, int64_t num_rows, int64_t stride,
                               int64_t columns, int dtype, int64_t* places, int threads) {
   const auto run = dtype == 0   ? argmax_rows<Float32>

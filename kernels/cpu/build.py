@@ -1,7 +1,7 @@
-"""Compiles the C++ kernels for this very machine, once, into Octavo's cache.
+"""Compiles the C++ kernels once for this machine, into Octavo's cache.
 
-The sources include no header of PyTorch's, so this takes seconds. They are called
-through a plain C ABI, and call PyTorch through its own.
+The sources include no PyTorch headers, so this takes seconds. Python calls them through a plain C
+ABI, and they call PyTorch through its C ABI.
 """
 
 import ctypes
@@ -25,10 +25,10 @@ SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
     *("write_kv.cpp", "argmax.cpp", "copy_blocks.cpp", "pin_threads.cpp"),
 )
-"""Those that take longest to compile first."""
+"""In the order of their compile times, longest first."""
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")
 FLAGS = (
-    "-O2",  # compiles in half the time of -O3, and is as fast
+    "-O2",  # compiles twice as fast as -O3, to equally fast code
     "-std=c++17",
     "-fPIC",
     "-fopenmp",
@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT = 120  # seconds
 ATTEMPTS = 5
-"""How often a library is compiled that another process removes or damages meanwhile."""
+"""Attempts to compile a library that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
-"""In the cache, with a digest of what it was made of. Its time is when it was loaded last, and who
-has it loaded now has a lock on it: by these, old ones are told."""
+"""Path in the cache, with a digest of everything it depends on. The file's time is its last load,
+and processes that have it loaded hold a lock on it: so `cache_cleanup` finds unused ones."""
 
 
 def load_library() -> ctypes.CDLL:
-    """Return the compiled kernels, compiling them if this is the first time.
+    """Return the compiled kernels; compile them the first time.
 
-    Several processes may do this at once: each compiles under a name of its own
-    and the last to finish renames its file into place. A library that is damaged, or that
-    another user can have written, is compiled again.
+    Several processes may do this at once: each compiles to its own file, and the last one to finish
+    renames its file into place. A library that is damaged, or that another user may have written,
+    is compiled again.
 
     Raises:
-        OSError: There is no C++ compiler, it fails, the result cannot be loaded, or another
-            user can write to the library's directory.
+        OSError: There is no C++ compiler, it fails, the result cannot be loaded, or another user
+            can write to the library's directory.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -67,11 +67,11 @@ def load_library() -> ctypes.CDLL:
         if _is_intact(path) and _hold(path):
             return _load(path, compiler)
         _compile(compiler, path)
-    raise OSError(f"{path} is gone or damaged each time that it was compiled")
+    raise OSError(f"{path} was removed or damaged each of {ATTEMPTS} times after it was compiled")
 
 
 def _load(path: Path, compiler: str) -> ctypes.CDLL:
-    # Globally: a compiled step finds the kernels by their names alone.
+    # Globally, as a compiled step finds the kernels by name.
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
@@ -84,9 +84,9 @@ def _load(path: Path, compiler: str) -> ctypes.CDLL:
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler to use: $CXX, else the first usual one on the path.
+    """Return the C++ compiler to use: $CXX, else the first known one on the path.
 
-    GCC first: Clang's OpenMP code does not run with the libgomp that PyTorch brings.
+    GCC comes first: Clang's OpenMP code does not run with PyTorch's libgomp.
     """
     named = os.environ.get("CXX")
     candidates = [named] if named else ["g++", "c++", "clang++"]
@@ -94,25 +94,25 @@ def find_compiler() -> str | None:
 
 
 def _no_compiler() -> str:
-    """Say what to do where there is no C++ compiler."""
+    """Return what to do if there is no C++ compiler."""
     if named := os.environ.get("CXX"):
         return f"CXX is {named!r}, which is not on the path: install it, or unset CXX to use g++"
     return "there is no C++ compiler: install g++, or set CXX to one"
 
 
 def _library_path(compiler: str) -> Path:
-    """Return where the library for these sources, flags and this CPU is kept."""
+    """Return the path of the library for these sources, these flags and this CPU."""
     parts = [compiler, *FLAGS, SEAL.decode(), compiler_target(), cpu_identity()]
     parts += map(str, _loaded_libraries())
     parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    # As octavo.common.models.cache has it, which kernels may not import.
+    # As in octavo.common.models.cache, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
     return Path(cache).expanduser() / LIBRARY.format(digest[:16])
 
 
 def _is_intact(path: Path) -> bool:
-    """Return whether a library is there, whole and nobody else's work; remove any other."""
+    """Return whether a library exists, intact and trusted; if not intact or trusted, remove it."""
     try:
         check_trusted(path)
         verify_seal(path)
@@ -126,29 +126,29 @@ def _is_intact(path: Path) -> bool:
 
 
 def _hold(path: Path) -> bool:
-    """Note that a library is loaded now, and keeps it until this process ends.
+    """Record that a library is loaded now, and lock it against removal until this process ends.
 
     Returns:
-        Whether there is one.
+        Whether the library exists.
     """
     try:
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return False
-    with suppress(OSError):  # where locks or times cannot be set, nothing is removed either
+    with suppress(OSError):  # if locks or times cannot be set, nothing can be removed either
         fcntl.flock(file, fcntl.LOCK_SH)
         os.utime(path)
-    return path.exists()  # nor was removed before it was held
+    return path.exists()  # it may have been removed before it was locked
 
 
 def _loaded_libraries() -> list[Path]:
-    """Return PyTorch's library and its OpenMP runtime, as this process has loaded them.
+    """Return the paths of PyTorch's library and OpenMP runtime that this process has loaded.
 
-    PyTorch brings its own runtime. Linked against the system's, the kernels would run a
-    second pool of threads, which spin while the first one works.
+    PyTorch brings its own OpenMP runtime. With the system's, the kernels would have a second pool
+    of threads, which spins while the first one works.
 
     Raises:
-        OSError: They cannot be found, this not being Linux, say.
+        OSError: They cannot be found, for example on other systems than Linux.
     """
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = sorted({Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")})
@@ -164,7 +164,7 @@ def _loaded_libraries() -> list[Path]:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile the sources and moves the library to `path` in one step."""
+    """Compile the sources and move the library to `path` atomically."""
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
@@ -174,7 +174,7 @@ def _compile(compiler: str, path: Path) -> None:
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
-        # Without -fopenmp here, the linker takes only the runtime it is given.
+        # Without -fopenmp here, the linker uses only the runtime in its arguments.
         library = f"{scratch}/library.so"
         _run([compiler, "-shared", "-o", library, *objects, *map(str, _loaded_libraries())])
         seal(Path(library))
@@ -183,7 +183,7 @@ def _compile(compiler: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler; an OSError carries what it said."""
+    """Run the compiler; raise an OSError with its output if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False

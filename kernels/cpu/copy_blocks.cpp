@@ -1,4 +1,4 @@
-// Copies whole blocks within a cache or between two.
+// Copies whole blocks within a cache or between two caches.
 
 #include <cstdint>
 #include <cstring>

@@ -1,5 +1,5 @@
-// Draws tokens from rows of logits: the draw inverts the running sum of the weights that
-// top-k, top-p and min-p leave. No draw depends on the batch.
+// Samples tokens from rows of logits: inverts the running sum of the weights that top-k, top-p and
+// min-p keep. No sample depends on the batch.
 
 #include "row.h"
 
@@ -8,19 +8,19 @@ namespace {
 constexpr float kSlack = 0.99f;  // for rounding
 constexpr double kMinTemperature = 1e-30;  // MIN_TEMPERATURE in kernels/sampling_tensors.py
 
-// Cuts candidates, whose least likely may have been cut already, by their weight.
+// Cuts candidates by their weight, after an earlier cut.
 Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut before) {
   const auto weight = [&](int64_t i) { return candidates.weights_at(i); };
   const Range range = narrow(
       candidates, {before.key, int64_t{to_key(row.greatest())} + 1}, target, weight);
   const int32_t key = range.begin;
-  // As many as it takes to reach the target, one at least.
+  // As many as needed to reach the target, at least one.
   const double each = std::max(row.weigh(broadcast(from_key(key)))[0], 1e-38f);
   const double spare = std::max(std::ceil((target - range.measured) / each), 1.0);
   return {key, key > before.key ? spare : std::min(spare, before.spare)};
 }
 
-// Where the running sum of weights(i), vectors, passes `uniform` of it all.
+// Returns where the running sum of the vectors weights(i) exceeds `uniform` of the total.
 template <class Weights>
 int64_t invert(int64_t vectors, double uniform, Weights weights) {
   thread_local std::vector<double> sums;
@@ -30,7 +30,7 @@ int64_t invert(int64_t vectors, double uniform, Weights weights) {
     sums.push_back(add(first, std::min(first + kChunk, vectors), weights));
     total += sums.back();
   }
-  // Less than all of it: the same sums, added in the same order, will pass it.
+  // Below the total, so that the same sums in the same order exceed it.
   const double target = std::min(uniform, 1 - 0x1p-52) * total;
   double running = 0;
   int64_t first = 0;
@@ -38,7 +38,7 @@ int64_t invert(int64_t vectors, double uniform, Weights weights) {
     running += sums[chunk];
     first += kChunk;
   }
-  int64_t last = 0;  // that has weight: a chunk's sum and a running one may round apart
+  int64_t last = 0;  // with weight: a chunk's sum and the running sum may round differently
   for (int64_t i = first; i < std::min(first + kChunk, vectors); i++) {
     const Floats some = weights(i);
     for (int lane = 0; lane < kLanes; lane++) {
@@ -72,7 +72,7 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
             });
   } else {
     total = add_all(row.vectors(), weights);
-    // All that weigh less than this weigh less together than what top-p cuts off.
+    // All tokens below this weight weigh less together than top-p cuts off.
     const float least = row.least_logit(kSlack * (1 - top_p) * total / row.size());
     candidates.gather(row, least);
     cut.key = to_key(least);
@@ -90,7 +90,7 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
 
 }  // namespace
 
-// A token for each row. Arrays have one number per row; see SamplingTensors in
+// Returns a token for each row. Arrays have one number per row; see SamplingTensors in
 // kernels/sampling_tensors.py.
 extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_t stride,
                                    int64_t size, const double* temperatures,
@@ -104,6 +104,6 @@ extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_
     const Row row(logits + i * stride, size, 1 / temperature);
     const int64_t token =
         draw(row, greedy ? 1 : top_k[i], greedy ? 1 : top_p[i], min_p[i], uniforms[i]);
-    tokens[i] = std::min(token, size - 1);  // where nothing is possible, what follows is alike
+    tokens[i] = std::min(token, size - 1);  // if no token is possible, it may be past the end
   }
 }

@@ -1,8 +1,8 @@
 """Attention on the CPU in plain PyTorch, for machines without a C++ compiler.
 
-Sequences with the same number of queries are gathered through their block tables
-into one padded batch and handed to `scaled_dot_product_attention`; so all the
-decodes of a step are one call. Each gather copies the K/V that it reads.
+It gathers sequences with the same number of queries through their block tables into one padded
+batch for `scaled_dot_product_attention`; so all decodes of a step are one call. Each gather copies
+the K/V that it reads.
 """
 
 import torch
@@ -35,9 +35,9 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
     value_cache: Tensor,
     slot_mapping: Tensor,
 ) -> Tensor:
-    """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
+    """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     half = query.shape[-1] // 2
-    # [num_tokens, 1, 1, half], of which every head's two halves are multiplied.
+    # [num_tokens, 1, 1, half], the factors of both halves of every head.
     c, s = (angle[:, None, None, :half].float() for angle in (cos, sin))
     signed = torch.cat([-s, s], -2)
 
@@ -60,7 +60,7 @@ def paged_attention(
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
+    """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     starts = metadata.query_starts
     query_lens = (starts[1:] - starts[:-1]).where(metadata.seq_lens > 0, 0)
@@ -93,12 +93,12 @@ def paged_attention(
 
 
 def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    """Return `[num_seqs, num_kv_heads, max_len, head_dim]`, zero past each end.
+    """Return `[num_seqs, num_kv_heads, max_len, head_dim]`, with zeros past each sequence's end.
 
-    Zeroed, not left to the mask: a NaN there would outlive a weight of nought.
+    The mask is not enough there: NaN times a weight of zero is NaN.
     """
     used = tables[:, : -(-max_len // cache.shape[2])].long()
-    # Padding may name any block at all.
+    # The padding of block tables may be any number.
     used = used.clamp(0, cache.shape[0] - 1)
     gathered = cache[used].transpose(1, 2).flatten(2, 3)[:, :, :max_len]
     past_end = torch.arange(max_len) >= seq_lens[:, None]
@@ -106,12 +106,12 @@ def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Te
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
+    """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def pin_threads() -> bool:
-    """Pin no threads: PyTorch has no way to; see `NativeKernels.pin_threads`."""
+    """Return False: PyTorch cannot pin threads; see `NativeKernels.pin_threads`."""
     return False
 
 

@@ -1,7 +1,7 @@
-"""Draws tokens on the CPU in plain PyTorch, for machines without a C++ compiler.
+"""Samples tokens on the CPU in plain PyTorch, for machines without a C++ compiler.
 
-Most rows are cut to far fewer tokens than the vocabulary has: the most likely ones
-are found first, more of them for a row that they do not do for, and at last all.
+Top-k, top-p and min-p usually keep far fewer tokens than the vocabulary has. So this looks at some
+of the most likely tokens first, and at more of them only for rows that need it.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ from octavo.kernels.cpu.fallback import argmax
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 CANDIDATES = 256
-"""Most likely tokens that truncation looks at first; seldom does it need more."""
+"""Number of most likely tokens that truncation looks at first."""
 WIDENING = 8
-"""How many times as many it looks at where they do not do."""
+"""Factor of that number for each further attempt."""
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -37,18 +37,18 @@ def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _draw(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """From the whole distribution."""
+    """Sample from the whole distribution."""
     return _invert(torch.softmax(_temper(logits, sampling), dim=-1), _uniforms(sampling))
 
 
 def _temper(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Logits by temperature, the most likely token's at 0: no temperature is too small."""
+    """Return logits over the temperature, shifted to a maximum of 0 to avoid overflow."""
     below = logits - logits.amax(dim=-1, keepdim=True)
     return below / _column(logits, sampling.temperatures.clip(min=MIN_TEMPERATURE))
 
 
 def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """From what top-k, top-p and min-p leave, without sorting more than that needs."""
+    """Sample from what top-k, top-p and min-p keep."""
     scaled = _temper(logits, sampling)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     rows = np.arange(len(logits))
@@ -66,7 +66,7 @@ def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _invert_in_order(
     weights: Tensor, ids: Tensor, sampling: SamplingTensors, vocab_size: int
 ) -> Tensor:
-    """As `_invert`, in the order of `ids`: whose ranks a rounding swaps keep their places."""
+    """Do `_invert` in the order of token ids, which rounding cannot change."""
     if ids.shape[1] > CANDIDATES:
         spread = weights.new_zeros((len(weights), vocab_size)).scatter_(1, ids, weights)
         return _invert(spread, _uniforms(sampling))
@@ -78,7 +78,7 @@ def _invert_in_order(
 def _truncate(
     scaled: Tensor, sampling: SamplingTensors, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights of each row's `width` most likely tokens, 0 where they are cut off.
+    """Return weights of each row's `width` most likely tokens, 0 for those cut off.
 
     Returns:
         `[n, width]` weights, most likely first; `[n, width]` token ids; `[n]`
@@ -90,7 +90,7 @@ def _truncate(
     values, ids = scaled.topk(width, dim=-1)
     within_k = torch.arange(width) < top_k
     weights = torch.exp(values - values[:, :1]) * within_k
-    # top-p is a share of what top-k left: of all the tokens where top-k is off.
+    # top-p is a share of what top-k keeps, which is all tokens if top-k is off.
     everything = torch.exp(scaled - values[:, :1]).sum(dim=-1, keepdim=True)
     total = torch.where(top_k <= width, weights.sum(dim=-1, keepdim=True), everything)
     before = weights.cumsum(dim=-1) - weights
@@ -100,7 +100,7 @@ def _truncate(
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The place in each row where the running sum of `weights` passes `uniforms` of it all."""
+    """Return where in each row the running sum of `weights` exceeds `uniforms` of the total."""
     running = weights.cumsum(dim=-1, dtype=torch.float64)
     total = running[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, 0 * total))
@@ -113,5 +113,5 @@ def _uniforms(sampling: SamplingTensors) -> Tensor:
 
 
 def _column(like: Tensor, values: NDArray[np.generic]) -> Tensor:
-    """One value for each row of `like`."""
+    """Return a column with one value per row of `like`."""
     return torch.from_numpy(values).to(like.dtype)[:, None]

@@ -3,18 +3,18 @@
 
 #include <cstdint>
 
-// Asks for memory needed next, in the order of its use: blocks lie anywhere, so the
-// hardware cannot guess what comes, and it stalls when asked for much at once.
+// Prefetches memory in the order of its use. Blocks are anywhere in memory, so the hardware cannot
+// predict the next one, and it stalls on many prefetches at once.
 class Fetcher {
  public:
-  // All `count` pieces of `lines` lines, `stride` bytes apart, within `steps` steps.
+  // Prefetches `count` pieces of `lines` lines, `stride` bytes apart, within `steps` steps.
   Fetcher(const void* const* pieces, int count, int lines, int64_t stride, int steps)
       : pieces_(pieces), end_(pieces + count), lines_(lines), stride_(stride),
         share_((count * ((lines + kLines - 1) / kLines) + steps - 1) / steps) {
     if (count) at_ = static_cast<const char*>(*pieces_);
   }
 
-  // Inlined for good: around a call, all of a product's sums would be spilled.
+  // Always inlined: a call would spill all of a product's sums.
   __attribute__((always_inline)) void step() {
     for (int i = 0; i < share_ && pieces_ != end_; i++) {
 #pragma GCC unroll 4
@@ -28,7 +28,7 @@ class Fetcher {
   }
 
  private:
-  static constexpr int kLines = 4;  // at a time; past the end of a piece does no harm
+  static constexpr int kLines = 4;  // at a time; prefetching past a piece's end is harmless
   const void* const* pieces_;
   const void* const* end_;
   const char* at_ = nullptr;

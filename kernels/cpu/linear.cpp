@@ -1,8 +1,8 @@
-// Linear layers: bfloat16 weights, 8-bit ones with activations rounded as they come, and
-// 4-bit ones for a few rows.
+// Linear layers: bfloat16 weights, 8-bit weights with activations quantized at run time, and 4-bit
+// weights for a few rows.
 //
-// For CPUs whose vectors multiply bfloat16 and bytes in pairs and fours. Where there is a
-// matrix unit (AMX) too, oneDNN is faster, and linear.py leaves these alone.
+// They need vector instructions that multiply bfloat16 in pairs and bytes in fours. With a matrix
+// unit (AMX) oneDNN is faster, and linear.py does not use these.
 
 #include <cmath>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr float kTiny = 1e-8f;  // keeps a row of nothing from dividing by it
+constexpr float kTiny = 1e-8f;  // avoids division by zero
 
 struct Pairs {  // of bfloat16
   using Sum = Floats;
@@ -24,7 +24,7 @@ struct Pairs {  // of bfloat16
   }
 };
 
-struct Fours {  // of bytes, without a sign and with one
+struct Fours {  // of bytes, unsigned and signed
   using Sum = Ints;
   static Sum multiply_add(Sum sum, Words a, Words b) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -33,19 +33,19 @@ struct Fours {  // of bytes, without a sign and with one
 
 // The sums over a group of inputs of 4-bit weights, for a few rows.
 //
-// A weight is whole * scale + zero, with whole from -8 to 7 and a scale and a zero for
-// each output and group of inputs: so a group's products are summed as bfloat16, which
-// holds whole exactly, and scaled together. A panel's group is kPanelVectors times four
-// vectors of 4-bit numbers, then the scales, then the zeros. Lane h of an output's two in
-// vector t has, from its low bits up, the weights of inputs 8 t + h, 8 t + h + 2, ...
+// A weight is q * scale + zero, with q from -8 to 7 and a scale and a zero per output and group of
+// inputs. So a group's products are summed with q as bfloat16, which is exact, and scaled together.
+// A panel's group is kPanelVectors times four vectors of 4-bit numbers, then the scales, then the
+// zeros. Lane h of an output's two in vector t has, from its low bits up, the weights of inputs
+// 8 t + h, 8 t + h + 2, ...
 struct Group {
   static constexpr int kInputs = 32;
   static constexpr int kNibbles = kPanel * kInputs / 2;  // bytes
   static constexpr int kBytes = kNibbles + 2 * kPanel * 2;
 };
-constexpr int kFewRows = 4;  // twice two sums each, beside what they need
+constexpr int kFewRows = 4;  // twice two sums each, besides the operands
 
-// The values of whole as bfloat16, twice: the fifth bit of an index does not count.
+// The values of q as bfloat16, twice, as the fifth bit of an index is ignored.
 __m512i nibble_values() {
   alignas(64) uint16_t values[32];
   for (int i = 0; i < 32; i++) {
@@ -114,14 +114,14 @@ Floats load_first(const uint16_t* from, __mmask16 mask) {
   return (Floats)_mm512_slli_epi32(half, 16);
 }
 
-// As bfloat16 and back: where the model itself would round, so that near ties fall alike.
+// Rounds to bfloat16 where the model does, so that near ties come out the same.
 Floats rounded(Floats x) {
   const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)x);
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
 }
 
 Floats silu(Floats x) {
-  const Floats power = x * -1.4426950f;  // of 2; kept from overflowing
+  const Floats power = x * -1.4426950f;  // of 2; clamped against overflow
   return x / (1 + exp2((Floats)_mm512_min_ps((__m512)power, _mm512_set1_ps(126))));
 }
 
@@ -133,13 +133,13 @@ void store_first(float* to, __mmask16 mask, Floats values) {
   _mm512_mask_storeu_ps(to, mask, (__m512)values);
 }
 
-// Where results go, in bfloat16 or float32.
+// Writes results in bfloat16 or float32.
 template <class Element>
 struct Outputs {
   Element* first;
   const LinearLayer& layer;
 
-  // Takes a row's products with a panel's weights, bias included.
+  // Stores a row's products with a panel's weights, including the bias.
   void write(int64_t row, int64_t panel, Floats left, Floats right) const {
     if (layer.gated) return put(row, panel * kLanes, silu(left) * right);
     put(row, panel * kPanel, left);
@@ -162,7 +162,7 @@ int64_t num_panels(const LinearLayer& layer) {
   return (layer.outputs + outputs - 1) / outputs;
 }
 
-// RMSNorm (Zhang and Sennrich, 2019): a row over the root of its mean square, times weights.
+// RMSNorm (Zhang and Sennrich, 2019): a row divided by its root mean square, times weights.
 float inverse_rms(const uint16_t* row, const LinearLayer& layer) {
   Floats squares{};
   for (int64_t i = 0; i < layer.inputs; i += kLanes) {
@@ -181,7 +181,7 @@ void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to) {
   }
 }
 
-// Memory that a thread keeps for what is between rows and products.
+// A thread's buffer for prepared rows, kept between calls.
 template <class Element>
 Element* scratch(int64_t count) {
   thread_local std::vector<Element> memory;
@@ -189,12 +189,12 @@ Element* scratch(int64_t count) {
   return memory.data();
 }
 
-// A row as bytes: an element is (byte - zero) * step.
+// A row in bytes: an element is (byte - zero) * step.
 struct Range {
   float step, zero;
 };
 
-// A row's inputs times what they are to be multiplied by before they are rounded.
+// A row's inputs times their factors, before rounding.
 struct Factored {
   const uint16_t* row;
   const uint16_t* norm;
@@ -211,7 +211,7 @@ struct Factored {
 Range round_row(const uint16_t* row, const LinearLayer& layer, const float* factors,
                 uint8_t* bytes) {
   const Factored x{row, layer.norm, factors, layer.inputs};
-  Floats least{}, greatest{};  // zero itself is always within
+  Floats least{}, greatest{};  // the range always includes zero
   for (int64_t i = 0; i < x.count; i += kLanes) {
     least = (Floats)_mm512_min_ps((__m512)least, (__m512)x.at(i));
     greatest = (Floats)_mm512_max_ps((__m512)greatest, (__m512)x.at(i));
@@ -225,7 +225,7 @@ Range round_row(const uint16_t* row, const LinearLayer& layer, const float* fact
     const __m128i byte = _mm512_cvtusepi32_epi8(_mm512_max_epi32(whole, _mm512_setzero_si512()));
     _mm_mask_storeu_epi8(bytes + i, first_lanes(x.count - i), byte);
   }
-  // A norm divides the whole row: so it may as well divide the step.
+  // A norm divides the whole row, which is the same as dividing the step.
   const float scale = layer.norm ? inverse_rms(row, layer) : 1;
   return {step * scale, (float)_mm_cvtsi128_si32(_mm512_castsi512_si128(zero))};
 }
@@ -264,13 +264,13 @@ extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_strid
   linear(x, rows, row_stride, *layer, y, threads);
 }
 
-// The same, y in float32.
+// The same, with y in float32.
 extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, float* y, int threads) {
   linear(x, rows, row_stride, *layer, y, threads);
 }
 
-// y = (x * factors) * (weights * scales) + bias, x * factors in bytes. Inputs must be a
+// y = (x * factors) * (weights * scales) + bias, with x * factors in bytes. Inputs must be a
 // multiple of 4.
 extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, const Scales* scales, uint16_t* y,
@@ -297,8 +297,8 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
   multiply<Fours>(bytes, rows, depth, *layer, depth, threads, prepare, store);
 }
 
-// y = x * weights + bias: 4-bit weights where rows are few and memory is the limit, else
-// the same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
+// y = x * weights + bias: with 4-bit weights for few rows, which are bound by memory, else with the
+// same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
 extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const uint8_t* nibbles, const LinearLayer* layer,
                                    const Scales* scales, uint16_t* y, int threads) {
@@ -343,5 +343,5 @@ extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_
 
 #endif
 
-// Whether the functions above are there.
+// Returns whether the functions above exist.
 extern "C" int octavo_has_linear() { return OCTAVO_HAS_LINEAR; }

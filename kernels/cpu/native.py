@@ -1,7 +1,7 @@
-"""The compiled kernels on CPU: tensors in, pointers and strides through to C++.
+"""The compiled kernels on a CPU: passes the pointers and strides of tensors to C++.
 
-A model calls these once a layer, so what the layers of a step have in common is
-looked at once: each cache when it is first seen, the batch when it changes.
+A model calls these once per layer, so what the layers of a step share is checked once: each cache
+the first time, the batch when it changes.
 """
 
 import os
@@ -31,11 +31,11 @@ from octavo.kernels.scores import Scores
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-_UNIT = 8  # what block and head sizes are multiples of
+_UNIT = 8  # block and head sizes are multiples of it
 
 
 class _Cache(Structure):
-    """One layer's cache; mirrors the struct in cache.h."""
+    """One layer's cache; the same as in cache.h."""
 
     _fields_ = (
         ("keys", c_void_p),
@@ -50,7 +50,7 @@ class _Cache(Structure):
 
 
 class _Batch(Structure):
-    """A batch's sequences; mirrors the struct in plan.h."""
+    """A batch's sequences; the same as in plan.h."""
 
     _fields_ = (
         ("query_starts", c_void_p),
@@ -63,13 +63,13 @@ class _Batch(Structure):
 
 
 class Spent(Structure):
-    """Seconds that compiled steps spent in kernels; mirrors the struct in aoti.cpp."""
+    """Seconds that compiled steps spent in kernels; the same as in aoti.cpp."""
 
     _fields_ = (("attention", c_double), ("linear", c_double), ("sampling", c_double))
 
 
-class _KnownCache:
-    """A layer's cache that was found fit, and its struct. Does not keep it alive."""
+class _CheckedCache:
+    """A layer's checked cache and its struct. Does not keep the cache alive."""
 
     __slots__ = (
         *("dtype", "head_dim", "keys", "num_kv_heads", "num_slots"),
@@ -112,8 +112,8 @@ class _KnownCache:
         self.reference = byref(self.struct)
 
 
-class _KnownBatch:
-    """A batch that was found fit, and its struct."""
+class _CheckedBatch:
+    """A checked batch and its struct."""
 
     __slots__ = ("metadata", "struct")
 
@@ -136,8 +136,8 @@ class _KnownBatch:
         )
 
 
-class _KnownSlots:
-    """A slot mapping that was found fit."""
+class _CheckedSlots:
+    """A checked slot mapping."""
 
     __slots__ = ("count", "pointer", "tensor")
 
@@ -147,30 +147,30 @@ class _KnownSlots:
         self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
 
 
-class KnownLayers:
-    """All layers' caches, found fit, and their structs in a row. Keeps them alive.
+class CheckedLayers:
+    """All layers' checked caches and an array of their structs. Keeps the caches alive.
 
     Args:
         layers: Each layer's key and value cache, as `paged_attention` takes them.
 
     Raises:
-        ValueError: The kernels cannot read them.
+        ValueError: The kernels do not support them.
     """
 
     __slots__ = ("layers", "structs")
 
     def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
         self.layers = layers
-        caches = [_KnownCache(keys, values) for keys, values in layers]
+        caches = [_CheckedCache(keys, values) for keys, values in layers]
         self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
 
 
 class CompiledModel(NamedTuple):
-    """A library of AOTInductor's, loaded.
+    """A loaded library of AOTInductor.
 
     Attributes:
         run: Its entry point.
-        container: Of its weights.
+        container: Its handle.
     """
 
     run: c_void_p
@@ -178,17 +178,17 @@ class CompiledModel(NamedTuple):
 
 
 class CompiledInputs(NamedTuple):
-    """What a compiled model takes.
+    """The inputs of a compiled model. The tensors are contiguous int64.
 
     Attributes:
         layers: The caches.
-        metadata: Of the batch.
-        token_ids: `[1, num_tokens]` int64, contiguous, as those that follow.
+        metadata: The batch.
+        token_ids: `[1, num_tokens]`.
         positions: `[1, num_tokens]`.
-        rows: `[num_rows]`, of the tokens whose logits are wanted.
+        rows: `[num_rows]`, the rows to return logits of.
     """
 
-    layers: KnownLayers
+    layers: CheckedLayers
     metadata: AttentionMetadata
     token_ids: Tensor
     positions: Tensor
@@ -199,10 +199,10 @@ class NativeKernels:
     """The kernels of `octavo.kernels.ops`, in C++. Several threads may call them.
 
     Raises:
-        OSError: They cannot be compiled here.
+        OSError: They cannot be compiled on this machine.
 
     Attributes:
-        linear: Those for linear layers.
+        linear: The kernels for linear layers.
     """
 
     def __init__(self) -> None:
@@ -248,9 +248,9 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
-        self._caches: dict[int, _KnownCache] = {}
-        self._batch: _KnownBatch | None = None  # the latest
-        self._slots: _KnownSlots | None = None  # the latest
+        self._caches: dict[int, _CheckedCache] = {}
+        self._batch: _CheckedBatch | None = None  # of the latest call
+        self._slots: _CheckedSlots | None = None  # of the latest call
 
     def write_kv(
         self,
@@ -261,8 +261,8 @@ class NativeKernels:
         slot_mapping: Tensor,
     ) -> None:
         """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
-        cache = self._know_cache(key_cache, value_cache)
-        slots = self._know_slots(slot_mapping)
+        cache = self._check_cache(key_cache, value_cache)
+        slots = self._check_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
         bad = self._write(
             *(cache.reference, *_place(key), *_place(value)),
@@ -281,9 +281,9 @@ class NativeKernels:
         value_cache: Tensor,
         slot_mapping: Tensor,
     ) -> Tensor:
-        """Rotate queries and keys and writes; see `octavo.kernels.ops.rotate_and_write`."""
-        cache = self._know_cache(key_cache, value_cache)
-        slots = self._know_slots(slot_mapping)
+        """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
+        cache = self._check_cache(key_cache, value_cache)
+        slots = self._check_slots(slot_mapping)
         key, value = _fit(key, cache, slots), _fit(value, cache, slots)
         if len(query) != slots.count or query.shape[2] != cache.head_dim:
             raise ValueError(
@@ -314,9 +314,9 @@ class NativeKernels:
         soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
-        cache = self._know_cache(key_cache, value_cache)
-        batch = self._know_batch(metadata)
+        """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
+        cache = self._check_cache(key_cache, value_cache)
+        batch = self._check_batch(metadata)
         shape = query.shape
         _, num_heads, head_dim = shape
         if head_dim != cache.head_dim or num_heads % cache.num_kv_heads:
@@ -356,24 +356,24 @@ class NativeKernels:
         """Run a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
 
         Returns:
-            c_void_p: the handle of the logits, which is the caller's.
+            A handle of the logits, which the caller owns.
 
         Raises:
-            RuntimeError: It failed; what it says of that is on the process's stderr.
+            RuntimeError: The model failed; its message is on the process's stderr.
         """
         logits = c_void_p()
         self._run(self._run_step, model, inputs, byref(logits))
         return logits
 
     def run_greedy_step(self, model: CompiledModel, inputs: CompiledInputs) -> list[int]:
-        """As `run_step`, but returns the first of each row's most likely tokens."""
+        """Run a compiled model; return each row's most likely token, the first on a tie."""
         tokens = (c_int64 * len(inputs.rows))()
         self._run(self._run_greedy_step, model, inputs, tokens)
         return tokens[:]
 
     def _run(self, run: Any, model: CompiledModel, inputs: CompiledInputs, made: object) -> None:  # noqa: ANN401
-        batch = self._know_batch(inputs.metadata)
-        slots = self._know_slots(inputs.metadata.slot_mapping)
+        batch = self._check_batch(inputs.metadata)
+        slots = self._check_slots(inputs.metadata.slot_mapping)
         tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
         failed = run(
             *(model.run, model.container, inputs.layers.structs, batch.struct),
@@ -384,14 +384,14 @@ class NativeKernels:
             raise RuntimeError("the compiled model failed")
 
     def take_spent(self) -> Spent:
-        """What this thread's compiled steps have spent in kernels since the last call."""
+        """Return the seconds in kernels of this thread's compiled steps since the last call."""
         spent: Spent = self._take_spent()
         return spent
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`.
+        """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`.
 
-        Of 48 rows of 49,152 on 2 cores in 0.5 ms, and torch in 1.9 ms.
+        48 rows of 49,152 take 0.5 ms on 2 cores; torch takes 1.9 ms.
         """
         rows = _rows(rows)
         count, columns = rows.shape
@@ -417,7 +417,7 @@ class NativeKernels:
         return tokens
 
     def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
-        """Find log-probabilities; see `octavo.kernels.ops.score_tokens`."""
+        """Return log-probabilities; see `octavo.kernels.ops.score_tokens`."""
         logits = _rows(logits.float())
         count, columns = logits.shape
         scores = Scores(
@@ -434,15 +434,15 @@ class NativeKernels:
         return scores
 
     def pin_threads(self) -> bool:
-        """Keep this thread, and those that compute for it, each on a core of its own.
+        """Pin each thread of this thread's pool to its own core.
 
-        Left alone, two of them share a core for milliseconds whenever another process
-        wants one, and all wait for the slower: 457 tokens/s instead of 516, of 48 streams
-        on 2 cores. Done only where they are as many as the cores this process may use: of
-        two processes with a few threads each, both would take the same few cores.
+        Otherwise two of them share a core for milliseconds whenever another process needs one, and
+        all wait for the slower: 48 streams on 2 cores get 457 tokens/s instead of 516. This is only
+        done if there are as many threads as cores: two processes with fewer threads would both pin
+        them to the same cores.
 
         Returns:
-            Whether it was done. Where `OMP_PROC_BIND` or the like is set, it is not.
+            Whether it was done. It is not if `OMP_PROC_BIND` or the like is set.
         """
         cores = sorted(os.sched_getaffinity(0))
         threads = torch.get_num_threads()
@@ -450,23 +450,23 @@ class NativeKernels:
             return False
         return bool(self._pin((c_int * threads)(*cores), threads) == threads)
 
-    def _know_batch(self, metadata: AttentionMetadata) -> _KnownBatch:
+    def _check_batch(self, metadata: AttentionMetadata) -> _CheckedBatch:
         batch = self._batch
         if batch is None or batch.metadata is not metadata:
-            batch = self._batch = _KnownBatch(metadata)
+            batch = self._batch = _CheckedBatch(metadata)
         return batch
 
-    def _know_slots(self, slot_mapping: Tensor) -> _KnownSlots:
+    def _check_slots(self, slot_mapping: Tensor) -> _CheckedSlots:
         slots = self._slots
         if slots is None or slots.tensor is not slot_mapping:
-            slots = self._slots = _KnownSlots(slot_mapping)
+            slots = self._slots = _CheckedSlots(slot_mapping)
         return slots
 
-    def _know_cache(self, key_cache: Tensor, value_cache: Tensor) -> _KnownCache:
-        """Return what is known of a layer's cache, after a look at it the first time."""
+    def _check_cache(self, key_cache: Tensor, value_cache: Tensor) -> _CheckedCache:
+        """Return a layer's checked cache; check it the first time."""
         cache = self._caches.get(id(key_cache))
         if cache is None or cache.keys() is not key_cache or cache.values() is not value_cache:
-            cache = _KnownCache(key_cache, value_cache)
+            cache = _CheckedCache(key_cache, value_cache)
             self._caches[id(key_cache)] = cache
             weakref.finalize(key_cache, self._caches.pop, id(key_cache), None)
         return cache
@@ -506,7 +506,7 @@ def _place(rows: Tensor) -> tuple[int, int, int]:
     return rows.data_ptr(), token_stride, head_stride
 
 
-def _fit(tokens: Tensor, cache: _KnownCache, slots: _KnownSlots) -> Tensor:
+def _fit(tokens: Tensor, cache: _CheckedCache, slots: _CheckedSlots) -> Tensor:
     """Return keys or values as C++ can read them.
 
     Raises:
@@ -521,7 +521,7 @@ def _fit(tokens: Tensor, cache: _KnownCache, slots: _KnownSlots) -> Tensor:
     return _rows(tokens)
 
 
-def _check_slot(bad: int, slot_mapping: Tensor, cache: _KnownCache) -> None:
+def _check_slot(bad: int, slot_mapping: Tensor, cache: _CheckedCache) -> None:
     """Raise IndexError if C++ found a slot, counted from 1, past the cache's end."""
     if bad:
         raise IndexError(
@@ -529,10 +529,10 @@ def _check_slot(bad: int, slot_mapping: Tensor, cache: _KnownCache) -> None:
         )
 
 
-def _check_dtype(tokens: Tensor, cache: _KnownCache) -> None:
+def _check_dtype(tokens: Tensor, cache: _CheckedCache) -> None:
     """Raise ValueError if C++ would read the tokens' memory wrongly."""
     if tokens.dtype != cache.dtype:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 
 
-__all__ = ["KnownLayers", "NativeKernels", "Spent"]
+__all__ = ["CheckedLayers", "NativeKernels", "Spent"]

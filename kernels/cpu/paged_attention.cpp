@@ -1,22 +1,20 @@
-// PagedAttention on CPU: decodes and prefill chunks of any length, in one call.
+// PagedAttention on a CPU: decodes and prefill chunks of any length, in one call.
 //
-// Work is cut into items of (sequence, KV head, up to kMaxRows query rows, range of
-// keys), spread over threads. A query row is a (token, head of the group) pair, so
-// the query heads that share a KV head share each load of K and V. An item walks its
-// keys in tiles of kTile, whatever the block size: it finds where they lie through
-// the block table, and both products read them there (see cache.h). The softmax is
-// online, in float32 and base 2 (FlashAttention-2, Dao 2023, section 3.1). Where there
-// are fewer items than threads would like, long ranges of keys are split and the parts
-// merged (Flash-Decoding, Dao et al. 2023).
+// Threads share items of work: (sequence, KV head, up to kMaxRows query rows, range of keys). A
+// query row is a (token, head of the group) pair, so the query heads of a KV head share each load
+// of K and V. An item reads its keys in tiles of kTile, whatever the block size: the block table
+// gives their addresses, and both products read them in place (see cache.h). The softmax is online,
+// in float32 and base 2 (FlashAttention-2, Dao 2023, section 3.1). If there are too few items for
+// the threads, long ranges of keys are split and the parts merged (Flash-Decoding, Dao et al.
+// 2023).
 //
-// Packing K and V in every step, from a plain cache, took longer: 491 us a layer against
-// 399 for 48 decodes at 200 tokens, 409 against 325 for 4 at 2048, 3.89 ms against 3.79
-// for 512 tokens of 1024 (AMD EPYC 9004, two threads, bf16, 9 query heads, 3 KV heads of
-// 64; the least of three runs each, in turn, on a busy machine). To read the K and V of
-// those 48 and do no more took 306.
+// Packing K and V in every step, from a plain cache, took longer: 491 us per layer instead of 399
+// for 48 decodes at 200 tokens, 409 instead of 325 for 4 at 2048, 3.89 ms instead of 3.79 for 512
+// tokens of 1024 (AMD EPYC 9004, two threads, bf16, 9 query heads, 3 KV heads of 64; the least of
+// three interleaved runs each, on a busy machine). Only reading the K and V of those 48 took 306.
 //
-// Slots past the end of the keys may hold anything, NaN too: their logits are replaced,
-// not added to, and their values are left out of the products.
+// Slots past the end of the keys may hold anything, including NaN: their logits are replaced, not
+// added to, and their values are left out of the products.
 
 #include <algorithm>
 #include <atomic>
@@ -36,11 +34,11 @@
 
 namespace {
 
-constexpr int64_t kMinParallelWork = 1 << 17;  // products below which threads cost more
-constexpr float kNoLogit = -1e30f;             // a maximum over nothing; not -inf: no NaNs
+constexpr int64_t kMinParallelWork = 1 << 17;  // with fewer products, threads cost more
+constexpr float kNoLogit = -1e30f;  // the maximum of no logits; not -inf, which gives NaN
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Keys that lie side by side in every cache; a tile is so many runs of them.
+// Keys that are contiguous in every cache; a tile has kRuns runs of them.
 constexpr int kRun = std::min(kLanes, kMinBlock);
 constexpr int kRuns = kTile / kRun;
 constexpr int kLine = 64;  // bytes
@@ -60,7 +58,7 @@ struct Attention {
   float soft_cap;  // or 0
 };
 
-// What one thread needs to work on an item. Rows are padded to `width`.
+// One thread's buffers for an item. Rows are padded to `width`.
 template <class T>
 struct Scratch {
   using Stored = typename T::Stored;
@@ -96,8 +94,8 @@ struct Scratch {
   }
 };
 
-// This thread's, kept for the next layer: to find and clear 50 KiB in each takes a sixth of
-// the attention of one sequence of 200.
+// This thread's, kept for the next layer: allocating and clearing 50 KiB in each layer would take a
+// sixth of the attention of one sequence of 200.
 template <class T>
 Scratch<T>& scratch_for(int head_dim) {
   thread_local std::unique_ptr<Scratch<T>> kept;
@@ -105,7 +103,7 @@ Scratch<T>& scratch_for(int head_dim) {
   return *kept;
 }
 
-// Where a tile's K and V lie: both of a run of keys.
+// The addresses of a tile's K and V, per run of keys.
 template <class T>
 struct Tile {
   using Stored = typename T::Stored;
@@ -126,7 +124,7 @@ struct KeyMatrix {
 
 template <class T>
 struct ValueMatrix {
-  static constexpr int kRows = kRun / T::kPack;  // of a run
+  static constexpr int kRows = kRun / T::kPack;  // per run
   const typename T::Stored* const* runs;
   int64_t stride;
   const typename T::Stored* at(int k, int j) const {
@@ -146,10 +144,10 @@ class Worker {
         copies_keys_(p.cache.block_size % kLanes), copies_values_(p.cache.head_dim % kLanes),
         scratch_(scratch_for<T>(p.cache.head_dim)), parts_(parts) {}
 
-  // Finds the first item's keys; each `run` does so for the next item.
+  // Finds the first item's keys; each `run` finds the next item's.
   void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
 
-  // Works on an item. `next` is the one that follows on this thread, or null.
+  // Computes an item. `next` is this thread's next item, or null.
   void run(const Item& item, const Item* next) {
     const int context = p_.batch.seq_lens[item.seq] - p_.batch.query_count(item.seq);
     load_queries(item);
@@ -176,7 +174,7 @@ class Worker {
       save_part(item);
   }
 
-  // Joins the parts of one result, each weighed by its share of the softmax.
+  // Merges the parts of a result, weighted by their shares of the softmax.
   void merge(const Merge& merge) {
     const Item& item = merge.item;
     clear(item.rows);
@@ -196,7 +194,7 @@ class Worker {
     finish(item);
   }
 
-  // Floats that an unfinished result takes.
+  // The floats of a partial result.
   static int64_t part_size(int head_dim) {
     return int64_t(kMaxRows) * ((head_dim + kLanes - 1) / kLanes * kLanes + 2);
   }
@@ -246,7 +244,7 @@ class Worker {
     }
   }
 
-  // The tile's logits, while the coming tile's V is fetched.
+  // Computes the tile's logits, and prefetches the next tile's V.
   void multiply_keys(int rows) {
     if (copies_keys_) copy_keys();
     const void* pieces[kRuns];
@@ -261,7 +259,7 @@ class Worker {
     product.run(rows, (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns);
   }
 
-  // Adds the tile's weighted V, while the coming tile's K is fetched.
+  // Adds the tile's weighted V, and prefetches the next tile's K.
   void multiply_values(int rows) {
     if (copies_values_)
       for (int run = 0; run < kRuns; run++) copy_values(run);
@@ -289,7 +287,7 @@ class Worker {
     }
   }
 
-  // Where rows of V are not whole vectors, copies are padded.
+  // If rows of V are not whole vectors, copies are padded.
   int value_stride() const { return (copies_values_ ? scratch_.width : cache_.head_dim) * kPack; }
 
   void copy_values(int run) {
@@ -300,7 +298,7 @@ class Worker {
       std::memcpy(to, from, cache_.head_dim * kPack * sizeof *to);
   }
 
-  // Clears the second key of the last pair: it is past the end.
+  // Clears the second key of the last pair, which is past the end.
   void drop_second() {
     const int run = tile_.count / kRun, pair = tile_.count % kRun / kPack;
     if (!copies_values_) copy_values(run);
@@ -308,8 +306,8 @@ class Worker {
     for (int i = 0; i < cache_.head_dim; i++) row[i * kPack + 1] = 0;
   }
 
-  // Turns a row of logits into weights, relative to the greatest logit so far.
-  // `position` is the query's own, counted from the tile's first key.
+  // Converts a row of logits to weights, relative to the greatest logit so far. `position` is the
+  // query's, counted from the tile's first key.
   void softmax(int row, int head, int position, int vectors) {
     Ints lane;
     for (int i = 0; i < kLanes; i++) lane[i] = i;
@@ -344,10 +342,10 @@ class Worker {
     scratch_.rescale[row] = rescale;
   }
 
-  // The weights are stored as the words that V is packed in.
+  // Stores the weights in words like V's.
   using Weights = std::conditional_t<kPack == 2, BFloat16, Float32>;
 
-  // tanh, from 1 - 2 / (e^2y + 1), which neither overflows nor loses the sign.
+  // tanh as 1 - 2 / (e^2y + 1), which does not overflow and keeps the sign.
   static Floats cap(Floats y) {
     Floats limited = y > 40.f ? broadcast(40.f) : y;
     return 1.f - 2.f / (exp2(limited * (2 * kLog2E)) + 1.f);
@@ -359,7 +357,7 @@ class Worker {
       Stored* to = static_cast<Stored*>(p_.out) +
                    (token * p_.num_heads + head_of(item, row)) * cache_.head_dim;
       float total = scratch_.total[row];
-      float inverse = total > 0 ? 1 / total : 0;  // nothing to attend to gives zeros
+      float inverse = total > 0 ? 1 / total : 0;  // a row without keys gives zeros
       for (int at = 0; at < cache_.head_dim; at += kLanes) {
         Floats v = load<Floats>(scratch_.out + row * scratch_.width + at) * inverse;
         if (cache_.head_dim - at >= kLanes) {
@@ -385,10 +383,10 @@ class Worker {
   const Attention& p_;
   const Cache& cache_;
   const int group_, words_, block_shift_;
-  const bool copies_keys_, copies_values_;  // they do not lie as whole vectors
+  const bool copies_keys_, copies_values_;  // if they are not in whole vectors
   Scratch<T>& scratch_;
   float* const parts_;
-  Tile<T> tile_, coming_;  // the one at work and the one after it
+  Tile<T> tile_, coming_;  // the current one and the next one
 };
 
 template <class T>
@@ -401,7 +399,7 @@ void attend(const Attention& p, const Plan& plan, int threads) {
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Worker<T> worker(p, parts.get());
-    // Taken one ahead, so that a thread can fetch its next item's keys in time.
+    // Taken one item ahead, so that a thread can prefetch its next item's keys.
     int i = queue++;
     if (i < items) worker.start(plan.items[i]);
     while (i < items) {

@@ -1,9 +1,9 @@
-// Keeps each thread of the pool on a core of its own.
+// Pins each thread of the pool to its own core.
 
 #include <omp.h>
 #include <sched.h>
 
-// The calling thread's pool: thread i goes to cpus[i]. Returns how many threads did.
+// Pins thread i of the calling thread's pool to cpus[i]. Returns the number of pinned threads.
 extern "C" int octavo_pin_threads(const int* cpus, int threads) {
   int pinned = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : pinned)

@@ -1,4 +1,4 @@
-// How a batch's attention is cut into pieces of work.
+// Divides a batch's attention into items of work.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 
 constexpr int kTile = 64;       // keys per step of the online softmax
 constexpr int kMaxRows = 48;    // query rows per item
-constexpr int kMinSplit = 256;  // the fewest keys worth an item of their own
+constexpr int kMinSplit = 256;  // minimum keys per item
 constexpr int kItemsPerThread = 4;
 
-// Which tokens and blocks are whose; mirrored by a ctypes.Structure.
+// A batch's sequences; the same as in native.py.
 struct Batch {
   const int32_t* query_starts;
   const int32_t* seq_lens;
@@ -30,10 +30,10 @@ struct Item {
   int seq, kv_head;
   int row_begin, rows;
   int key_begin, key_end;  // begins on a whole vector of keys
-  int part;                // where the unfinished result goes; -1: it is the whole
+  int part;                // index of the partial result; -1: the result is complete
 };
 
-// The parts [part, part + parts) make up one result.
+// A result with the parts [part, part + parts).
 struct Merge {
   Item item;
   int part, parts;
@@ -46,7 +46,7 @@ struct Plan {
   int64_t work = 0;  // products of a query row and a key
 };
 
-// Cuts the batch into items, the last (longest) rows of a sequence first.
+// Divides the batch into items, the last (longest) rows of a sequence first.
 inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int sliding_window) {
   Plan plan;
   for (int seq = 0; seq < batch.num_seqs; seq++) {

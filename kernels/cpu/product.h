@@ -1,5 +1,4 @@
-// The matrix product, blocked for registers, of rows of words with words that lie
-// where a cache has them.
+// The matrix product, blocked for registers, of rows of words and words in a cache.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +15,9 @@ constexpr int kMicroColumns = 2;  // vectors; 16 registers
 
 // c = rescale * c + a * b, for `rows` rows and `columns` vectors of columns.
 //
-// a has `depth` words a row. b.at(k, j) is where vector j of row k of b lies, in
-// elements of T. c counts as zero where rescale, one factor a row, is null.
-// The fetcher takes a step for each row of b.
+// a has `depth` words per row. b.at(k, j) is the address of vector j of row k of b, in elements of
+// T. rescale has one factor per row; if it is null, c counts as zero. The fetcher takes a step for
+// each row of b.
 template <class T, class Matrix>
 class Product {
  public:

@@ -1,9 +1,8 @@
-// A row of logits, and what is left of it without sorting it.
+// A row of logits and its truncation without sorting.
 //
-// What cannot be among the most likely tokens is left out by a bound on its logit. Of the
-// rest, tens to thousands of tokens, the last one wanted is found by narrowing a range of
-// keys: integers that rise with the logits. All sums are over one row, in an order that it
-// alone decides.
+// A bound on the logit excludes tokens that cannot be among the most likely ones. Of the rest, tens
+// to thousands of tokens, the cut is found by narrowing a range of keys: integers that rise with
+// the logits. All sums are over one row, in an order that depends on this row only.
 #pragma once
 
 #include <algorithm>
@@ -14,15 +13,15 @@
 
 #include "vector.h"
 
-constexpr int64_t kChunk = 64;  // vectors whose weights are summed as floats
-constexpr int64_t kGroup = 16;  // logits of which the greatest helps to bound top-k
+constexpr int64_t kChunk = 64;  // vectors of weights that are summed as floats
+constexpr int64_t kGroup = 16;  // logits per group; the groups' maxima bound top-k
 constexpr int kBounds = 3;      // tried at a time
 constexpr float kLog2E = 1.44269504f;
 constexpr float kImpossible = -std::numeric_limits<float>::infinity();
 
 inline int64_t num_vectors(int64_t count) { return (count + kLanes - 1) / kLanes; }
 
-// Numbers that rise with floats, and back. -0 is 0.
+// Integers that rise with floats, and back. -0 is 0.
 inline Ints to_keys(Floats x) {
   const Ints bits = (Ints)(x + 0.f);
   return bits ^ (bits >> 31 & 0x7fffffff);
@@ -38,8 +37,7 @@ inline Ints number_lanes() {
 }
 inline const Ints kLane = number_lanes();
 
-// A row of logits. The most likely token weighs 1, an impossible one nothing, and what is
-// no number next to nothing.
+// A row of logits. The most likely token has weight 1, an impossible one 0, and NaN nearly 0.
 class Row {
  public:
   Row(const float* logits, int64_t size, float inv_temperature)
@@ -63,7 +61,7 @@ class Row {
   }
   Floats weigh(Floats logits) const { return exp2((logits - greatest_) * scale_); }
 
-  // A logit that whatever weighs so much, or more, has or surpasses.
+  // Returns a lower bound of the logits of tokens with at least this weight.
   float least_logit(double weight) const { return greatest_ + std::log2(weight) / scale_; }
 
  private:
@@ -72,8 +70,8 @@ class Row {
   float scale_, greatest_;
 };
 
-// Some of a row's tokens, in the vocabulary's order: keys of their logits, and their
-// places. To the last vector's end there follow some that weigh nothing.
+// Some of a row's tokens, in the vocabulary's order: the keys of their logits, and their ids. The
+// last vector is padded with tokens of weight 0.
 struct Candidates {
   std::vector<int32_t> keys, places;
   std::vector<float> weights;
@@ -83,7 +81,7 @@ struct Candidates {
   Ints keys_at(int64_t i) const { return load<Ints>(&keys[i * kLanes]); }
   Floats weights_at(int64_t i) const { return load<Floats>(&weights[i * kLanes]); }
 
-  // Takes those whose logit is `least` or more.
+  // Adds the tokens with a logit of at least `least`.
   void gather(const Row& row, float least) {
     make_room(row.size());
     for (int64_t i = 0; i < row.vectors(); i++) {
@@ -97,14 +95,14 @@ struct Candidates {
     store(&weights[count], Floats{});
   }
 
-  // One past the last of the first `spare` that have this key.
+  // Returns one past the last of the first `spare` candidates with this key.
   int64_t end_of(int32_t key, double spare) const {
     for (int64_t i = 0; i < count; i++)
       if (keys[i] == key && --spare < 1) return i + 1;
     return count;
   }
 
-  // Takes the greatest of each few logits of a row, and places none.
+  // Adds the greatest logit of each group of a row, without ids.
   void gather_greatest(const Row& row) {
     make_room(row.size());
     for (int64_t first = 0; first < row.vectors(); first += kGroup, count += kLanes) {
@@ -142,7 +140,7 @@ struct Candidates {
   }
 };
 
-// The sum of `numbers(i)`, vectors, from `first` to before `end`, at most kChunk of them.
+// Returns the sum of the vectors `numbers(i)` for i in [first, end), at most kChunk of them.
 template <class Numbers>
 double add(int64_t first, int64_t end, Numbers numbers) {
   Floats sum{};
@@ -158,21 +156,20 @@ double add_all(int64_t end, Numbers numbers) {
   return sum;
 }
 
-// Where candidates are cut: those of a greater key are kept, and so many of this key, the
-// first ones.
+// A cut of candidates: those with a greater key are kept, and the first `spare` with this key.
 struct Cut {
   int32_t key;
   double spare;
 };
 
-// A range of keys, and what candidates from its end on measure.
+// A range of keys, and the measure of candidates from its end on.
 struct Range {
   int64_t begin, end;
   double measured = 0;
 };
 
-// Narrows a range to the greatest key from which on candidates measure `target`, or to its
-// first if they do from none. measure(i) says what each of their i-th vector does.
+// Narrows a range to the greatest key from which on candidates measure at least `target`, or to its
+// first key if there is none. measure(i) returns the measures of the i-th vector's candidates.
 template <class Measure>
 Range narrow(const Candidates& candidates, Range range, double target, Measure measure) {
   const int64_t vectors = candidates.vectors();
@@ -200,12 +197,12 @@ Range narrow(const Candidates& candidates, Range range, double target, Measure m
   return range;
 }
 
-// Gathers what top-k may keep.
+// Gathers the tokens that top-k may keep.
 inline Cut cut_top_k(const Row& row, int64_t top_k, Candidates& candidates) {
   const auto one = [](int64_t) { return broadcast(1.f); };
   Range range{to_key(kImpossible), int64_t{to_key(row.greatest())} + 1};
   candidates.gather_greatest(row);
-  // Where so many groups' greatest are, there are as many logits.
+  // If this many groups' maxima reach a bound, at least as many logits do.
   if (top_k <= candidates.count) range.begin = narrow(candidates, range, top_k, one).begin;
   candidates.gather(row, from_key(range.begin));
   range = narrow(candidates, range, top_k, one);

@@ -1,4 +1,4 @@
-// Log-probabilities: of one token of each row, and of the most likely ones.
+// Log-probabilities of one token of each row, and of its most likely tokens.
 
 #include <utility>
 
@@ -6,12 +6,12 @@
 
 namespace {
 
-// Writes the places and the log-probabilities of a row's `most` most likely tokens, the most
-// likely first, the first of those that are as likely. Of no numbers, there may be fewer.
+// Writes the ids and log-probabilities of a row's `most` most likely tokens, most likely first, on
+// a tie the lowest ids. A row with NaN may have fewer.
 void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
                float* logprobs) {
   thread_local Candidates candidates;
-  thread_local std::vector<std::pair<int32_t, int32_t>> top;  // minus keys, and places
+  thread_local std::vector<std::pair<int32_t, int32_t>> top;  // negated keys, and ids
   const Cut cut = cut_top_k(row, most, candidates);
   const int64_t end_of_ties = candidates.end_of(cut.key, cut.spare);
   top.clear();
@@ -30,7 +30,7 @@ void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
 
 }  // namespace
 
-// `tokens` and `logprobs` have one for each row, `top` and `top_logprobs` `most`.
+// `tokens` and `logprobs` have one element per row, `top` and `top_logprobs` `most`.
 extern "C" void octavo_score_tokens(const float* logits, int64_t num_rows, int64_t stride,
                                     int64_t size, const int64_t* tokens, int64_t most,
                                     float* logprobs, int64_t* top, float* top_logprobs,

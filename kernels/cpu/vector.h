@@ -1,8 +1,7 @@
 // Vectors of the machine's width, and the three types that K and V are stored in.
 //
-// Written with the vector extensions of GCC and Clang, so that one source serves
-// AVX-512, AVX2 and NEON; intrinsics appear only where the extensions have no word
-// for the instruction (conversions, the bf16 dot product).
+// It uses the vector extensions of GCC and Clang, so one source serves AVX-512, AVX2 and NEON, and
+// intrinsics only for instructions that the extensions lack (conversions, the bf16 dot product).
 #pragma once
 
 #include <cstdint>
@@ -69,7 +68,7 @@ __attribute__((always_inline)) inline Floats exp2(Floats x) {
   Floats clamped = max(x, broadcast(-126.f));
   Floats shifted = clamped + magic;
   Floats f = clamped - (shifted - magic);  // in [-0.5, 0.5]
-  // Taylor coefficients of 2^f, ln(2)^k / k!; what is left out is below 1.3e-8.
+  // Taylor coefficients of 2^f, ln(2)^k / k!; the error is below 1.3e-8.
   Floats p = broadcast(1.5252734e-5f);
   p = p * f + 1.5403530e-4f;
   p = p * f + 1.3333558e-3f;
@@ -83,8 +82,8 @@ __attribute__((always_inline)) inline Floats exp2(Floats x) {
   return x < -126.f ? Floats{} : result;
 }
 
-// Each storage type says how a vector of its elements is loaded and stored as
-// floats, and how the dot products see it: as `Words` of kPack elements each.
+// Each storage type defines how to load and store a vector of its elements as floats, and as
+// `Words` of kPack elements for dot products.
 
 struct Float32 {
   using Stored = float;
@@ -156,7 +155,7 @@ struct BFloat16 {
 #endif
   }
 #if defined(__AVX512BF16__)
-  // Two elements a word: one instruction multiplies and adds 32 of them.
+  // Two elements per word: one instruction multiplies and adds 32 of them.
   static constexpr int kPack = 2;
   static Words load_words(const Stored* from) { return load<Words>(from); }
   static Floats multiply_add(Floats sum, Words a, Words b) {

@@ -1,5 +1,5 @@
-// Writes the keys and values of new tokens into their slots: a scatter; and on the way
-// rotates keys and queries by their positions (RoFormer, Su et al. 2021).
+// Writes the keys and values of new tokens to their slots, and rotates keys and queries by their
+// positions (RoFormer, Su et al. 2021).
 
 #include <cstdint>
 #include <cstring>
@@ -8,11 +8,10 @@
 
 namespace {
 
-constexpr int64_t kMinParallelElements = 1 << 13;  // below which threads cost more
+constexpr int64_t kMinParallelElements = 1 << 13;  // with fewer elements, threads cost more
 constexpr int kMaxHeadDim = 256;
 
-// Tokens as the model lays them out: a token's head is contiguous. Strides are in
-// elements.
+// Tokens in the model's layout: a token's head is contiguous. Strides are in elements.
 template <class Stored>
 struct Rows {
   const Stored* first;
@@ -41,12 +40,12 @@ void write_value(const Cache& cache, int64_t slot, int64_t head, const Stored* v
   for (int64_t at = 0; at < cache.head_dim; at++) to[at * kPack] = value[at];
 }
 
-// A token's angles: the cosine and the sine of each pair's.
+// A token's angles: the cosine and sine of each pair.
 struct Angles {
   const float *cos, *sin;
 };
 
-// Rotates pairs of a head's elements, of which the second is half a head after the first.
+// Rotates pairs of a head's elements; the second is half a head after the first.
 template <class T, class Stored = typename T::Stored>
 void rotate_lanes(const Stored* low, const Stored* high, Angles angles, Stored* to_low,
                   Stored* to_high) {
@@ -111,8 +110,7 @@ extern "C" int64_t octavo_write_kv(
   return 0;
 }
 
-// The same for keys that are yet to be rotated by their positions, and queries too, which
-// go to `out`, contiguous.
+// The same for keys that are not rotated yet; writes the rotated queries to `out`, contiguous.
 extern "C" int64_t octavo_rotate_and_write(
     const Cache* cache, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, int num_heads, const void* key, int64_t key_token_stride,

@@ -1,10 +1,9 @@
 """Copies whole blocks within the GPU's memory.
 
-A block is contiguous, so to this kernel it is a run of 32-bit words, whatever it
-holds.
+A block is contiguous, so this kernel copies 32-bit words, whatever their type.
 """
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from octavo.kernels.host import to_device
 
-_WORDS = 1024  # words of a block that one program moves at a time
-_MOST_PROGRAMS = 65_535  # of a block: CUDA's limit for all dimensions of a grid but the first
+_WORDS = 1024  # words that a program copies at a time
+_MAX_PROGRAMS = 65_535  # per block: CUDA's limit of a grid's second and third dimensions
 
 
-# The second column of an odd number of pairs is not aligned: that must not compile it anew.
+# An odd number of pairs misaligns the second column, which must not compile another variant.
 @triton.jit(do_not_specialize=["source_blocks", "destination_blocks"])
 def _swap_blocks_kernel(  # noqa: PLR0917
     source,
@@ -48,7 +47,7 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     numbers = to_device(pairs.t().contiguous().numpy(), source.device)
     source, destination = (x.view(x.shape[0], -1).view(torch.int32) for x in (source, destination))
     block_words = source.shape[1]
-    programs = min(triton.cdiv(block_words, _WORDS), _MOST_PROGRAMS)
+    programs = min(triton.cdiv(block_words, _WORDS), _MAX_PROGRAMS)
     _swap_blocks_kernel[(len(pairs), programs)](
         source, destination, numbers[0], numbers[1], block_words, WORDS=_WORDS
     )

@@ -1,14 +1,14 @@
-"""Draws tokens from rows of logits without sorting them: one program a row.
+"""Samples tokens from rows of logits without sorting them: one program per row.
 
-What a token lacks of the most likely one, over the temperature, is its distance, from
-0 to infinity; its weight is e to the minus that. The bits of such a number, read as an
-integer, rise with it. So where top-k and top-p cut is found by narrowing a range of
-integers: each pass over the row counts, or weighs, what lies within three bounds. The
-draw then inverts the running sum of the weights that are left. All sums are over one
-row, in an order that its length alone decides, so no draw depends on the batch.
+A token's distance is the difference of its logit and the greatest one, over the temperature, from 0
+to infinity; its weight is exp(-distance). A distance's bits, read as an integer, rise with it. So
+the cuts of top-k and top-p are found by narrowing a range of integers: each pass over the row
+counts or sums the weights of tokens within three bounds. The sample then inverts the running sum of
+the weights that are left. All sums are over one row, in an order that depends on its length only,
+so no sample depends on the batch.
 """
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import numpy as np
@@ -20,18 +20,18 @@ from torch import Tensor
 from octavo.kernels.host import to_device
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
-_TILE = 4096  # tokens that a program looks at together
-_WARPS = 32  # rows are few: one program is to keep a multiprocessor busy
-_INFINITY = 0x7F800000  # its bits
+_TILE = 4096  # tokens that a program loads at a time
+_WARPS = 32  # there are few rows: each program must keep a multiprocessor busy
+_INFINITY = 0x7F800000  # the bits of infinity
 
 
 @triton.jit
 def _look(  # noqa: PLR0917
     row, first, vocab_size, greatest, inv_temperature, TILE: tl.constexpr
 ):
-    """A tile's tokens, and their distances as numbers and as integers.
+    """Return a tile's tokens, and their distances as numbers and as integers.
 
-    Past the row's end, and where a logit is no number, a token is infinitely far.
+    The distance is infinite past the row's end and where a logit is NaN.
     """
     token = first + tl.arange(0, TILE)
     logit = tl.load(row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
@@ -51,13 +51,13 @@ def _narrow(  # noqa: PLR0917
     BY_WEIGHT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find the least distance within which tokens' number, or weight, is `target`.
+    """Find the least distance within which the tokens' number or weight is `target`.
 
     Returns:
-        the bits of the distance, `furthest` if it is not less; the number, or weight, of
-        the tokens that are nearer than that.
+        The bits of the distance, at most `furthest`; the number or weight of the tokens nearer than
+        that.
     """
-    nearer = tl.full((), -1, tl.int32)  # within it is too little, or nothing
+    nearer = tl.full((), -1, tl.int32)  # the number or weight within it is below the target
     within_nearer = tl.full((), 0.0, tl.float32)
     while furthest - nearer > 1:
         quarter = (furthest - nearer + 3) // 4
@@ -91,7 +91,7 @@ def _narrow(  # noqa: PLR0917
 def _weigh_nearer(  # noqa: PLR0917
     row, vocab_size, greatest, inv_temperature, cut, TILE: tl.constexpr
 ):
-    """The weight of all tokens that are nearer than `cut`."""
+    """Return the weight of all tokens nearer than `cut`."""
     sums = tl.zeros((TILE,), tl.float32)
     for first in range(0, vocab_size, TILE):
         _, distance, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
@@ -110,10 +110,10 @@ def _cut(  # noqa: PLR0917
     TILE: tl.constexpr,
     INFINITY: tl.constexpr,
 ):
-    """Find what top-k and top-p keep.
+    """Find the tokens that top-k and top-p keep.
 
     Returns:
-        a cut: all that are nearer are kept; of those that are exactly as far, how many.
+        The cut, all tokens nearer than which are kept; the number of tokens kept at that distance.
     """
     cut = tl.full((), INFINITY, tl.int32)
     spare = tl.full((), 0.0, tl.float32) + vocab_size
@@ -127,8 +127,8 @@ def _cut(  # noqa: PLR0917
         within, nearer = _narrow(
             row, vocab_size, greatest, inv_temperature, target, cut, True, TILE
         )
-        # As many as it takes to reach the target, one at least. (1e-38 would be no normal
-        # float32, and Triton 3.6 takes such a constant for a float64.)
+        # As many as needed to reach the target, at least one. (1e-38 is not a normal float32, and
+        # Triton 3.6 treats such a constant as a float64.)
         weight = tl.exp(-within.to(tl.float32, bitcast=True))
         room = tl.maximum(tl.ceil((target - nearer) / tl.maximum(weight, 1e-37)), 1.0)
         spare = tl.where(within < cut, room, tl.minimum(room, spare))
@@ -140,7 +140,7 @@ def _cut(  # noqa: PLR0917
 def _end_of_ties(  # noqa: PLR0917
     row, vocab_size, greatest, inv_temperature, cut, spare, TILE: tl.constexpr
 ):
-    """One past the last of the first `spare` tokens that are exactly as far as `cut`."""
+    """Return one past the last of the first `spare` tokens at the distance `cut`."""
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float32)
     token, _, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
@@ -156,10 +156,10 @@ def _end_of_ties(  # noqa: PLR0917
 
 
 @triton.jit
-def _left(  # noqa: PLR0917
+def _kept_weights(  # noqa: PLR0917
     row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, least, TILE: tl.constexpr
 ):
-    """A tile's tokens and their weights, 0 where they are cut off."""
+    """Return a tile's tokens and their weights, 0 for those cut off."""
     token, distance, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
     weight = tl.exp(-distance)
     kept = (bits < cut) | ((bits == cut) & (token < end_of_ties))
@@ -178,31 +178,31 @@ def _invert(  # noqa: PLR0917
     uniform,
     TILE: tl.constexpr,
 ):
-    """The token at which the running sum of the weights left passes `uniform` of it all."""
+    """Return the token where the running sum of weights exceeds `uniform` of the total."""
     total = tl.full((), 0.0, tl.float64)
     for first in range(0, vocab_size, TILE):
-        _, weight = _left(
+        _, weight = _kept_weights(
             row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         total += tl.sum(weight, axis=0).to(tl.float64)
-    # Less than all of it: the same sums, added in the same order, will pass it.
+    # Below the total, so that the same sums in the same order exceed it.
     target = tl.minimum(uniform, 1 - 2.0**-52) * total
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float64)
-    token, weight = _left(
+    token, weight = _kept_weights(
         row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
     )
     here = tl.sum(weight, axis=0).to(tl.float64)
     while (before + here <= target) & (first + TILE < vocab_size):
         before += here
         first += TILE
-        token, weight = _left(
+        token, weight = _kept_weights(
             row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         here = tl.sum(weight, axis=0).to(tl.float64)
     passed = before + tl.cumsum(weight, axis=0).to(tl.float64) > target
     drawn = tl.min(tl.where(passed & (weight > 0), token, vocab_size), axis=0)
-    # A running sum and a sum may round apart: then it is the last that has weight.
+    # The running sum may round to less than the sum: then take the last token with weight.
     last = tl.max(tl.where(weight > 0, token, 0), axis=0)
     return tl.minimum(drawn, last)
 
@@ -210,7 +210,7 @@ def _invert(  # noqa: PLR0917
 @triton.jit
 def _draw_tokens_kernel(  # noqa: PLR0917
     logits,
-    draws,  # of each row: 1 / temperature, top-k, top-p, min-p, uniform
+    draws,  # per row: 1 / temperature, top-k, top-p, min-p, uniform
     out,
     vocab_size,
     TILE: tl.constexpr,
@@ -243,7 +243,7 @@ def _draw_tokens_kernel(  # noqa: PLR0917
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Find the first of each row's greatest elements; see `octavo.kernels.ops.argmax`."""
+    """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 

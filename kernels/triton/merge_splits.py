@@ -1,12 +1,11 @@
-"""Puts together what the programs that shared a sequence's keys found.
+"""Merges the results of the programs that split a sequence's keys.
 
-Each piece comes as a softmax of its own keys and the logarithm of that softmax's
-total; the whole is the pieces' mean, weighted by their totals (Flash-Decoding, Dao
-et al. 2023). A program does some of an item's query rows; it finds nothing to do
-where the keys were not shared out.
+Each piece is attention over its own keys and the logarithm of its softmax's total. The result is
+the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). A program merges some
+of an item's query rows; it does nothing if the keys were not split.
 """
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -34,8 +33,8 @@ def merge_splits(  # noqa: PLR0917
     KEYS: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    MERGED_ROWS: tl.constexpr,  # of a program
-    PIECES: tl.constexpr,  # taken at a time
+    MERGED_ROWS: tl.constexpr,  # per program
+    PIECES: tl.constexpr,  # merged at a time
 ):
     """Grid: items, KV heads, MERGED_ROWS of PARTIAL_ROWS; arguments as in paged_attention.py."""
     item = tl.program_id(0)
@@ -65,7 +64,7 @@ def merge_splits(  # noqa: PLR0917
                 mask=real[:, :, None] & real_dim[None, None, :],
                 other=0.0,
             )
-            # A finite start: where no piece saw a key, there is no NaN but zeros.
+            # Starts finite: where no piece saw a key, this gives zeros, not NaN.
             new_maximum = tl.maximum(maximum, tl.max(lse, 1))
             weights = tl.exp2(lse - new_maximum[:, None])
             rescale = tl.exp2(maximum - new_maximum)

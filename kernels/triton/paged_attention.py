@@ -1,21 +1,18 @@
-"""PagedAttention on GPU: one kernel for decodes and for chunks of prompts.
+"""PagedAttention on a GPU: one kernel for decodes and for prompt chunks.
 
-A program serves one tile of a sequence's query rows, one KV head and one share of
-the keys. A row is a (token, head of the group) pair: the query heads that share a
-KV head share each load of K and V, and even a decode fills the rows of a matrix
-product. Which tiles there are says the plan, so that no program is launched for
-nothing: decodes are tiles of few rows, chunks of prompts tiles of many, each in a launch of
-its own. Keys come in tiles, each key's block from the block table
-(PagedAttention, Kwon et al., SOSP 2023, section 4.1), with an online softmax in
-float32 (FlashAttention-2, Dao 2023, section 3.1). Tiles that causality or the window
-hide are skipped; only those that they cut are masked.
+A program computes one tile of a sequence's query rows, for one KV head and one piece of the keys. A
+row is a (token, head of the group) pair: the query heads of a KV head share each load of K and V,
+and even a decode fills the rows of a matrix product. The plan lists the tiles, so that every
+program has work: decodes are tiles of few rows, prompt chunks tiles of many, each in their own
+launch. Keys are read in tiles through the block table (PagedAttention, Kwon et al., SOSP 2023,
+section 4.1), with an online softmax in float32 (FlashAttention-2, Dao 2023, section 3.1). Tiles
+hidden by causality or the window are skipped; only those partly hidden are masked.
 
-Where sequences are too few to fill the GPU, their keys are shared out among several
-programs (Flash-Decoding, Dao et al. 2023), and merge_splits.py puts together what
-those found.
+If there are too few sequences to fill the GPU, several programs split their keys (Flash-Decoding,
+Dao et al. 2023), and merge_splits.py merges the results.
 """
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
@@ -33,42 +30,41 @@ from octavo.kernels.triton.splits import LEAST_KEYS, choose_splits
 from octavo.kernels.triton.tiles import Kind, choose_tiles, count_resident, gpu
 
 SMALL = 2048
-"""A tile of at most so many rows times keys takes at most 16 registers of four warps."""
+"""A tile of at most this many rows times keys needs at most 16 registers in four warps."""
 _LOG2_E = 1.4426950408889634
 _MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
-"""Rows and pieces that a program of the merge takes at a time: decodes are cut into many
-pieces, chunks, which have rows enough, into few."""
-# What changes from step to step must not compile a kernel anew.
+"""Rows and pieces that a program merges at a time: decodes have many pieces, chunks few."""
+# Arguments that change between steps must not compile another variant.
 _VARYING = ["items", "partial_out", "partial_lse", "table_stride", "sliding_window", "splits"]
 
 
 @triton.jit
 def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The block of each key of a tile, or one for all where a block holds whole tiles.
+    """Return the block of each key of a tile, or one for all if a block holds whole tiles.
 
-    Tiles begin at multiples of their size, so that where a key lies in its block and how
-    many blocks it is from the tile's first are the same in each tile.
+    Tiles begin at multiples of their size, so a key's offset in its block, and its block's distance
+    from the tile's first, are the same in each tile.
     """
     if BLOCK_SIZE >= KEYS:
-        # Past the end: the last one again, so that nothing beyond the table is read.
+        # Past the end, read the last block again: nothing beyond the table may be read.
         block = tl.load(table + tl.maximum(tl.minimum(tile_begin, end - 1), 0) // BLOCK_SIZE)
     else:
         local = tl.arange(0, KEYS)
         first = table + tile_begin // BLOCK_SIZE
         block = tl.load(first + local // BLOCK_SIZE, mask=local < end - tile_begin, other=0)
-    return block.to(tl.uint32)  # a product of one word then addresses it, not of two
+    return block.to(tl.uint32)  # so that a 32-bit product addresses it, not a 64-bit one
 
 
 @triton.jit
 def _fetch(  # noqa: PLR0917
     cache, place, real_key, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The keys, or the values, at their places in a head's cache."""
+    """Load keys or values from a head's cache."""
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
     from_cache = cache + place[:, None] + dim[None, :]
     if MASKED:
-        # Slots past the end may hold anything: they are never loaded.
+        # Slots past the end may hold anything, so they are not loaded.
         tile = tl.load(from_cache, mask=real_key[:, None] & real_dim[None, :], other=0.0)
     elif PADDED_DIM > HEAD_DIM:
         tile = tl.load(from_cache, mask=real_dim[None, :], other=0.0)
@@ -90,8 +86,8 @@ def _cuts(  # noqa: PLR0917
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Where keys begin, where those that all rows see begin and end, and where keys end."""
-    # Those are not after the first row, and within the last one's window.
+    """Return where keys begin, where those seen by all rows begin and end, and where keys end."""
+    # All rows see keys up to the first row's position and within the last row's window.
     clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
     clear_begin = begin
     if HAS_WINDOW:
@@ -104,11 +100,11 @@ def _cuts(  # noqa: PLR0917
 
 @triton.jit
 def _queries(from_queries, real, factor, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows of queries as products take them, and the factor of each one's products."""
+    """Return rows of queries as operands of products, and the factor of each row's products."""
     q = tl.load(from_queries, mask=real, other=0.0)
     factors = tl.full([q.shape[0]], factor, tl.float32)
     if q.dtype != DTYPE:
-        # Not everything fits into float16: what is largest in a row becomes 1.
+        # float16 has a small range, so each row is scaled to a maximum of 1.
         q = q.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
         largest = tl.where(largest > 0, largest, 1.0)
@@ -136,7 +132,7 @@ def _walk(  # noqa: PLR0917
     soft_cap,
     sliding_window,
     block_stride,
-    DTYPE: tl.constexpr,  # of products' operands
+    DTYPE: tl.constexpr,  # of the products' operands
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -148,9 +144,9 @@ def _walk(  # noqa: PLR0917
     LOG2_E: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attend to the keys from `begin` up to `end`; returns the softmax's new state."""
-    # Blocks are looked up a tile ahead: were that load in the same round as the loads
-    # of K and V that hang on it, the pipeline could not fetch these early.
+    """Attend to the keys from `begin` to `end`; return the softmax's new state."""
+    # Blocks are loaded one tile ahead: in the same iteration as the loads of K and V that depend on
+    # them, the pipeline could not prefetch these.
     block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
     for tile_begin in range(begin, end, KEYS):
         key = tile_begin + tl.arange(0, KEYS)
@@ -160,7 +156,7 @@ def _walk(  # noqa: PLR0917
         place = block.to(tl.int64) * block_stride + slot * HEAD_DIM
         block = _blocks_of(table, tile_begin + KEYS, end, KEYS, BLOCK_SIZE)
         real_key = key < end
-        # Keys are fetched as values are, by the same addresses; the product turns them.
+        # Keys are loaded like values, from the same offsets; the product transposes them.
         k = _fetch(key_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
         v = _fetch(value_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
 
@@ -206,15 +202,15 @@ def _paged_attention_kernel(  # noqa: PLR0917
     key_cache,
     value_cache,
     out,
-    partial_out,  # what programs that share keys find: see merge_splits.py
+    partial_out,  # results of programs that split keys: see merge_splits.py
     partial_lse,
     items,
     query_starts,
     seq_lens,
     block_tables,
-    alibi_slopes,  # or, where unused, anything
-    factor,  # of products, positive: the scale of logits times that of stored keys
-    value_scale,  # of stored values
+    alibi_slopes,  # any tensor if unused
+    factor,  # of the products, positive: the logits' scale times the keys' scale
+    value_scale,  # factor of the values
     soft_cap,
     sliding_window,
     splits,
@@ -222,22 +218,22 @@ def _paged_attention_kernel(  # noqa: PLR0917
     query_head_stride,
     block_stride,
     table_stride,
-    DTYPE: tl.constexpr,  # of products' operands
+    DTYPE: tl.constexpr,  # of the products' operands
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads to a KV head
+    GROUP: tl.constexpr,  # query heads per KV head
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,  # the next power of two to HEAD_DIM
     BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # query rows of a tile
-    PARTIAL_ROWS: tl.constexpr,  # of which some may be real
-    KEYS: tl.constexpr,  # keys of a tile
-    LEAST_TILES: tl.constexpr,  # of keys, to a piece
+    ROWS: tl.constexpr,  # query rows per tile
+    PARTIAL_ROWS: tl.constexpr,  # rows of a tile that may be real
+    KEYS: tl.constexpr,  # keys per tile
+    LEAST_TILES: tl.constexpr,  # tiles of keys per piece
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     LOG2_E: tl.constexpr,
     SMALL: tl.constexpr,
-    UPCAST: tl.constexpr,  # multiply in float32, whatever the operands are
+    UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -246,7 +242,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
         items, item, query_starts, seq_lens, sliding_window, splits,
         GROUP, ROWS, KEYS, LEAST_TILES, HAS_WINDOW,
     )  # fmt: skip
-    # Where there are no keys at all, the first program writes the zeros.
+    # If there are no keys at all, the first program writes zeros.
     if split < tl.maximum(pieces, 1):
         local = tl.arange(0, ROWS)
         row = first_row + local
@@ -272,10 +268,10 @@ def _paged_attention_kernel(  # noqa: PLR0917
         cuts = _cuts(
             begin, end, context, first_row, seq_len, sliding_window, GROUP, ROWS, KEYS, HAS_WINDOW
         )
-        # A finite start, so that a row which sees nothing of a tile makes no NaN.
+        # Starts finite, so that a row that sees no key of a tile gives no NaN.
         maximum = tl.full([ROWS], -1e30, tl.float32)
-        # In small tiles each place has a sum of its own, and these are added up at the end:
-        # to do so for each tile, warps would wait for each other.
+        # In small tiles each (row, key) has its own sum, and these are added at the end: adding
+        # them for each tile would synchronize the warps.
         spread: tl.constexpr = ROWS * KEYS <= SMALL
         total = tl.zeros([ROWS, KEYS] if spread else [ROWS], tl.float32)
         attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -291,7 +287,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
 
         if spread:
             total = tl.sum(total, 1)
-        # A row that may attend to nothing gives zeros.
+        # A row that attends to no key gives zeros.
         divisor = tl.where(total > 0, total, 1.0)
         attended *= (value_scale / divisor)[:, None]
         if pieces > 1:
@@ -308,7 +304,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call's launches share."""
+    """The arguments that a call's launches share."""
 
     query: Tensor
     key_cache: Tensor
@@ -335,7 +331,7 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Attend over paged keys and values; see `octavo.kernels.ops.paged_attention`."""
+    """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
     if scale <= 0 or key_scale <= 0:
         raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
     if query.stride(-1) != 1:
@@ -366,14 +362,18 @@ def paged_attention(
 
 
 def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
-    """What products multiply: an H100 turns two fp8 into float16 at once, into bfloat16 in four."""
+    """Return the dtype of the products' operands.
+
+    For fp8 this is float16: an H100 converts two fp8 to float16 in one instruction, to bfloat16 in
+    four.
+    """
     if cache_dtype.itemsize == 1 and dtype.itemsize == 2:
         return tl.float16
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
-    """Attend for `items`, of which the longest has `longest` keys."""
+    """Launch attention for `items`, the longest of which has `longest` keys."""
     query, metadata = call.query, call.metadata
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = call.key_cache.shape
@@ -441,7 +441,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         HAS_ALIBI=call.alibi_slopes is not None,
         LOG2_E=_LOG2_E,
         SMALL=SMALL,
-        # The interpreter would multiply the bits of a bfloat16 as an integer.
+        # The interpreter would multiply a bfloat16's bits as an integer.
         UPCAST=triton.knobs.runtime.interpret,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,4 +1,4 @@
-"""Shares a batch out among programs, on the host, once per step."""
+"""Divides a batch among programs, on the host, once per step."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def plan_attention(
     device: torch.device,
     splits: int | None = None,
 ) -> AttentionPlan:
-    """Make the plan of a batch; see `octavo.kernels.ops.plan_attention`."""
+    """Return a batch's plan; see `octavo.kernels.ops.plan_attention`."""
     group = num_heads // num_kv_heads
     decode_rows, chunk_rows = (
         choose_tiles(
@@ -50,7 +50,7 @@ def plan_attention(
 
 
 def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
-    """`[num_tiles, 2]` int32 of (sequence, tile): each one's last first, which has most keys."""
+    """Return `[num_tiles, 2]` int32 of (sequence, tile), each sequence's last (longest) first."""
     counts = -(-rows // tile_rows)
     ends = np.cumsum(counts)
     tile = np.repeat(ends, counts) - 1 - np.arange(ends[-1] if len(ends) else 0)
@@ -60,7 +60,7 @@ def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
 def plan_of(
     metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
 ) -> AttentionPlan:
-    """The batch's plan; made here, while the host waits for the GPU, if it has none."""
+    """Return the batch's plan; if it has none, make one, for which the host waits for the GPU."""
     if metadata.plan is not None:
         return metadata.plan
     return plan_attention(

@@ -1,11 +1,11 @@
 """Rotates queries and keys (RoPE) and writes keys and values into the paged cache.
 
-Rotary position embedding (RoFormer, Su et al. 2021) of the kind that pairs element i
-of a head with element i + head_dim / 2. One program a token: what three kernels
-would read and write again passes through registers once.
+The rotary embedding (RoFormer, Su et al. 2021) pairs element i of a head with element i +
+head_dim / 2. One program per token reads and writes once what three kernels would read and write
+repeatedly.
 """
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -20,24 +20,24 @@ from octavo.kernels.triton.write_kv import largest, stored, warps_for
 def _halves(  # noqa: PLR0917
     x, token, token_stride, head_stride, head, pair, real, HALF: tl.constexpr
 ):
-    """Both halves of a token's heads."""
+    """Load both halves of a token's heads."""
     place = x + token * token_stride + head[:, None] * head_stride + pair[None, :]
     return tl.load(place, mask=real, other=0.0), tl.load(place + HALF, mask=real, other=0.0)
 
 
 @triton.jit
 def _rotated(low, high, c, s):
-    """Halves of heads, rotated and rounded to their own type, as if written in between."""
+    """Return rotated halves of heads, rounded to their dtype."""
     dtype: tl.constexpr = low.dtype
     low, high = low.to(tl.float32), high.to(tl.float32)
     return (low * c - high * s).to(dtype), (high * c + low * s).to(dtype)
 
 
 @triton.jit
-def _keep(  # noqa: PLR0917
+def _store(  # noqa: PLR0917
     low, high, cache, place, scale, real, HALF: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """Write halves of heads to their place in a cache."""
+    """Write halves of heads to a cache."""
     tl.store(cache + place, stored(low, cache, scale, LARGEST), mask=real)
     tl.store(cache + place + HALF, stored(high, cache, scale, LARGEST), mask=real)
 
@@ -70,7 +70,7 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
     PADDED_HEADS: tl.constexpr,  # next powers of two
     PADDED_KV_HEADS: tl.constexpr,
     PADDED_HALF: tl.constexpr,
-    LARGEST: tl.constexpr,  # number of the cache's dtype
+    LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -98,11 +98,11 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
             key, token, key_token_stride, key_head_stride, kv_head, pair, real_kv, half
         )
         k_low, k_high = _rotated(k_low, k_high, c, s)
-        _keep(k_low, k_high, key_cache, place, key_scale, real_kv, half, LARGEST)
+        _store(k_low, k_high, key_cache, place, key_scale, real_kv, half, LARGEST)
         v_low, v_high = _halves(
             value, token, value_token_stride, value_head_stride, kv_head, pair, real_kv, half
         )
-        _keep(v_low, v_high, value_cache, place, value_scale, real_kv, half, LARGEST)
+        _store(v_low, v_high, value_cache, place, value_scale, real_kv, half, LARGEST)
 
 
 def rotate_and_write(  # noqa: PLR0917
@@ -118,7 +118,7 @@ def rotate_and_write(  # noqa: PLR0917
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """Rotate queries and keys and writes the cache; see `octavo.kernels.reference`."""
+    """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]

@@ -1,6 +1,6 @@
-"""Which rows and which keys are a program's: what attention and merge must agree on."""
+"""The rows and keys of a program, on which attention and merge must agree."""
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -24,9 +24,9 @@ def share_of(  # noqa: PLR0917
     """Read an item of the plan.
 
     Returns:
-        its sequence; the flat number of the sequence's first query; queries and
-        tokens of the sequence; the item's first row; the keys that some row of it
-        may see, from and to; tiles of keys to a piece, and pieces, at most `splits`.
+        The sequence; the flat index of its first query; its number of queries; its number of
+        tokens; the item's first row; the begin and end of the keys that its rows see; the tiles of
+        keys per piece; the number of pieces, at most `splits`.
     """
     seq = tl.load(items + item * 2)
     first_row = tl.load(items + item * 2 + 1) * ROWS

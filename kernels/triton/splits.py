@@ -1,25 +1,25 @@
-"""Into how many pieces the keys of sequences are cut, so that a GPU is busy everywhere."""
+"""The number of pieces to split a sequence's keys into, so that all of a GPU is busy."""
 
 from functools import cache
 
 MAX_SPLITS = 128
 LEAST_KEYS = 256
-"""A piece has so many keys at least: less is not worth its start and its merge."""
+"""Minimum keys per piece: fewer are not worth a launch and a merge."""
 START_KEYS = 128
-"""What starting a program and merging its piece costs, in keys that it could have read."""
+"""The cost of starting a program and merging its piece, in keys read."""
 
 
 @cache
 def choose_splits(programs: int, longest: int, places: int) -> int:
-    """Return how many pieces the longest sequence is cut into.
+    """Return the number of pieces for the longest sequence.
 
-    As many as make the last wave of programs end soonest: with `programs` enough for
-    the whole GPU that is one, with few sequences of long context many.
+    It minimizes the end of the last wave of programs: one piece if `programs` fill the GPU, many
+    for few sequences with long contexts.
 
     Args:
-        programs: Without splits: sequences (tiles of queries) x KV heads.
+        programs: Number of programs without splits: sequences (tiles of queries) x KV heads.
         longest: Keys of the longest sequence.
-        places: Programs of this kind that the GPU runs side by side.
+        places: Programs of this kind that the GPU runs concurrently.
     """
 
     def time(splits: int) -> int:

@@ -1,9 +1,8 @@
-"""How large the pieces are that a program of the attention kernel works on.
+"""Tile sizes of the attention kernel.
 
-What is here is where tuning begins: `python -m benchmarks.gpu --tune` times other
-choices on the GPU at hand, and what it finds for a GPU, kept in tuned.json, goes
-before these rules. Nothing is tuned while an engine serves: a step
-never waits for a trial, and a captured CUDA graph holds what was chosen.
+These rules are the start of tuning: `python -m benchmarks.gpu --tune` times other sizes on this
+GPU, and its results in tuned.json override these rules. An engine does not tune: no step waits for
+a trial, and CUDA graphs keep their sizes.
 """
 
 import json
@@ -18,18 +17,18 @@ import triton
 Kind = Literal["decode", "chunk"]
 
 LEAST_ROWS = 16
-"""Rows that a matrix product takes at least."""
+"""Minimum rows of a matrix product."""
 TUNED = Path(__file__).with_name("tuned.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Size of a program's pieces.
+    """Tile sizes of a program.
 
     Attributes:
         rows: Query rows, (token, head of the group) pairs; a power of two from 16.
-        keys: Keys taken at a time; a power of two from 16.
-        warps: Of a program.
+        keys: Keys per tile; a power of two from 16.
+        warps: Warps per program.
         stages: Depth of the software pipeline that fetches keys and values.
     """
 
@@ -41,13 +40,13 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What the choice depends on of a GPU.
+    """The properties of a GPU that the sizes depend on.
 
     Attributes:
-        name: As its driver says.
+        name: The driver's name of it.
         capability: Compute capability.
-        shared_bytes: Shared memory that one program may have.
-        multiprocessors: How many it has.
+        shared_bytes: Maximum shared memory of a program.
+        multiprocessors: Number of multiprocessors.
     """
 
     name: str
@@ -57,35 +56,35 @@ class Gpu:
 
     @property
     def multiplies_in_place(self) -> bool:
-        """Whether matrix units read operands in shared memory, not in registers.
+        """Whether matrix units read operands from shared memory instead of registers.
 
-        Hopper's do, and those of data centres' Blackwells (10 and 11; 12 are desktops').
+        It is so on Hopper (9) and data-centre Blackwell (10, 11), not on desktop Blackwell (12).
         """
         return self.capability[0] in {9, 10, 11}
 
 
 RESIDENT = 2
-"""Decoding programs for which shared memory is left: one computes while another waits."""
+"""Decode programs that share a multiprocessor's memory: one computes while another waits."""
 
 REGISTERS = 64 << 10
-"""Of a multiprocessor."""
-MOST_REGISTERS = 256
-"""Of a thread. Programs on matrix units take most of these."""
+"""Registers of a multiprocessor."""
+MAX_REGISTERS = 256
+"""Registers of a thread. Programs on matrix units use most of these."""
 FEW_REGISTERS = 128
-"""Of a thread, of float32 tiles with few rows, at most."""
+"""Maximum registers of a thread for float32 tiles with few rows."""
 
 RESERVED = 1 << 10
-"""Bytes of shared memory that each program takes for the system."""
+"""Bytes of shared memory per program that the system reserves."""
 SCRATCH = 1 << 10
-"""Bytes of shared memory for what warps tell each other."""
+"""Bytes of shared memory for communication between warps."""
 
 INTERPRETER = Gpu("interpreter", (8, 0), 99 << 10, 4)
-"""What Triton's interpreter stands for: a GPU small enough that tests split sequences."""
+"""The GPU of Triton's interpreter, small enough that tests split sequences."""
 
 
 @cache
 def gpu(device: torch.device) -> Gpu:
-    """The GPU that `device` is, which is the current one."""
+    """Return the properties of the current GPU; `device` must be it."""
     if device.type != "cuda":
         return INTERPRETER
     index = torch.cuda.current_device()  # where Triton launches
@@ -105,10 +104,10 @@ def choose_tiles(
     """Return the sizes for a kind of work.
 
     Args:
-        kind: "decode" of one token a sequence, or "chunk" of a prompt.
-        gpu: Where.
-        group: Query heads to a KV head.
-        head_dim: Elements of a head.
+        kind: "decode" of one token per sequence, or "chunk" of a prompt.
+        gpu: The GPU.
+        group: Query heads per KV head.
+        head_dim: Elements per head.
         dtype: Of queries.
         cache_dtype: Of keys and values.
     """
@@ -122,7 +121,7 @@ def choose_tiles(
         return tuned
     row_bytes = padded * max(dtype.itemsize, cache_dtype.itemsize)
     if kind == "decode":
-        # Bound by memory: small tiles, as many on their way as shared memory holds.
+        # Bound by memory: small tiles, as many in flight as shared memory holds.
         rows = min(rows, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
         keys = max(16, min(128, (16 << 10) // row_bytes))
         if rows > 64:
@@ -132,10 +131,10 @@ def choose_tiles(
             tiles = Tiles(rows, keys, warps, stages=6)
         shared_bytes = (gpu.shared_bytes + RESERVED) // RESIDENT - RESERVED
     else:
-        if dtype == torch.float32:  # no tensor cores: registers are what runs out
+        if dtype == torch.float32:  # no tensor cores: registers are the limit
             rows, keys, stages = 32, 32 if padded <= 64 else 16, 2
         elif padded <= 128:
-            # Where operands come from registers, these run out.
+            # If operands come from registers, these are the limit.
             rows, keys, stages = 128, 64 if gpu.multiplies_in_place or padded <= 64 else 32, 4
         else:
             rows, keys, stages = 64, 32, 4
@@ -149,26 +148,25 @@ def choose_tiles(
 def count_resident(
     tiles: Tiles, gpu: Gpu, *, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> int:
-    """Return how many programs with such tiles a multiprocessor runs side by side.
+    """Return a lower bound of the programs that a multiprocessor runs concurrently.
 
-    It never says too many. Decodes leave room for a second program; chunks of prompts, whose
-    warps are more, take all registers.
+    Decodes leave room for a second program; prompt chunks have more warps and use all registers.
     """
     padded = triton.next_power_of_2(head_dim)
     needed = _needed(tiles, gpu, padded, dtype, cache_dtype)
     by_memory = (gpu.shared_bytes + RESERVED) // (needed + RESERVED)
     few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS
-    by_registers = REGISTERS // (32 * tiles.warps * (FEW_REGISTERS if few else MOST_REGISTERS))
+    by_registers = REGISTERS // (32 * tiles.warps * (FEW_REGISTERS if few else MAX_REGISTERS))
     return max(1, min(by_memory, by_registers))
 
 
 def _needed(
     tiles: Tiles, gpu: Gpu, padded: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> int:
-    """Bytes of shared memory that a program takes: queries, weights and the pipeline's tiles."""
+    """Return a program's bytes of shared memory: queries, weights and the pipeline's tiles."""
     queries = tiles.rows * padded * dtype.itemsize
     weights = tiles.rows * tiles.keys * dtype.itemsize
-    # Products that read their operands where they lie use a tile more.
+    # Products that read their operands from shared memory need one more tile.
     in_place = gpu.multiplies_in_place and tiles.rows >= 64 and dtype != torch.float32
     buffers = tiles.stages - 1 + in_place
     return SCRATCH + queries + weights + 2 * buffers * tiles.keys * padded * cache_dtype.itemsize
@@ -177,14 +175,14 @@ def _needed(
 def tuning_key(
     kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> str:
-    """Names a case in tuned.json; groups that fill as many rows are one case."""
+    """Return the key of a case in tuned.json; groups that fill the same rows are one case."""
     rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))
     return "/".join((gpu.name, kind, str(rows), str(head_dim), *names))
 
 
 def use_tiles(case: str, tiles: Tiles | None) -> None:
-    """Has `choose_tiles` give those sizes for a case, named by `tuning_key`; the rules' if None."""
+    """Override the sizes of a case, named by `tuning_key`; None restores the rules."""
     _tuned().pop(case, None)
     if tiles is not None:
         _tuned()[case] = tiles

@@ -1,6 +1,6 @@
-"""Writes new keys and values into the paged cache: one program a token."""
+"""Writes new keys and values to the paged cache: one program per token."""
 
-# Triton reads its kernels' source: types there are its own.
+# Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -8,14 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_THREADS = 32  # of a warp
-_ELEMENTS = 8  # of a thread
-_MOST_WARPS = 16
+_THREADS = 32  # per warp
+_ELEMENTS = 8  # per thread
+_MAX_WARPS = 16
 
 
 @triton.jit
 def stored(x, to, scale, LARGEST: tl.constexpr):
-    """Return `x` as the cache that `to` points into keeps it, where that is fp8."""
+    """Return `x` in the dtype of the cache that `to` points to."""
     dtype = to.dtype.element_ty
     if x.dtype != dtype:
         x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST).to(dtype)
@@ -23,17 +23,17 @@ def stored(x, to, scale, LARGEST: tl.constexpr):
 
 
 def largest(cache: Tensor) -> float:
-    """The largest number of a cache's dtype."""
+    """Return the largest number of a cache's dtype."""
     return torch.finfo(cache.dtype).max
 
 
 def warps_for(elements: int) -> int:
-    """Return the warps of a program that moves so many elements at once, a power of two.
+    """Return the warps of a program that copies a number of elements, a power of two.
 
-    Each thread has at most eight, where there are threads enough: they fit its registers,
-    and are one load of 16 bytes.
+    Each thread copies at most eight, if there are enough threads: they fit its registers and one
+    load of 16 bytes.
     """
-    return min(max(elements // (_THREADS * _ELEMENTS), 1), _MOST_WARPS)
+    return min(max(elements // (_THREADS * _ELEMENTS), 1), _MAX_WARPS)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def _write_kv_kernel(  # noqa: PLR0917
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED: tl.constexpr,  # the next power of two to NUM_KV_HEADS * HEAD_DIM
-    LARGEST: tl.constexpr,  # number of the cache's dtype
+    LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)

@@ -145,7 +145,7 @@ def test_draws_from_a_row_of_several_tiles(harness, kernels):
 @pytest.mark.parametrize("programs", [1, 2])
 def test_copies_of_blocks_larger_than_a_grid(kernels, monkeypatch, programs):
     module = importlib.import_module("octavo.kernels.triton.copy_blocks")
-    monkeypatch.setattr(module, "_MOST_PROGRAMS", programs)
+    monkeypatch.setattr(module, "_MAX_PROGRAMS", programs)
     words = 5 * module._WORDS + 3
     cache = torch.randn((4, words), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = cache.clone()

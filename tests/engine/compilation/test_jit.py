@@ -14,7 +14,8 @@ from octavo.engine.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, exam
 from octavo.engine.compilation.jit import JitStep
 from octavo.engine.compilation.load_step import LoadedStep, compiled_for_gpu
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.models.linear import fuse_linears as joining
+from octavo.engine.models.linear import fuse_linears as fuse_module
+from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.fuse_linears import FusedPart, fuse_linears
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
@@ -91,7 +92,7 @@ def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, re
 )
 @pytest.mark.usefixtures("never_again")
 def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("octavo.engine.models.load_model._prepare_linears", lambda *_: None)
+    monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)
     save(config, tmp_path)
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     tokens = torch.randint(1, 500, (1, 37), generator=torch.Generator().manual_seed(2))
@@ -131,25 +132,25 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tiny_model, mo
     assert "self-check failed: alone" in logs[0]["error"]
 
 
-def test_layers_of_one_input_share_their_weights(tiny_model):
+def test_layers_of_the_same_input_are_fused(tiny_model):
     model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
     fuse_linears(model)
     attention = model.model.layers[0].self_attn
     assert isinstance(attention.q_proj, FusedPart)
-    assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
-    assert attention.q_proj.whole.layer.weight.shape == (64 + 32 + 32, 64)
+    assert attention.q_proj.shared is attention.k_proj.shared is attention.v_proj.shared
+    assert attention.q_proj.shared.layer.weight.shape == (64 + 32 + 32, 64)
 
 
-def test_layers_are_let_go_as_they_are_joined(tiny_model, monkeypatch):
+def test_layers_are_freed_as_they_are_fused(tiny_model, monkeypatch):
     model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
     layers = [weakref.ref(each) for each in model.modules() if isinstance(each, torch.nn.Linear)]
-    join, left = joining.join, []
+    fuse, left = fuse_module.fuse, []
 
     def counted(*given):
         left.append(sum(layer() is not None for layer in layers))
-        join(*given)
+        fuse(*given)
 
-    monkeypatch.setattr(joining, "join", counted)
+    monkeypatch.setattr(fuse_module, "fuse", counted)
     fuse_linears(model)
     assert len(left) == 4
     assert left == sorted(set(left), reverse=True)
