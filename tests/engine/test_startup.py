@@ -69,7 +69,7 @@ def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypat
         ({"swap_space": 1e6}, r"--swap-space is 1e\+06 GiB, but this process may use [\d.]+ GiB"),
         (
             {"num_blocks": None, "cache_memory": 1e6},
-            "--cache-memory is 1e.06 GiB, but of",
+            "--cache-memory is 1e.06 GiB, but this process may use",
         ),
         ({"num_blocks": None, "cache_memory": 1e-9}, "raise --cache-memory"),
         ({"max_model_len": 513}, "the model's context is 512 tokens"),

@@ -307,6 +307,8 @@ def _rows_to_draw_from(
     return logits, SamplingTensors(*(np.array(column) for column in params))
 
 
+FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+"""Kernels may round smaller weights to 0."""
 ROUNDING = 1e-5
 
 
@@ -319,7 +321,8 @@ def _check_draws(
     """
     found = kernels.draw_tokens(logits.to(device), draws).tolist()
     allowed: list[set[int]] = [set() for _ in found]
-    for some, more, most in [(0, 0, 0), *itertools.product((-ROUNDING, ROUNDING), repeat=3)]:
+    nudges = itertools.product((-ROUNDING, ROUNDING), repeat=3)
+    for some, more, most in [(0, 0, 0), (0, 0, FLOAT32_TINY), *nudges]:
         nearby = draws._replace(
             top_p=np.minimum(draws.top_p * (1 + some), 1),
             min_p=draws.min_p * (1 + more),
