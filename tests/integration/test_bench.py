@@ -1,5 +1,6 @@
 """`octavo bench` against a real server with a real model."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks import fixture
 from octavo.cli import app
 from octavo.cli.bench.report import from_json
 from tests.integration.harness import wait_until
@@ -70,11 +72,19 @@ def test_serve(bench, tmp_path):
 
 
 @pytest.fixture
-def strict_router(demo_model, launch):
-    """A router in which nothing may wait."""
-    engine = launch("engine", "--model", "demo", "--num-blocks", "64", "--swap-space", "0")
-    flags = ("--engine", engine.address, "--max-queue-size", "0")
-    return launch("router", *flags).wait_ready()
+def strict_router(tmp_path):
+    """A router in which no request may wait."""
+    engine = fixture.engine(fixture.make_model(tmp_path), num_blocks=4, max_model_len=64)
+    router = fixture.router([engine.address], max_queue_size=0)
+    nodes = engine, router
+    try:
+        for node in nodes:
+            asyncio.run(node.start())
+        asyncio.run(fixture.all_up(router, 1))
+        yield router
+    finally:
+        for node in nodes:
+            asyncio.run(node.close())
 
 
 def test_refusals_are_counted(strict_router):

@@ -50,7 +50,10 @@ def test_a_later_start_does_not_convert_again(launch, cache, tmp_path):
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
 
 
-@pytest.mark.parametrize("command", ["serve", "engine"])
+@pytest.mark.parametrize(
+    "command",
+    ["engine", pytest.param("serve", marks=pytest.mark.slow)],  # it starts the same engine
+)
 def test_a_damaged_file_is_refused_in_a_line(command, launch, cache, tmp_path):
     file = tiny_gguf.write(tmp_path / "tiny.gguf")
     file.write_bytes(file.read_bytes()[:20_000])

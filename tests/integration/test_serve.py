@@ -68,6 +68,7 @@ def test_says_why_it_cannot_start(launch):
     assert "Traceback" not in server.logs()
 
 
+@pytest.mark.slow  # the test of a model that cannot be served covers most of it
 def test_says_why_the_engine_cannot_start(demo_model, launch):
     server = launch("serve", "--model", "demo", "--max-model-len", "1000000")
     assert server.process.wait(READY_SECONDS) == 1
@@ -88,21 +89,15 @@ def test_says_in_a_line_why_a_model_cannot_be_served(demo_model, tmp_path, launc
     assert "Traceback" not in server.logs()
 
 
-def test_router_and_engine_apart(demo_model, launch):
-    engine = launch("engine", *DEMO).wait_ready()
-    router = launch("router", "--engine", engine.address).wait_ready()
-    with octavo.Client(router.address) as client:
-        completion = client.generate("Once upon a time", max_tokens=4).complete()
-    assert completion.usage.output_tokens == 4
-    assert engine.metric("octavo_engine_output_tokens_total") == 4
-    assert router.metric("octavo_router_output_tokens_total") == 4
-    assert router.terminate() == 0, router.logs()
-    assert engine.terminate() == 0, engine.logs()
-
-
 @pytest.mark.parametrize(
     ("compiler", "expected"),
-    [("", ""), ("no-such-compiler", "CXX is 'no-such-compiler', which is not on the path")],
+    [
+        ("", ""),
+        pytest.param(
+            *("no-such-compiler", "CXX is 'no-such-compiler', which is not on the path"),
+            marks=pytest.mark.slow,  # tests/kernels and tests/engine cover the fallback
+        ),
+    ],
 )
 def test_demo_command(compiler, expected, demo_model):
     """Without a compiler it says why it is slow and what to do."""

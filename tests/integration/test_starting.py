@@ -55,7 +55,10 @@ def taken_port():
         yield taken.getsockname()[1]
 
 
-@pytest.mark.parametrize("command", ["engine", "serve"])
+@pytest.mark.parametrize(
+    "command",
+    ["engine", pytest.param("serve", marks=pytest.mark.slow)],  # it listens by the same code
+)
 def test_a_taken_port_is_told_before_the_model_is_loaded(demo_model, launch, taken_port, command):
     server = launch(command, "--model", "demo", *SMALL, port=taken_port)
     assert_refused(server, f"cannot listen on 127.0.0.1:{taken_port}")
@@ -125,7 +128,14 @@ def test_sigterm_while_it_compiles_ends_all(
     assert "Event loop is closed" not in server.logs()
 
 
-def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("router", "--tokenizer"),
+        pytest.param("serve", "--model", marks=pytest.mark.slow),  # it starts the same router
+    ],
+)
+def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path, command, flag):
     model = tmp_path / "model"
     shutil.copytree(demo_model, model, copy_function=os.link)
     broken = model / "tokenizer.json"
@@ -134,9 +144,6 @@ def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path):
     broken.write_text(text[: len(text) // 2])
     said = f"the tokenizer '{model}' cannot be loaded"
     found = f"tokenizer.json ({len(text) // 2} bytes)"
-    for server in (
-        launch("serve", "--model", str(model), *SMALL),
-        launch("router", "--tokenizer", str(model)),
-    ):
-        assert_refused(server, said, "JSONDecodeError", "--tokenizer")
-        assert "tokenizer.json (" in server.logs(), found
+    server = launch(command, flag, str(model), *(SMALL if command == "serve" else ()))
+    assert_refused(server, said, "JSONDecodeError", "--tokenizer")
+    assert "tokenizer.json (" in server.logs(), found
