@@ -1,4 +1,4 @@
-"""A careful client: deadlines, failures, leaving when enough was said.
+"""A careful client: deadlines, retries, errors, early cancellation.
 
 Run as `python examples/deadlines_and_failures.py localhost:50051`.
 """
@@ -14,21 +14,21 @@ DEFAULT_WAIT = 1.0
 
 
 def first_sentence(client: octavo.Client, topic: str) -> str:
-    """Reads an answer as far as its first full stop."""
+    """Read an answer up to its first full stop, then cancel."""
     text = ""
     question = [octavo.Message("user", f"Tell me a long story about {topic}.")]
     for delta in client.generate(question, max_tokens=500, temperature=0):
         text += delta.text
         if "." in text:
-            break  # cancels the call: the model stops, and its memory is free
+            break  # cancels the call and frees its blocks
     return text.partition(".")[0] + "."
 
 
 def patient(client: octavo.Client, prompt: str, timeout: float) -> octavo.Completion:
-    """Completes a prompt; comes back when a full or restarting server says to.
+    """Complete a prompt; retry when a full or restarting server says when.
 
     Raises:
-        octavo.Error: Trying again would not help, or did not.
+        octavo.Error: a retry would not help, or did not.
     """
     options: octavo.GenerateOptions = {"max_tokens": 16, "temperature": 0}
     for _ in range(ATTEMPTS - 1):
@@ -40,7 +40,7 @@ def patient(client: octavo.Client, prompt: str, timeout: float) -> octavo.Comple
 
 
 def main() -> None:
-    """Shows each in turn."""
+    """Show each in turn."""
     address = sys.argv[1] if len(sys.argv) > 1 else "localhost:50051"
     with octavo.Client(address, api_key=os.environ.get("OCTAVO_API_KEY")) as client:
         print(first_sentence(client, "the sea"))
@@ -49,12 +49,12 @@ def main() -> None:
             client.generate("Hello", temperature=-1).complete()
         except octavo.InvalidArgumentError as error:
             for violation in error.violations:
-                print(f"wrong: {violation.field}: {violation.description}")
+                print(f"invalid: {violation.field}: {violation.description}")
         try:
             client.generate("Hello", max_tokens=500, ignore_eos=True, timeout=0.05).complete()
         except (octavo.DeadlineExceededError, octavo.ResourceExhaustedError) as error:
-            # RESOURCE_EXHAUSTED where the server sees at once that there is not the time.
-            print(f"too late: {error.code.name}")
+            # RESOURCE_EXHAUSTED if the server sees at once that the deadline is too short.
+            print(f"deadline: {error.code.name}")
 
 
 if __name__ == "__main__":

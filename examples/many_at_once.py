@@ -14,7 +14,7 @@ OPENING = "Once upon a time, in a house by the sea,"
 
 
 async def ask(client: octavo.AsyncClient, question: str) -> None:
-    """Prints a question with its answer once that is whole."""
+    """Print a question with its whole answer."""
     answer = await client.generate(
         [octavo.Message("user", question)], max_tokens=64, temperature=0
     ).complete()
@@ -22,13 +22,13 @@ async def ask(client: octavo.AsyncClient, question: str) -> None:
 
 
 async def main() -> None:
-    """Asks everything at once, then has one prompt continued in four ways."""
+    """Ask everything at once, then continue one prompt in four ways."""
     address = sys.argv[1] if len(sys.argv) > 1 else "localhost:50051"
     async with octavo.AsyncClient(address, api_key=os.environ.get("OCTAVO_API_KEY")) as client:
-        # The engine computes them together: a step is hardly slower for three than for one.
+        # The engine batches them: a step takes hardly longer for three than for one.
         await asyncio.gather(*(ask(client, question) for question in QUESTIONS))
 
-        # The four outputs share the prompt's blocks. A seed makes them the same every time.
+        # The four outputs share the prompt's blocks. The seed makes them repeatable.
         drafts = await client.generate(OPENING, n=4, seed=7, max_tokens=16).complete()
         for output in drafts.outputs:
             print(f"draft {output.index}: {output.text!r} ({output.reason})")

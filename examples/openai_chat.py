@@ -1,4 +1,4 @@
-"""OpenAI's own client, talking to Octavo: `octavo serve --model demo --http-port 8000`.
+"""OpenAI's own client with Octavo: `octavo serve --model demo --http-port 8000`.
 
 Run as `python examples/openai_chat.py http://localhost:8000/v1`.
 """
@@ -10,9 +10,9 @@ import openai
 
 
 def main() -> None:
-    """Asks one question and shows the answer as it is made, then what it took."""
+    """Ask one question; print the streamed answer and the token count."""
     base_url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000/v1"
-    # The library wants a key even where the router asks for none.
+    # The library requires a key even if the router does not.
     client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("OCTAVO_API_KEY", "none"))
     model = client.models.list().data[0].id
     stream = client.chat.completions.create(
@@ -21,7 +21,7 @@ def main() -> None:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"top_k": 40},  # what OpenAI's API does not have goes here
+        extra_body={"top_k": 40},  # parameters that OpenAI's API does not have
     )
     for chunk in stream:
         if chunk.choices:

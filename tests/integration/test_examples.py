@@ -32,5 +32,5 @@ def test_deadlines_and_failures(served):
     sentence, numbers, *rest = run("deadlines_and_failures.py", served).splitlines()[-4:]
     assert sentence.endswith(".")
     assert numbers.startswith(" 4")
-    assert rest[0].startswith("wrong: sampling.temperature: ")
-    assert rest[1] in {"too late: DEADLINE_EXCEEDED", "too late: RESOURCE_EXHAUSTED"}
+    assert rest[0].startswith("invalid: sampling.temperature: ")
+    assert rest[1] in {"deadline: DEADLINE_EXCEEDED", "deadline: RESOURCE_EXHAUSTED"}
