@@ -31,7 +31,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - says nothing
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.ListEnginesResponse:
-        """Lists every engine with its state."""
+        """List every engine with its state."""
         return admin_pb2.ListEnginesResponse(engines=map(_status, self._pool.links))
 
     async def AddEngine(  # noqa: N802
@@ -39,7 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.AddEngineRequest,
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.AddEngineResponse:
-        """Adds an engine, or has a drained one take requests again."""
+        """Add an engine, or let a drained one take requests again."""
         if not is_address(request.address):
             raise rpc.invalid(
                 "address", f"address must be HOST:PORT; got {request.address[:256]!r}"
@@ -53,7 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.DrainEngineRequest,
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.DrainEngineResponse:
-        """Gives an engine no new requests."""
+        """Give an engine no new requests."""
         link = self._pool.drain(request.address)
         log.info("engine drained", engine=request.address)
         return admin_pb2.DrainEngineResponse(engine=_status(link))
@@ -63,7 +63,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.RemoveEngineRequest,
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.RemoveEngineResponse:
-        """Forgets an engine; its requests go on at others."""
+        """Remove an engine; its requests migrate to others."""
         await self._pool.remove(request.address)
         log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()

@@ -57,7 +57,7 @@ class RouterMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"octavo_router_{name}", text, labels, registry=registry)
 
-        info = Info("octavo_router", "What runs: its version.", registry=registry)
+        info = Info("octavo_router", "The router's version.", registry=registry)
         info.info({"version": version("octavo")})
         self.requests = counter(
             "requests", "Generate calls that ended, by gRPC status.", "model", "code"
@@ -104,7 +104,7 @@ class RouterMetrics:
         )
 
     def of(self, model: str) -> ModelMetrics:
-        """Returns the metrics of one model."""
+        """Return the metrics of one model."""
         if model not in self._models:
             self.migrations.labels(model)  # from 0 on, or the first would be no increase
             self._models[model] = ModelMetrics(

@@ -44,7 +44,7 @@ class Router:
     """A router that can be started and stopped.
 
     Args:
-        settings: What it is to do.
+        settings: Its settings.
         on_serving: Called once, with the model that the first engine has.
 
     Raises:
@@ -101,7 +101,7 @@ class Router:
         self._open = ExitStack()  # what is left to close: the metrics' server
 
     async def start(self) -> None:
-        """Listens, and begins to connect to the engines.
+        """Listen, and begin to connect to the engines.
 
         Raises:
             OSError: The address or the metrics port is taken or not this machine's.
@@ -111,7 +111,7 @@ class Router:
         self.connect()
 
     async def listen(self) -> None:
-        """Listens.
+        """Listen.
 
         Raises:
             OSError: As `start`.
@@ -161,7 +161,7 @@ class Router:
         self._warn()
 
     def connect(self) -> None:
-        """Begins to connect to the engines."""
+        """Begin to connect to the engines."""
         settings = self._settings
         for address in settings.engine:
             if not address.startswith(DNS_SCHEME):
@@ -171,7 +171,7 @@ class Router:
         self._tasks.append(keep_running(discovery.run, "discovery"))
 
     async def load_tokenizer(self, source: str) -> None:
-        """Loads a tokenizer before an engine names it.
+        """Load a tokenizer before an engine names it.
 
         Raises:
             TokenizerError: It cannot be loaded.
@@ -191,13 +191,13 @@ class Router:
         await first_to_end(**works)
 
     async def drain(self) -> None:
-        """Refuses new calls and lets those in progress finish, for a while."""
+        """Refuse new calls and let those in progress finish, for a while."""
         self._stopping = True
         self._changed.set()
         await self.generator.drain(self._settings.drain_timeout)
 
     async def stop(self) -> None:
-        """Ends everything, at once."""
+        """End everything, at once."""
         self._stopping = True
         self.generator.fail_all("the router shut down before the request was complete; retry it")
         if self._http is not None:
@@ -213,25 +213,25 @@ class Router:
         log.info("router stopped", address=self.address)
 
     def _warn(self) -> None:
-        """Says what others than this machine's users could do."""
+        """Warn of missing authentication or encryption beyond this machine."""
         settings = self._settings
         hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
         if all(map(is_loopback, hosts)):
             return
         if self.authenticator.open and settings.tls_client_ca is None:
-            hint = "name who may use it with --tenants, or whose certificates with --tls-client-ca"
+            hint = "set --tenants or --tls-client-ca"
             log.warning("the router is unauthenticated", address=self.address, hint=hint)
         elif settings.tls is None:
-            hint = "give --tls-cert and --tls-key, unless something before the router does TLS"
+            hint = "set --tls-cert and --tls-key, unless a proxy in front of the router does TLS"
             log.warning("API keys are sent unencrypted", address=self.address, hint=hint)
 
     @property
     def _serving(self) -> bool:
-        """Whether there is an engine to serve with, and will be."""
+        """Whether there is an engine to serve with, and the router is not stopping."""
         return bool(self.pool.up()) and not self._stopping
 
     def _engines_changed(self, model: str) -> None:
-        """An engine of `model` came, went, or began to drain."""
+        """Note that an engine of `model` came, went, or began to drain."""
         self.generator.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
@@ -240,11 +240,11 @@ class Router:
             tell(self.pool.card(model, queued=0))
 
     def _load_reported(self, model: str) -> None:
-        """An engine of `model` said what it has free."""
+        """Dispatch requests: an engine of `model` has reported its load."""
         self.admission.dispatch(model)
 
     async def _make_admin(self) -> grpc.aio.Server:
-        """Makes the server of AdminService; not yet started.
+        """Make the server of AdminService; not yet started.
 
         Raises:
             OSError: The address is taken or not this machine's.
@@ -266,7 +266,7 @@ class Router:
         return server
 
     async def _watch(self) -> None:
-        """Keeps the health service saying whether there is an engine to serve with."""
+        """Keep the health service up to date."""
         assert self._health is not None
         while True:
             self._changed.clear()
@@ -282,10 +282,10 @@ async def serve(
     engines_ready: Awaitable[object] | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT, then drains it; a second signal ends it at once.
+    """Run a router until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
     Args:
-        settings: What it is to do.
+        settings: Its settings.
         on_ready: Called with HOST:PORT when it listens.
         on_serving: Called, once, with the model that the first engine has.
         engines_ready: Waited for before it connects to the engines, while it listens already; its

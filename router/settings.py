@@ -17,37 +17,37 @@ DNS_SCHEME = "dns:///"
 
 
 def is_address(text: str) -> bool:
-    """Says whether a text is HOST:PORT."""
+    """Return whether a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
-    """What `octavo router` can be told."""
+    """The settings of `octavo router`."""
 
     table: ClassVar[str] = "router"
 
     engine: list[str] = Field(
         ["127.0.0.1:50052"],
-        description="An engine's HOST:PORT, or dns:///NAME:PORT for every address of a name. "
+        description="Engine as HOST:PORT, or dns:///NAME:PORT for every address of a name. "
         "May be given several times.",
     )
     engine_ca: Path | None = Field(
         None,
-        description="Authorities, in PEM, that engines' certificates are of. Default: no TLS to "
-        "engines.",
+        description="PEM file with the certificate authorities of engines' certificates. "
+        "Default: no TLS to engines.",
     )
     engine_cert: Path | None = Field(
-        None, description="The certificate that the router shows to engines, in PEM."
+        None, description="PEM file with the router's client certificate for engines."
     )
-    engine_key: Path | None = Field(None, description="That certificate's private key, in PEM.")
+    engine_key: Path | None = Field(None, description="PEM file with its private key.")
     engine_tls_name: str | None = Field(
         None,
-        description="The name that engines' certificates are for. Default: the host in --engine, "
-        "or the address that DNS gave.",
+        description="Name in engines' certificates. Default: the host in --engine, or the address "
+        "that DNS returned.",
     )
     dns_interval: float = Field(
-        5.0, gt=0, description="Seconds between look-ups of the engines' names."
+        5.0, gt=0, description="Seconds between DNS lookups of the engines' names."
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -62,77 +62,80 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 turns it off.")
     tenants: Path | None = Field(
         None,
-        description="TOML file of those who may use the router, with their keys and limits; "
-        "read anew when it changes. Default: anybody may.",
+        description="TOML file of the tenants, with their keys and limits; reloaded when it "
+        "changes. Default: no authentication.",
     )
     http_host: str = Field("127.0.0.1", description="Address to listen on for HTTP.")
     http_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port of OpenAI's API and the playground over HTTP; 0 turns them off.",
+        description="Port of the HTTP server: OpenAI's API and the playground; 0 turns it off.",
     )
     http_cors_origin: list[str] = Field(
         [],
-        description="Origin whose pages may use the HTTP API, such as https://example.com, "
+        description="Origin of web pages that may use the HTTP API, such as https://example.com, "
         "or * for any. May be given several times. Default: none.",
     )
     tokenizer: str | None = Field(
         None,
-        description="Hub name, directory or 'demo' to load the tokenizer from, "
-        "in place of what the engine says.",
+        description="Hub name, directory or 'demo' to load the tokenizer from. Default: the "
+        "engine's.",
     )
     balancing: PolicyName = Field(
         "prefix_aware",
-        description="Which engine a request goes to: the one with the least work, what it has "
-        "cached of the prompt counted or not, or each in turn.",
+        description="Load balancing: prefix_aware is the least work before the first token, less "
+        "the cached part of the prompt; least_loaded ignores the cache; round_robin is each engine "
+        "in turn.",
     )
     max_queue_size: int = Field(
-        1024, ge=0, description="Most requests that wait in the router for an engine."
+        1024, ge=0, description="Maximum requests waiting in the router for an engine."
     )
     max_queue_tokens: int = Field(
         1 << 20,
         ge=0,
-        description="Most tokens that these have together, expected output included.",
+        description="Maximum tokens of all waiting requests, expected output included.",
     )
     max_queue_time: float = Field(
-        600.0, gt=0, description="Seconds that a request waits at most while engines are busy."
+        600.0, gt=0, description="Maximum seconds a request waits while engines are busy."
     )
     max_message_bytes: int = Field(
-        4 << 20, ge=1024, description="Longest message that clients may send, in bytes."
+        4 << 20, ge=1024, description="Maximum bytes of a client's message."
     )
     max_calls_per_peer: int = Field(
         0,
         ge=0,
-        description="Most calls in progress of one address; 0 is no limit, as behind a proxy, "
-        "whose address all have.",
+        description="Maximum calls in progress per client address; 0 for no limit, as needed "
+        "behind a proxy.",
     )
     max_connections_per_peer: int = Field(
         0,
         ge=0,
-        description="Most HTTP connections of one address; 0 is no limit, as behind a proxy, "
-        "whose address all have.",
+        description="Maximum HTTP connections per client address; 0 for no limit, as needed "
+        "behind a proxy.",
     )
     max_connection_idle: float = Field(
-        0.0, ge=0, description="Seconds without a call until a connection is closed; 0 is never."
+        0.0, ge=0, description="Seconds without a call until a connection is closed; 0 for never."
     )
     max_connection_age: float = Field(
         0.0,
         ge=0,
-        description="Seconds, give or take a tenth, after which a client has to connect anew, "
-        "so that load balancers spread clients again; 0 is never.",
+        description="Maximum age of a connection in seconds, plus or minus 10%, so that load "
+        "balancers can spread clients again; 0 for no maximum.",
     )
     max_connection_age_grace: float = Field(
-        600.0, ge=0, description="Seconds that calls in progress then have to end."
+        600.0, ge=0, description="Seconds that calls in progress then have to complete."
     )
     connect_timeout: float = Field(
-        5.0, gt=0, description="Seconds that an engine may take to answer when connected to."
+        5.0, gt=0, description="Seconds that an engine has to answer when the router connects."
     )
     keepalive_time: float = Field(
         5.0, ge=1, description="Seconds of silence after which an engine is pinged."
     )
     keepalive_timeout: float = Field(
-        5.0, gt=0, description="Seconds that a pinged engine has before it counts as dead."
+        5.0,
+        gt=0,
+        description="Seconds that a pinged engine has to answer, or it is lost.",
     )
     heartbeat_timeout: float = Field(
         20.0,
@@ -141,25 +144,27 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         "send a heartbeat once a second, also while a step runs.",
     )
     max_moves: int = Field(
-        5, ge=0, description="Most times that a request goes on at another engine; 0 is never."
+        5,
+        ge=0,
+        description="Maximum migrations of a request to other engines; 0 for none.",
     )
     failover_timeout: float = Field(
         30.0,
         ge=0,
-        description="Seconds that requests wait for an engine to be up, from when the last one "
-        "was; then they are refused, and those that come at once.",
+        description="Seconds that requests wait while no engine is up; after that, waiting and "
+        "new requests are refused.",
     )
     write_timeout: float = Field(
-        60.0, gt=0, description="Seconds that a client may go without reading its stream."
+        60.0, gt=0, description="Seconds that a client may leave its stream unread."
     )
     max_unread_tokens: int = Field(
         4096,
         ge=1,
-        description="Most tokens of an output that wait for a client slow to read it; "
-        "then the request is cancelled.",
+        description="Maximum tokens of an output that wait for a slow client; beyond that the "
+        "request is cancelled.",
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that running requests have to finish on SIGTERM."
+        30.0, ge=0, description="Seconds that running requests have to complete on SIGTERM."
     )
 
     @property
@@ -192,14 +197,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         guarded = self.tenants is not None or self.tls_client_ca is not None
         if self.admin_port and not is_loopback(self.admin_host) and not guarded:
             raise ValueError(
-                f"AdminService on {self.admin_host} (--admin-host) would be anybody's; give "
+                f"AdminService on {self.admin_host} (--admin-host) is unauthenticated; set "
                 "--tenants with an admin among them, or --tls-client-ca"
             )
         return self
 
     @property
     def http_url(self) -> str:
-        """Where the HTTP door is, if it is open."""
+        """URL of the HTTP server, if it is on."""
         host = f"[{self.http_host}]" if ":" in self.http_host else self.http_host
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{host}:{self.http_port}/"
@@ -207,7 +212,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @field_validator("engine")
     @classmethod
     def _addresses(cls, addresses: list[str]) -> list[str]:
-        """Refuses what is neither, and repetitions, which would share one engine twice."""
+        """Refuse what is neither, and repetitions, which would share one engine twice."""
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:

@@ -1,4 +1,4 @@
-"""The door: who goes in now, who waits, who is turned away."""
+"""Admission: which request gets an engine now, which waits, which is refused."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ E = TypeVar("E", bound=Replica)
 
 
 class ModelQueue(Generic[E]):
-    """One model's queue, and what is known of its requests."""
+    """One model's queue, and the statistics of its requests."""
 
     def __init__(self, clock: Clock) -> None:
         self.counters = TenantCounters()
@@ -48,7 +48,7 @@ class ModelQueue(Generic[E]):
 
 
 class Admission(Generic[E]):
-    """Gives each request an engine: at once while one has room, else in turn.
+    """Gives each request an engine: at once if one has room, else in turn.
 
     Args:
         candidates: The engines of a model that take requests; raises RpcError
@@ -57,7 +57,7 @@ class Admission(Generic[E]):
         limits: How much may wait, and how long.
         outage_seconds: How long requests wait while no engine is up, from when
             the last one went; after that they are refused at once.
-        clock: Tells the time in seconds, as tickets have it.
+        clock: Returns the time in seconds, as requests have it.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Admission(Generic[E]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts and expected outputs of those who wait."""
+        """Tokens of the prompts and expected outputs of waiting requests."""
         return sum(queue.waiters.tokens for queue in self._queues.values())
 
     def waiting(self, model: str) -> int:
-        """Returns how many requests wait for engines of `model`."""
+        """Return how many requests wait for engines of `model`."""
         return len(self._queues[model].waiters) if model in self._queues else 0
 
     def expected_tokens(self, state: RequestState) -> int:
@@ -128,9 +128,9 @@ class Admission(Generic[E]):
         self.dispatch(claim.model)
 
     def dispatch(self, model: str) -> None:
-        """Gives engines to those who wait, in turn, while there is room.
+        """Give engines to waiting requests, in turn, while there is room.
 
-        Called whenever an engine may have come to have room, or to be no more.
+        Called whenever an engine may have got room, or may be gone.
         """
         queue = self._queues[model]
         try:
@@ -162,14 +162,14 @@ class Admission(Generic[E]):
             granted.set_result(engine)
 
     def refuse_all(self, error: rpc.RpcError) -> None:
-        """Fails all who wait."""
+        """Fail all waiting requests."""
         for queue in self._queues.values():
             self._refuse_queue(queue, error)
 
     # Engines.
 
     def _engines(self, queue: ModelQueue[E], model: str) -> Sequence[E]:
-        """Returns the engines that take requests; none, while that may be for a moment.
+        """Return the engines that take requests; none, while that may be for a moment.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if none has been up for too long.
@@ -192,7 +192,7 @@ class Admission(Generic[E]):
         return engines
 
     def _give_up(self, model: str) -> None:
-        """No engine has been up for too long: whoever wants one hears so from now on."""
+        """Refuse requests from now on: no engine has been up for too long."""
         self._queues[model].given_up = True
         self.dispatch(model)
 
@@ -268,7 +268,7 @@ class Admission(Generic[E]):
     # Limits.
 
     def _make_room(self, queue: ModelQueue[E], newcomer: Claim[E]) -> None:
-        """Has others leave a full queue, if they burden it more.
+        """Make room in a full queue by refusing others, if they burden it more.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that has to.
@@ -285,7 +285,7 @@ class Admission(Generic[E]):
             self._refuse(queue, claim, error)
 
     def _half_gone(self, queue: ModelQueue[E]) -> float | None:
-        """Returns the seconds until half of a queue will have gone, if that can be told.
+        """Return the seconds until half of a queue will have gone, if that can be told.
 
         By then there is room, and the engines still have work.
         """
@@ -295,7 +295,7 @@ class Admission(Generic[E]):
     def _check_deadline(
         self, queue: ModelQueue[E], claim: Claim[E], before: float | None = None
     ) -> None:
-        """Checks that a request can be complete by its deadline, as far as can be told.
+        """Check that a request can be complete by its deadline, as far as can be told.
 
         Args:
             queue: Where it is.
@@ -320,7 +320,7 @@ class Admission(Generic[E]):
             raise refusals.too_late(wait, run, left)
 
     def _set_timer(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
-        """Has a waiter leave when it has waited too long, or can no longer meet its deadline.
+        """Set the timer that refuses a claim: it waited too long, or cannot meet its deadline.
 
         Args:
             queue: Where it waits.
@@ -336,7 +336,7 @@ class Admission(Generic[E]):
         claim.timer = loop.call_later(due - now, self._expire, queue, claim, since)
 
     def _expire(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
-        """Its time has come; not so, if requests are faster now than when that was set."""
+        """Refuse a claim whose timer fired, unless requests have become faster since it was set."""
         error: rpc.RpcError | None = None
         try:
             self._check_deadline(queue, claim, before=0.0)
@@ -358,7 +358,7 @@ def _granted(claim: Claim[E]) -> asyncio.Future[E]:
 
 
 def _has_open_place(engine: E, claim: Claim[E], pace: Pace, spans: Sequence[Span]) -> bool:
-    """Says whether an engine has places that are not kept; an empty one has."""
+    """Return whether an engine has places that are not kept; an empty one has."""
     if not engine.sequences:
         return True
     endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]
@@ -367,7 +367,7 @@ def _has_open_place(engine: E, claim: Claim[E], pace: Pace, spans: Sequence[Span
 
 
 def _fits(engine: E, claim: Claim[E]) -> bool:
-    """Says whether an engine's memory has room for a request; an empty one always has."""
+    """Return whether an engine's memory has room for a request; an empty one always has."""
     if not engine.sequences:
         return True
     return engine.claims.fits(claim, engine.cached_tokens(claim.prompt), engine.load)

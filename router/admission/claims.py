@@ -1,11 +1,11 @@
-"""What requests take of an engine: now, and at the worst moment to come."""
+"""What requests need of an engine: now, and at their peak."""
 
 from asyncio import Future, TimerHandle
 from bisect import insort
 from heapq import merge
 from typing import Any, Generic, TypeVar
 
-from octavo.router.admission.output_lengths import LIKELY, OutputLengths
+from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.requests.state import RequestState
 from octavo.v1 import engine_pb2
@@ -118,10 +118,10 @@ class Claim(Generic[E]):
 
     @property
     def likely(self) -> int:
-        """Tokens that each output will have, as likely more as fewer."""
+        """Median of the tokens that each output will have."""
         request = self.request
         return self._lengths.expected(
-            request.max_tokens, min_tokens=request.min_tokens, quantile=LIKELY
+            request.max_tokens, min_tokens=request.min_tokens, quantile=0.5
         )
 
     @property
@@ -140,7 +140,7 @@ class Claim(Generic[E]):
         return self._weighed(self.drawn) if self.drawn else 0.0
 
     def blocks(self, block_size: int) -> int:
-        """Returns the KV blocks that it holds once it is computed as far as it has come.
+        """Return the KV blocks that it holds once it is computed as far as it has come.
 
         Its outputs share the prompt's full blocks.
         """
@@ -173,23 +173,23 @@ class Claims:
         self._forecast = _Forecast(block_size)
 
     def add(self, claim: Claim[Any], cached_tokens: int) -> None:
-        """Counts a request, `cached_tokens` of whose prompt the engine is to find cached."""
+        """Count a request, `cached_tokens` of whose prompt the engine is to find cached."""
         self._cached[claim] = cached_tokens // self._block_size
         self._forecast.add(claim, self._cached[claim])
         self.sequences += claim.sequences
 
     def remove(self, claim: Claim[Any]) -> None:
-        """Counts a request no more."""
+        """Count a request no more."""
         del self._cached[claim]
         self._load = None
         self.sequences -= claim.sequences
 
     def to_come(self) -> list[int]:
-        """Returns the tokens that each sequence is expected to have yet, the fewest first."""
+        """Return the tokens that each sequence is expected to have yet, the fewest first."""
         return sorted(c.remaining for c in self._cached for _ in range(c.sequences))
 
     def fits(self, claim: Claim[Any], cached_tokens: int, load: engine_pb2.Load) -> bool:
-        """Says whether the engine's blocks will do for one more request, all along.
+        """Return whether the engine's blocks will do for one more request, all along.
 
         Args:
             claim: The request.
@@ -233,7 +233,7 @@ class _Forecast:
         self._growing: list[tuple[int, int, int]] = []
 
     def add(self, claim: Claim[Any], cached: int) -> None:
-        """Adds a request, `cached` blocks of which it shares with others."""
+        """Add a request, `cached` blocks of which it shares with others."""
         held = claim.blocks(self._block_size) - cached
         if not claim.drawn:
             self.unseen += 1
@@ -242,7 +242,7 @@ class _Forecast:
         insort(self._growing, (claim.remaining, claim.sequences, held))
 
     def peak(self, newcomer: Claim[Any], blocks: int) -> float:
-        """Returns the most that will be needed at a time if one more has `blocks` at once."""
+        """Return the most that will be needed at a time if one more has `blocks` at once."""
         sequences = self._sequences + newcomer.sequences
         peak = needed = float(self._needed + blocks)
         own = (newcomer.expected, newcomer.sequences, blocks)

@@ -1,4 +1,4 @@
-"""Whose turn it is among tenants.
+"""Fairness: which tenant's turn it is.
 
 The virtual token counter of "Fairness in Serving Large Language Models" (Sheng
 et al., OSDI 2024), with weights. A tenant's counter is what it was served, in
@@ -21,12 +21,11 @@ from typing import Any
 
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.kept_places import Demand, Span
+from octavo.router.admission.rates import RECENT_SECONDS
 from octavo.router.tenants.tenant import Tenant
 
 CREDIT_TOKENS = 4096.0
-"""What a tenant may keep of the time that it did not use, in weighted tokens."""
-ACTIVE_SECONDS = 10.0
-"""A tenant is active for this long after its last request came."""
+"""Maximum credit of a tenant that was idle, in weighted tokens."""
 
 
 class TenantCounters:
@@ -43,16 +42,16 @@ class TenantCounters:
         return self._served[tenant]
 
     def asked(self, tenant: Tenant, sequences: int, now: float) -> None:
-        """A tenant has asked for something: it is active."""
+        """Record a request of a tenant, which makes the tenant active."""
         self._demands.setdefault(tenant.name, Demand()).add(sequences, now, tenant.weight)
 
     def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
-        """Lets a tenant compete that had nothing waiting; `waiting` are those that have."""
+        """Let a tenant compete that had nothing waiting; `waiting` are those that have."""
         level = min((self._served[name] for name in waiting), default=self._served[self._last])
         self._served[tenant] = max(self._served[tenant], level - CREDIT_TOKENS)
 
     def next(self, tenants: Iterable[str]) -> str:
-        """Returns whose turn it is: the least served, of equals the one whose last is longest ago.
+        """Return whose turn it is: the least served; of equals, the one served longest ago.
 
         Raises:
             ValueError: There are no `tenants`.
@@ -60,12 +59,12 @@ class TenantCounters:
         return min(tenants, key=lambda name: (self._served[name], self._turns[name]))
 
     def is_least(self, tenant: str, now: float) -> bool:
-        """Says whether no active tenant was served less."""
+        """Return whether no active tenant was served less."""
         self._forget(now)
         return all(self._served[tenant] <= self._served[name] for name in self._demands)
 
     def share(self, tenant: Tenant, now: float) -> float:
-        """Returns what part of all a tenant is to have beside those active, if all want it.
+        """Return what part of all a tenant is to have beside those active, if all want it.
 
         It need not be active itself: it may have waited since it asked last.
         """
@@ -74,7 +73,7 @@ class TenantCounters:
         return tenant.weight / (tenant.weight + others)
 
     def demand_of_least(self, now: float) -> Sequence[Span]:
-        """Returns how fast the least served active tenant asks."""
+        """Return how fast the least served active tenant asks."""
         self._forget(now)
         if not self._demands:
             return ()
@@ -84,11 +83,11 @@ class TenantCounters:
         self._demands = {
             name: demand
             for name, demand in self._demands.items()
-            if now - demand.newest <= ACTIVE_SECONDS
+            if now - demand.newest <= RECENT_SECONDS
         }
 
     def admit(self, claim: Claim[Any]) -> None:
-        """Charges a tenant for what one request of its is expected to come to."""
+        """Charge a tenant what its request is expected to cost."""
         name = claim.request.tenant.name
         self._turn += 1
         self._turns[name] = self._turn
@@ -96,11 +95,11 @@ class TenantCounters:
         self.correct(claim)
 
     def correct(self, claim: Claim[Any]) -> None:
-        """Charges what a running request has had beyond what was expected of it."""
+        """Charge what a running request has cost beyond what was expected."""
         self._charge(claim, claim.charge)
 
     def settle(self, claim: Claim[Any]) -> None:
-        """Makes the charge for a request that has ended what it was served."""
+        """Make the charge for a request that has ended what it was served."""
         self._charge(claim, claim.served)
 
     def _charge(self, claim: Claim[Any], charge: float) -> None:

@@ -1,4 +1,4 @@
-"""Places of an engine that are kept free for the tenant that was served the least.
+"""Reserve places of an engine for the tenant that was served the least.
 
 A turn is worth little where one tenant floods the queue: then no place ever is
 free when another's request comes, and it waits for one to be. So an engine's last
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-REMEMBERED = 64
-"""Requests of a tenant by which it is known how it asks."""
-SPARE = 1 / 12
-"""Of an engine's places, those kept for what has not been seen yet."""
-MOST_KEPT = 1 / 3
-"""Of an engine's places, what may be kept at most."""
+RECENT_REQUESTS = 64
+"""Number of newest requests of a tenant that its demand is estimated from."""
+SPARE_SHARE = 1 / 12
+"""Share of an engine's places kept for more demand than was seen."""
+MAX_KEPT_SHARE = 1 / 3
+"""Maximum share of an engine's places that is kept."""
 
 
 class Span(NamedTuple):
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 class Demand:
-    """When a tenant asked of late, and for how many sequences.
+    """When a tenant asked recently, and for how many sequences.
 
     Attributes:
         weight: The tenant's, as of then.
@@ -45,11 +45,11 @@ class Demand:
     def __init__(self) -> None:
         self.weight = 1.0
         self.newest = -math.inf
-        self._asked: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
+        self._asked: deque[tuple[float, int]] = deque(maxlen=RECENT_REQUESTS)
         self._spans: list[Span] | None = None
 
     def add(self, sequences: int, now: float, weight: float = 1.0) -> None:
-        """It has asked."""
+        """Record a request."""
         self.weight = weight
         self.newest = now
         self._asked.append((now, sequences))
@@ -72,7 +72,7 @@ class Demand:
 
 
 def kept_places(places: int, spans: Sequence[Span], endings: Sequence[float]) -> int:
-    """Returns how many of an engine's places are to be free for the least served tenant.
+    """Return how many of an engine's places are to be free for the least served tenant.
 
     Args:
         places: That the engine has.
@@ -88,4 +88,4 @@ def kept_places(places: int, spans: Sequence[Span], endings: Sequence[float]) ->
         while ended < len(endings) and endings[ended] <= seconds:
             ended += 1
         kept = max(kept, count - ended)
-    return min(kept + math.ceil(places * SPARE), int(places * MOST_KEPT))
+    return min(kept + math.ceil(places * SPARE_SHARE), int(places * MAX_KEPT_SHARE))

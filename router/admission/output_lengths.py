@@ -1,24 +1,22 @@
-"""How many tokens an output will have, learned from those that have ended.
+"""Predict how many tokens an output will have from the outputs that have ended.
 
 The estimator is that of the Past-Future scheduler (Gong et al., ASPLOS 2025):
-the lengths of late outputs are the distribution of those to come, and one that
-has had `k` tokens is drawn from the part above `k`.
+the lengths of recent outputs are the distribution of future ones, and an output that
+has `k` tokens is drawn from the part above `k`.
 """
 
 from bisect import bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field
 
-SAFE = 0.8
-"""The quantile that memory is set aside for: four outputs of five need no more."""
-LIKELY = 0.5
-"""The quantile by which a deadline is judged: as likely met as not."""
-WINDOW = 512
-"""Lengths kept, the newest."""
-ENOUGH = 16
-"""Fewer lengths than this tell nothing."""
-UNKNOWN = 256
-"""Tokens that an output is taken to have where nothing is known."""
+SAFE_QUANTILE = 0.8
+"""Quantile of output lengths that memory is reserved for: four outputs of five need no more."""
+RECENT_OUTPUTS = 512
+"""Number of newest lengths kept."""
+MIN_SAMPLES = 8
+"""Number of samples from which anything is estimated, lengths and times alike."""
+DEFAULT_LENGTH = 256
+"""Expected tokens of an output while there are fewer samples."""
 
 
 @dataclass(slots=True)
@@ -27,7 +25,7 @@ class _Lengths:
     by_size: list[int] = field(default_factory=list)
 
     def add(self, length: int) -> None:
-        if len(self.by_age) == WINDOW:
+        if len(self.by_age) == RECENT_OUTPUTS:
             oldest = self.by_age.popleft()
             del self.by_size[bisect_right(self.by_size, oldest) - 1]
         self.by_age.append(length)
@@ -35,9 +33,9 @@ class _Lengths:
 
 
 class OutputLengths:
-    """The lengths of one model's late outputs, apart by the power of two of their limit.
+    """The lengths of one model's recent outputs, grouped by the power of two of their limit.
 
-    Apart, because an output that its limit cut tells nothing of one with a
+    Grouped, because an output that its limit cut tells nothing of one with a
     larger limit, and because those who ask for 16 tokens and those who ask for
     2,000 want different things.
     """
@@ -46,13 +44,18 @@ class OutputLengths:
         self._known: dict[int, _Lengths] = {}
 
     def add(self, length: int, max_tokens: int) -> None:
-        """Notes the length of an output that ended of itself."""
+        """Add the length of an output that ended by itself."""
         self._known.setdefault(max_tokens.bit_length(), _Lengths()).add(length)
 
     def expected(
-        self, max_tokens: int, *, min_tokens: int = 0, drawn: int = 0, quantile: float = SAFE
+        self,
+        max_tokens: int,
+        *,
+        min_tokens: int = 0,
+        drawn: int = 0,
+        quantile: float = SAFE_QUANTILE,
     ) -> int:
-        """Returns the length that an output will have in the end.
+        """Return the expected length of an output.
 
         Args:
             max_tokens: Its limit.
@@ -62,8 +65,8 @@ class OutputLengths:
                 returned, of those that get as far as this one.
         """
         known = self._known.get(max_tokens.bit_length())
-        if known is None or len(known.by_age) < ENOUGH:
-            length = max(UNKNOWN, 2 * drawn)
+        if known is None or len(known.by_age) < MIN_SAMPLES:
+            length = max(DEFAULT_LENGTH, 2 * drawn)
         else:
             shorter = bisect_right(known.by_size, max(drawn, min_tokens - 1))
             longer = len(known.by_size) - shorter

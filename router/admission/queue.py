@@ -64,7 +64,7 @@ class FairQueue(Generic[E]):
         return len(self._shares)
 
     def sequences(self, tenant: str) -> int:
-        """Returns how many sequences a tenant waits with."""
+        """Return how many sequences a tenant waits with."""
         share = self._shares.get(tenant)
         return share.sequences if share else 0
 
@@ -95,7 +95,7 @@ class FairQueue(Generic[E]):
             del self._priorities[priority]
 
     def first(self, now: float) -> Claim[E] | None:
-        """Returns the one who goes next, or None if nobody waits."""
+        """Return the one who goes next, or None if nobody waits."""
         if not self._shares:
             return None
         if len(self._shares) == 1:
@@ -108,7 +108,7 @@ class FairQueue(Generic[E]):
         return self._shares[name].claims[0]
 
     def displaced(self, newcomer: Claim[E], requests: int, tokens: int) -> list[Claim[E]] | None:
-        """Returns who is to leave so that a newcomer can wait; None if that is the newcomer.
+        """Return who is to leave so that a newcomer can wait; None if that is the newcomer.
 
         Always the last of the tenant that burdens the queue the most for its
         weight, so that nobody's flood keeps others out. Those moved stay.
@@ -136,7 +136,7 @@ class FairQueue(Generic[E]):
         return leaving
 
     def ahead(self, newcomer: Claim[E]) -> float:
-        """Returns the tokens of those who go before one who is not in the queue, about.
+        """Return the tokens of those who go before one who is not in the queue, about.
 
         Its own tenant's before it; and of each other tenant's as many as that
         can have until it has been served as much.
@@ -160,5 +160,5 @@ class FairQueue(Generic[E]):
 
 
 def _before(share: _Share[E], newcomer: Claim[E]) -> float:
-    """Returns the tokens of those in a share who came before one, by their number."""
+    """Return the tokens of those in a share who came before one, by their number."""
     return share.tokens * share.place(newcomer) / len(share.claims)

@@ -1,4 +1,4 @@
-"""How fast requests leave the queue and how fast engines serve them, measured of late."""
+"""Recent rates: how fast requests leave the queue, and how fast engines serve them."""
 
 import math
 import time
@@ -6,28 +6,25 @@ from collections.abc import Callable
 from typing import Any
 
 from octavo.router.admission.claims import Claim
+from octavo.router.admission.output_lengths import MIN_SAMPLES
 
 Clock = Callable[[], float]
 
-MEMORY_SECONDS = 15.0
-"""What was measured this long ago counts e times less than what is measured now."""
-ENOUGH = 8
-"""Fewer requests than this tell nothing."""
-SHARE = 0.1
-"""What each request counts in the running means of `Pace`."""
-DEVIATIONS = 2.0
-"""How many mean deviations above the mean are on the safe side: 19 of 20 requests, were they
-normally distributed. The estimator is that of TCP's timeouts (Jacobson, SIGCOMM 1988)."""
-LEAST_MARGIN, MOST_MARGIN = 1.25, 4.0
+RECENT_SECONDS = 15.0
+"""Measurements this old count e times less than new ones, or nothing if there are no newer ones."""
+SAFE_DEVIATIONS = 2.0
+"""Mean deviations above the mean that 19 of 20 requests stay below, were they normally
+distributed. The estimator is that of TCP's timeouts (Jacobson, SIGCOMM 1988)."""
+MARGIN_BOUNDS = (1.25, 4.0)
+"""Minimum and maximum of `Margin`."""
 MARGIN_STEP = 0.25
+"""Increase of `Margin` for each request that its deadline removed from the queue."""
 ALLOWED_MISSES = 0.002
-"""Of those who wait, the share that may have to leave for their deadline."""
-FORGOTTEN_SECONDS = 30.0
-"""Means that nothing has been added to for this long say nothing of now."""
+"""Share of queued requests that their deadlines may remove."""
 
 
 class DrainRate:
-    """How much leaves a queue per second, measured only while somebody waits in it.
+    """Tokens that leave a queue per second, measured only while requests wait.
 
     At other times it is the clients who set the pace, not the engines.
     """
@@ -39,25 +36,25 @@ class DrainRate:
         self._requests = 0.0
 
     def begin(self) -> None:
-        """Somebody waits now."""
+        """Start measuring: a request waits."""
         if self._since is None:
             self._since = self._clock()
 
     def end(self) -> None:
-        """Nobody waits any more."""
+        """Stop measuring: no request waits."""
         self._pass_time()
         self._since = None
 
     def add(self, tokens: int) -> None:
-        """Notes that a request of so many expected tokens went from the queue to an engine."""
+        """Record that a request of `tokens` expected tokens left the queue for an engine."""
         self._pass_time()
         self._tokens += tokens
         self._requests += 1
 
     def per_second(self) -> float | None:
-        """Returns the rate in tokens, or None where too few have left to tell."""
+        """Return the rate in tokens, or None where too few have left to tell."""
         self._pass_time()
-        if self._requests < ENOUGH or not self._seconds:
+        if self._requests < MIN_SAMPLES or not self._seconds:
             return None
         return self._tokens / self._seconds
 
@@ -66,7 +63,7 @@ class DrainRate:
             return
         now = self._clock()
         passed, self._since = now - self._since, now
-        kept = math.exp(-passed / MEMORY_SECONDS)
+        kept = math.exp(-passed / RECENT_SECONDS)
         self._tokens *= kept
         self._requests *= kept
         self._seconds = self._seconds * kept + passed
@@ -82,15 +79,15 @@ class Margin:
     """
 
     def __init__(self) -> None:
-        self.value = LEAST_MARGIN
+        self.value = MARGIN_BOUNDS[0]
 
     def kept(self) -> None:
-        """One who waited was served."""
-        self.value = max(self.value - MARGIN_STEP * ALLOWED_MISSES, LEAST_MARGIN)
+        """Record that a request that waited was served."""
+        self.value = max(self.value - MARGIN_STEP * ALLOWED_MISSES, MARGIN_BOUNDS[0])
 
     def missed(self) -> None:
-        """One who waited could no longer be served in time."""
-        self.value = min(self.value + MARGIN_STEP, MOST_MARGIN)
+        """Record that a request that waited could no longer be served in time."""
+        self.value = min(self.value + MARGIN_STEP, MARGIN_BOUNDS[1])
 
 
 class Pace:
@@ -104,7 +101,7 @@ class Pace:
         self._newest = -math.inf
 
     def add(self, claim: Claim[Any]) -> None:
-        """Notes how long a request took that has ended."""
+        """Record how long a request took."""
         state = claim.state
         steps = max(state.lengths, default=0) - 1
         if claim.migrated or steps < 1 or state.first_time is None:
@@ -112,11 +109,11 @@ class Pace:
         seconds = state.last_time - state.first_time
         if seconds <= 0:  # a search's outputs come whole
             return
-        if self._clock() - self._newest > FORGOTTEN_SECONDS:
+        if self._clock() - self._newest > RECENT_SECONDS:
             self._count = 0
         self._newest = self._clock()
         self._count += 1
-        share = max(SHARE, 1 / self._count)
+        share = 1 / min(self._count, MIN_SAMPLES)
         if self._count > 1:
             error = abs((state.last_time - claim.since) / self._mean(steps + 1) - 1)
             self._deviation += share * (error - self._deviation)
@@ -124,16 +121,16 @@ class Pace:
         self._token += share * (seconds / steps - self._token)
 
     def seconds(self, tokens: int, *, safe: bool = False) -> float | None:
-        """Returns how long outputs of `tokens` tokens take on an engine; None if unknown.
+        """Return how long outputs of `tokens` tokens take on an engine; None if unknown.
 
         Args:
             tokens: Of the longest output.
             safe: Whether it is to be more than nearly all requests take, in place
                 of the mean.
         """
-        if self._count < ENOUGH or self._clock() - self._newest > FORGOTTEN_SECONDS:
+        if self._count < MIN_SAMPLES or self._clock() - self._newest > RECENT_SECONDS:
             return None
-        return self._mean(tokens) * (1 + DEVIATIONS * self._deviation if safe else 1)
+        return self._mean(tokens) * (1 + SAFE_DEVIATIONS * self._deviation if safe else 1)
 
     def _mean(self, tokens: int) -> float:
         return self._first + self._token * (tokens - 1)

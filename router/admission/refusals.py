@@ -1,4 +1,4 @@
-"""What those hear who are turned away: why, and when to come back."""
+"""Errors for refused requests: why, and when to retry."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,8 @@ import grpc
 
 from octavo.common import rpc
 
-RETRY_BOUNDS = (0.5, 60.0)
-"""Seconds: what a refused client is told lies between these."""
-UNKNOWN_SECONDS = 1.0
-"""When to come back, where nothing has been measured."""
+RETRY_BOUNDS = (1.0, 60.0)
+"""Minimum and maximum seconds after which a refused client is told to retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,5 @@ def too_late(wait: float, run: float, left: float) -> rpc.RpcError:
 
 def _exhausted(what: str, retry_after: float | None) -> rpc.RpcError:
     low, high = RETRY_BOUNDS
-    seconds = UNKNOWN_SECONDS if retry_after is None else retry_after
-    seconds = round(min(max(seconds, low), high), 1)
+    seconds = round(min(max(retry_after or low, low), high), 1)
     return rpc.exhausted(f"{what}; retry in {seconds:g} s, or add engines", seconds)

@@ -9,5 +9,5 @@ class LeastLoaded:
     """Gives each request to the least occupied engine."""
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
-        """Returns the least occupied engine with room, or None."""
+        """Return the least occupied engine with room, or None."""
         return min(with_room(candidates, demand), key=occupancy, default=None)

@@ -22,10 +22,10 @@ class Candidate(Protocol):
         """Most sequences in its running batch."""
 
     def cached_tokens(self, prompt: Prompt) -> int:
-        """Returns how many of a prompt's tokens it is believed to have in its cache."""
+        """Return how many of a prompt's tokens its cache is assumed to have."""
 
     def expect(self, prompt: Prompt) -> None:
-        """Believes from now on that it has the prompt in its cache: it is to compute it."""
+        """Assume from now on that its cache has the prompt: it is about to compute it."""
 
 
 class Demand(Protocol):
@@ -51,27 +51,27 @@ class Policy(Protocol):
     """Chooses among engines. May remember: what it chooses is given the request."""
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
-        """Returns an engine with room for the request, or None if none has any."""
+        """Return an engine with room for the request, or None if none has any."""
 
 
 def headroom(max_num_seqs: int) -> int:
-    """Returns how many sequences an engine may have waiting, so that it never idles."""
+    """Return how many sequences an engine may have waiting, so that it never idles."""
     return max(1, max_num_seqs // 8)
 
 
 def has_room(candidate: Candidate, sequences: int) -> bool:
-    """Says whether an engine may be given `sequences` more; an empty one always may."""
+    """Return whether an engine may be given `sequences` more; an empty one always may."""
     limit = candidate.max_num_seqs + headroom(candidate.max_num_seqs)
     return candidate.sequences == 0 or candidate.sequences + sequences <= limit
 
 
 def with_room(candidates: Iterable[C], demand: Demand) -> list[C]:
-    """Returns the engines that may be given the request."""
+    """Return the engines that may be given the request."""
     return [c for c in candidates if has_room(c, demand.sequences)]
 
 
 def batch_share(candidate: Candidate) -> float:
-    """Returns the part of an engine's batch that is taken; over 1 where requests wait.
+    """Return the part of an engine's batch that is taken; over 1 where requests wait.
 
     Its report covers what other routers gave it; this router's own count covers
     what it gave since the report.
@@ -82,7 +82,7 @@ def batch_share(candidate: Candidate) -> float:
 
 
 def memory_share(candidate: Candidate) -> float:
-    """Returns the part of an engine's blocks that requests hold."""
+    """Return the part of an engine's blocks that requests hold."""
     load = candidate.load
     if not load.total_blocks:
         return 0.0
@@ -90,5 +90,5 @@ def memory_share(candidate: Candidate) -> float:
 
 
 def occupancy(candidate: Candidate) -> float:
-    """Returns what is taken of an engine's batch and its memory, each as a share."""
+    """Return what is taken of an engine's batch and its memory, each as a share."""
     return batch_share(candidate) + memory_share(candidate)

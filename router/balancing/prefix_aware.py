@@ -20,7 +20,7 @@ class PrefixAware:
     """
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
-        """Returns the engine with the least work, or None if none has room."""
+        """Return the engine with the least work, or None if none has room."""
         roomy = with_room(candidates, demand)
         prompt = demand.prompt
         places = max((candidate.max_num_seqs for candidate in roomy), default=0)

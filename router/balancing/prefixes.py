@@ -19,14 +19,14 @@ class Prefixes:
         self._expected: OrderedDict[int, None] = OrderedDict()
 
     def apply(self, changes: engine_pb2.PrefixChanges) -> None:
-        """Takes in what the engine reports."""
+        """Take in what the engine reports."""
         self._held.update(changes.stored)
         self._held.difference_update(changes.evicted)
         for key in (*changes.stored, *changes.evicted):
             self._expected.pop(key, None)
 
     def expect(self, keys: Iterable[int]) -> None:
-        """Believes in keys that the engine is about to have."""
+        """Add keys that the engine is about to have."""
         for key in keys:
             if key not in self._held:
                 self._expected[key] = None
@@ -35,7 +35,7 @@ class Prefixes:
             self._expected.popitem(last=False)
 
     def match(self, keys: Sequence[int]) -> int:
-        """Returns how many of a prompt's keys, from its front, are believed to be there."""
+        """Return how many of a prompt's keys, from its front, are believed to be there."""
         for count, key in enumerate(keys):
             if key not in self._held and key not in self._expected:
                 return count

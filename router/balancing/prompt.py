@@ -24,7 +24,7 @@ class Prompt:
         return len(self.token_ids)
 
     def keys(self, block_size: int) -> list[int]:
-        """Returns the keys, as engines publish them, of the blocks that a cache can have."""
+        """Return the keys, as engines publish them, of the blocks that a cache can have."""
         if block_size not in self._keys:
             keys = reusable_keys(self.token_ids, block_size, self.salt)
             self._keys[block_size] = [short_key(key) for key in keys]

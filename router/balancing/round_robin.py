@@ -13,7 +13,7 @@ class RoundRobin:
         self._turns: defaultdict[str, int] = defaultdict(int)
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
-        """Returns the next engine with room, or None."""
+        """Return the next engine with room, or None."""
         first = self._turns[demand.model]
         for turn in range(first, first + len(candidates)):
             candidate = candidates[turn % len(candidates)]

@@ -1,10 +1,10 @@
-"""How long an engine that was lost is passed over: longer each time that it soon fails again."""
+"""A circuit breaker: an engine that fails repeatedly is avoided for longer each time."""
 
 import time
 from collections.abc import Callable
 
 PROBATION_SECONDS = 60.0
-"""An engine that was in use for this long is as good as one that never failed."""
+"""Seconds of use after which earlier failures are forgotten."""
 FIRST_SECONDS = 0.5
 MAX_SECONDS = 30.0
 
@@ -30,11 +30,11 @@ class CircuitBreaker:
         return max(self._open_until - self._clock(), 0.0)
 
     def connected(self) -> None:
-        """The engine can be used from now on."""
+        """Record that the engine can be used from now on."""
         self._up_since = self._clock()
 
     def fault(self) -> None:
-        """A step failed on the engine, which is still connected.
+        """Record that a step failed on the engine, which is still connected.
 
         It opens at the first fault, as an engine whose every step fails is idle and would be
         preferred for that.
@@ -43,7 +43,7 @@ class CircuitBreaker:
         self._up_since = self._clock()  # it has to prove itself anew
 
     def trip(self, *, free: int = 1) -> None:
-        """The engine failed; so many failures in a row cost nothing."""
+        """Record a failure of the engine; the first `free` in a row do not open the breaker."""
         now = self._clock()
         if now - self._up_since >= PROBATION_SECONDS:
             self._failures = 0

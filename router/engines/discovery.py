@@ -15,7 +15,7 @@ Resolve = Callable[[str, int], Awaitable[set[str]]]
 
 
 async def resolve(name: str, port: int) -> set[str]:
-    """Returns HOST:PORT for every address of a DNS name.
+    """Return HOST:PORT for every address of a DNS name.
 
     Raises:
         OSError: The name cannot be resolved now.
@@ -27,7 +27,7 @@ async def resolve(name: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Adds to a pool what comes to stand behind names, and retires what no longer does.
+    """Keeps a pool's engines to those that DNS names resolve to.
 
     An address that is gone gets no new requests, and is forgotten when it has
     none. While a name cannot be resolved, what it last stood for stays: engines
@@ -55,13 +55,13 @@ class Discovery:
         self._own: set[str] = set()
 
     async def run(self) -> None:
-        """Looks all names up again and again, until cancelled."""
+        """Look all names up again and again, until cancelled."""
         while self._found:
             await self.look()
             await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
-        """Looks all names up once, and brings the pool up to date."""
+        """Look all names up once and bring the pool up to date."""
         before = set().union(*self._found.values())
         for target in self._found:
             name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")

@@ -63,14 +63,14 @@ class Engine:
         return self.info.max_num_seqs
 
     def cached_tokens(self, prompt: Prompt) -> int:
-        """Returns how many of a prompt's tokens it is believed to have in its cache."""
+        """Return how many of a prompt's tokens its cache is assumed to have."""
         if not self.info.features.prefix_caching:
             return 0
         keys = prompt.keys(self.info.block_size)
         return self.prefixes.match(keys) * self.info.block_size
 
     def expect(self, prompt: Prompt) -> None:
-        """Believes from now on that it has the prompt in its cache: it is to compute it."""
+        """Assume from now on that its cache has the prompt: it is about to compute it."""
         if self.info.features.prefix_caching:
             self.prefixes.expect(prompt.keys(self.info.block_size))
 
@@ -124,7 +124,7 @@ class EngineLink:
 
     @property
     def doubtful(self) -> bool:
-        """Whether others are to be preferred: it failed of late, or its step may hang."""
+        """Whether other engines are preferred: it failed recently, or its step may hang."""
         if self.breaker.remaining:
             return True
         limit = self._settings.heartbeat_timeout
@@ -136,7 +136,7 @@ class EngineLink:
         return self.engine.sequences if self.engine is not None else 0
 
     async def run(self) -> None:
-        """Connects, again and again, until cancelled."""
+        """Connect and reconnect until cancelled."""
         while True:
             async for attempt in AsyncRetrying(
                 wait=BACKOFF,
@@ -147,7 +147,7 @@ class EngineLink:
                     await self._hold()
 
     async def _hold(self) -> None:
-        """Connects and stays connected. Returns when a connection that was of use ends.
+        """Connect and stay connected; return when a connection that was used ends.
 
         Raises:
             _DisconnectedError: The engine never came up.
@@ -168,7 +168,7 @@ class EngineLink:
         log.warning("engine down", engine=self.address, reason=reason, passed_over=passed_over)
 
     def _open_channel(self) -> grpc.aio.Channel:
-        """Makes a channel with the certificates that there are now.
+        """Make a channel with the certificates that there are now.
 
         Raises:
             _DisconnectedError: They cannot be used.
@@ -210,7 +210,7 @@ class EngineLink:
         return engine
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
-        """Takes in what an engine says of itself."""
+        """Update an engine by its own report."""
         engine.prefixes.apply(response.prefixes)
         if not response.HasField("load"):
             return
@@ -225,19 +225,19 @@ class EngineLink:
             self._on_load(engine.info.model)
 
     def _fault(self, engine: Engine) -> None:
-        """A step failed on an engine: others are preferred for a while."""
+        """Prefer other engines for a while: a step failed on this one."""
         self.breaker.fault()
         passed_over = round(self.breaker.remaining, 1)
         log.warning("a step failed on an engine", engine=self.address, passed_over=passed_over)
         self._change_when_closed(engine)
 
     def _change_when_closed(self, engine: Engine) -> None:
-        """Tells when the breaker closes: those who wait for other engines may come here then."""
+        """Call `on_change` when the breaker closes: requests that wait may come here then."""
         loop = asyncio.get_running_loop()
         loop.call_later(self.breaker.remaining, self._on_change, engine.info.model)
 
     def _use(self, engine: Engine) -> None:
-        """The engine has shown life: requests may go to it."""
+        """Let requests go to an engine that has sent its first message."""
         log.info(
             "engine up",
             engine=self.address,
@@ -256,7 +256,7 @@ class EngineLink:
             self._change_when_closed(engine)
 
     def _tell(self, state: RetryCallState) -> None:
-        """Logs why there is no connection: once, not at every attempt."""
+        """Log once, not at every attempt, why there is no connection."""
         error = state.outcome.exception() if state.outcome else None
         write = log.warning if state.attempt_number == 1 else log.debug
         write("engine unreachable", engine=self.address, reason=str(error), retrying=True)

@@ -1,4 +1,4 @@
-"""The engines: which there are, which can be used, what they can take together."""
+"""The pool of engines: which there are, which can be used, and their limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +15,7 @@ from octavo.v1 import generation_pb2
 
 
 class EnginePool:
-    """Holds a connection to every engine that it is told of.
+    """Keeps a connection to every engine that is added.
 
     Args:
         settings: Timeouts.
@@ -49,7 +49,7 @@ class EnginePool:
         return [self._links[address] for address in sorted(self._links)]
 
     def add(self, address: str) -> EngineLink:
-        """Begins to connect to an engine; one that is drained takes requests again.
+        """Begin to connect to an engine; one that is drained takes requests again.
 
         Raises:
             rpc.RpcError: ALREADY_EXISTS if it is there and not drained.
@@ -73,7 +73,7 @@ class EnginePool:
         return link
 
     def drain(self, address: str) -> EngineLink:
-        """Gives an engine no new requests; those that it has go on there.
+        """Give an engine no new requests; those that it has complete there.
 
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
@@ -84,7 +84,7 @@ class EnginePool:
         return link
 
     async def remove(self, address: str) -> None:
-        """Forgets an engine; requests that it has go on at others.
+        """Remove an engine; its requests migrate to others.
 
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
@@ -96,20 +96,20 @@ class EnginePool:
         self._changed(link)
 
     async def close(self) -> None:
-        """Closes every connection."""
+        """Close every connection."""
         await end(*self._tasks.values())
 
     def up(self, model: str | None = None) -> list[Engine]:
-        """Returns the engines that are connected, of one model or of all."""
+        """Return the engines that are connected, of one model or of all."""
         engines = (link.up for link in self._links.values())
         return [e for e in engines if e and model in {None, e.info.model}]
 
     def models(self) -> list[str]:
-        """Returns the names of the models that engines serve, or served when last seen."""
+        """Return the names of the models that engines serve, or served when last seen."""
         return sorted({link.engine.info.model for link in self.links if link.engine})
 
     def resolve(self, name: str, among: Collection[str] | None = None) -> str:
-        """Returns the model that a request's `model` means.
+        """Return the model that a request's `model` means.
 
         Args:
             name: What it says; empty: the only one.
@@ -132,7 +132,7 @@ class EnginePool:
         return name
 
     def candidates(self, model: str) -> Sequence[Engine]:
-        """Returns the engines of `model` that take new requests.
+        """Return the engines of `model` that take new requests.
 
         Those that failed of late, or whose step may hang, are among them only where there
         are no others.
@@ -150,20 +150,20 @@ class EnginePool:
         return [engine for engine, doubtful in taking if not doubtful] or [e for e, _ in taking]
 
     def has_other(self, engine: Engine) -> bool:
-        """Returns whether another engine of the same model takes requests."""
+        """Return whether another engine of the same model takes requests."""
         taking = (link.taking for link in self._links.values())
         return any(e and e is not engine and e.info.model == engine.info.model for e in taking)
 
     def tokenizer(self, model: str) -> Tokenizer:
-        """Returns the tokenizer of a resolved model."""
+        """Return the tokenizer of a resolved model."""
         return self._known(model)[0].tokenizer
 
     def eos_token_ids(self, model: str) -> frozenset[int]:
-        """Returns the tokens that end an output of a resolved model."""
+        """Return the tokens that end an output of a resolved model."""
         return frozenset(self._known(model)[0].info.eos_token_ids)
 
     def limits(self, model: str) -> Limits:
-        """Returns what every engine of a resolved model can take.
+        """Return what every engine of a resolved model can take.
 
         Where engines differ the smallest limit holds, so that any of them can
         have any request.
@@ -183,7 +183,7 @@ class EnginePool:
         )
 
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
-        """Returns what clients are told of a model; `queued` wait in the router."""
+        """Return what clients are told of a model; `queued` wait in the router."""
         engines = self.up(model)
         limits = self.limits(model)
         loads = [engine.load for engine in engines]
@@ -207,7 +207,7 @@ class EnginePool:
         )
 
     def _known(self, model: str) -> list[Engine]:
-        """Returns the model's engines that are up, or else those that last were.
+        """Return the model's engines that are up, or else those that last were.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if there are none.
@@ -227,7 +227,7 @@ class EnginePool:
         return self._links[address]
 
     def _changed(self, link: EngineLink) -> None:
-        """Tells that an engine takes requests again, or no more."""
+        """Call `on_change`: an engine takes requests again, or no more."""
         if link.engine is not None:
             self._on_change(link.engine.info.model)
 

@@ -1,4 +1,4 @@
-"""The one stream between the router and an engine, with all requests in it."""
+"""The one stream between the router and an engine; it carries all requests."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from octavo.v1 import engine_pb2
 log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
-"""Aborted requests whose late tokens are still told from a new request's of the same id."""
+"""Number of aborted requests whose late tokens are told from a new request's of the same id."""
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 SILENT_LOOKS = 4
 """How often silence is looked at before it counts: what stops the router itself for a while,
@@ -28,7 +28,7 @@ PARTS = ("writer", "reader", "watcher")
 
 
 class Session:
-    """Submits and aborts requests, and hands each its events, until the stream breaks.
+    """Submits and aborts requests, and passes each its events, until the stream breaks.
 
     Args:
         call: The open Session call. This object is the only one to use it.
@@ -105,7 +105,7 @@ class Session:
             self.abort(session_id)
 
     async def run(self) -> str:
-        """Reads and writes until the stream breaks or is silent; then fails every request.
+        """Read and write until the stream breaks or is silent; then fail every request.
 
         Returns:
             What broke it, for a person.
@@ -134,7 +134,7 @@ class Session:
         return "the engine ended the session"
 
     async def _watch(self) -> str:
-        """Returns when nothing has come for too long: the engine hangs, if its process lives."""
+        """Return when nothing has come for too long: the engine hangs, if its process lives."""
         silent = 0
         while silent < SILENT_LOOKS:
             self._heard = False
@@ -199,7 +199,7 @@ async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:
 
 
 def _error(failure: engine_pb2.Failure) -> rpc.RpcError:
-    """What a request failed with."""
+    """Return the error that a failure stands for."""
     if failure.code == grpc.StatusCode.UNAVAILABLE.value[0]:
         return EngineLostError(failure.message)
     if failure.code == INTERNAL:

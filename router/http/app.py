@@ -73,7 +73,7 @@ class Api:
         self._created = int(time.time())
 
     def app(self) -> Starlette:
-        """Returns the application."""
+        """Return the application."""
         middleware = []
         if self._settings.http_cors_origin:
             middleware.append(
@@ -247,7 +247,7 @@ def _refusal(error: ApiError | ClientLeftError) -> Response:
 
 
 async def _page(request: Request) -> Response:
-    """Serves the playground's files: index.html, and by name what it refers to."""
+    """Serve the playground's files: index.html, and by name what it refers to."""
     name = request.path_params.get("name", "index.html")
     if name not in {path.name for path in PLAYGROUND.iterdir()}:
         raise HTTPException(404)

@@ -22,7 +22,7 @@ class ClientLeftError(Exception):
 
 
 async def parse(request: Request, model: type[M], max_bytes: int) -> M:
-    """Returns a request's JSON as `model`.
+    """Return a request's JSON as `model`.
 
     A body must be declared to be JSON: browsers ask before they send that from
     another site's page, so that no page can have a local server work for it.
@@ -48,7 +48,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what `work` returns, but cancels it when the client leaves.
+    """Return what `work` returns; cancel it when the client leaves.
 
     To be called once the body has been read.
 
@@ -77,6 +77,6 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 async def _leaving(request: Request) -> None:
-    """Waits until the client closes its connection."""
+    """Wait until the client closes its connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -23,20 +23,20 @@ class ChatLayout:
         self._logprobs = logprobs
 
     def opening(self, index: int) -> Choice:
-        """Returns the choice that begins a stream's output: whose words they are."""
+        """Return the choice that begins a stream's output: whose words they are."""
         return _chunk(index, {"role": "assistant", "content": ""})
 
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice:
-        """Returns the choice of a chunk with text."""
+        """Return the choice of a chunk with text."""
         choice = _chunk(index, {"content": text})
         if self._logprobs:
             choice["logprobs"] = _chat_logprobs(logprobs, vocabulary)
         return choice
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Returns the choice of the chunk that ends an output."""
+        """Return the choice of the chunk that ends an output."""
         return _chunk(index, {}, finish_reason(reason))
 
     def whole(
@@ -47,7 +47,7 @@ class ChatLayout:
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Returns the choice of a whole output."""
+        """Return the choice of a whole output."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},

@@ -25,16 +25,16 @@ class CompletionLayout:
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens shown
 
     def opening(self, index: int) -> None:
-        """Returns nothing: a text begins with its first piece."""
+        """Return nothing: a text begins with its first piece."""
 
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice:
-        """Returns the choice of a chunk with text."""
+        """Return the choice of a chunk with text."""
         return self._choice(index, text, logprobs, None, vocabulary)
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Returns the choice of the chunk that ends an output."""
+        """Return the choice of the chunk that ends an output."""
         return {
             "index": index,
             "text": "",
@@ -50,7 +50,7 @@ class CompletionLayout:
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Returns the choice of a whole output."""
+        """Return the choice of a whole output."""
         return self._choice(index, text, logprobs, finish_reason(reason), vocabulary)
 
     def _choice(

@@ -98,37 +98,37 @@ class Connection(HttpToolsProtocol):
         return cast("asyncio.Transport | None", self.transport) is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Awaits a request, after TLS's handshake."""
+        """Await a request, after TLS's handshake."""
         super().connection_made(transport)
         self._set_deadline(HEADER_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
+        """Give the place back."""
         self._shared.places.leave(self)
         self._cancel_deadline()
         self._unparsed.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses what is due of it."""
+        """Parse what is due of it."""
         self._unset_keepalive_if_required()
         self._unparsed += data
         self._parse()
 
     def abort(self) -> None:
-        """Closes the connection at once, whatever is on its way."""
+        """Close the connection at once, whatever is on its way."""
         if self.is_open:
             self.transport.abort()
         elif self.opening is not None:
             self.opening.cancel()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keeps a header; trailers, which nobody reads, are dropped."""
+        """Keep a header; trailers, which nobody reads, are dropped."""
         if self._phase is _Phase.HEADER:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Starts the response."""
+        """Start the response."""
         super().on_headers_complete()
         self._enter(_Phase.BODY)
         self._body_left = _content_length(self.headers)
@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
         self._set_deadline(body.SECONDS + BODY_GRACE_SECONDS, self.abort)
 
     def on_message_complete(self) -> None:
-        """Stops reading until the response is complete."""
+        """Stop reading until the response is complete."""
         super().on_message_complete()
         if self.cycle.response_complete:
             self._enter(_Phase.HEADER)
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self._shared.places.work(self)
 
     def on_response_complete(self) -> None:
-        """Goes on with the next request, if one has come."""
+        """Go on with the next request, if one has come."""
         super().on_response_complete()
         self.known = bool(self.cycle.scope["state"].get("known"))
         self._shared.places.wait(self)
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
         self._hold(delay)
 
     def _parse(self) -> None:
-        """Parses what has come up to the end of one request."""
+        """Parse what has come up to the end of one request."""
         for _ in range(PIECES):
             if self.transport.is_closing():
                 self._unparsed.clear()
@@ -181,7 +181,7 @@ class Connection(HttpToolsProtocol):
         self._regulate()
 
     def _next_piece(self) -> bytes:
-        """Takes what can be parsed without running into a second request."""
+        """Take what can be parsed without running into a second request."""
         end = len(self._unparsed)
         if self._phase is _Phase.BODY and self._body_left is not None:
             end = min(end, self._body_left)
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
         return piece
 
     def _admit_header(self, piece: bytes) -> bool:
-        """Counts bytes of a header, from the first of which it has a deadline."""
+        """Count bytes of a header, from the first of which it has a deadline."""
         if self._deadline is None:
             self._set_deadline(HEADER_SECONDS, self._too_slow)
         self._header_bytes += len(piece)
@@ -204,7 +204,7 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _admit_body(self, piece: bytes) -> bool:
-        """Counts bytes of a chunked body, whose sizes and trailers the application never sees."""
+        """Count bytes of a chunked body, whose sizes and trailers the application never sees."""
         if self._body_left is None:
             self._chunked_left -= len(piece)
             if self._chunked_left < 0:
@@ -213,7 +213,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _regulate(self) -> None:
-        """Reads on unless there is something to parse first."""
+        """Read on unless there is something to parse first."""
         if self._phase is _Phase.RESPONSE and len(self._unparsed) > MAX_PIPELINED:
             self.cycle.keep_alive = False  # what is dropped is not answered
             self._unparsed.clear()
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _hold(self, seconds: float) -> None:
-        """Parses on after a while, at least when other connections have had their turn."""
+        """Parse on after a while, at least when other connections have had their turn."""
         self._held = True
         self.loop.call_later(seconds, self._go_on)
 
@@ -268,7 +268,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _end_of_lines(before: bytes, data: bytearray) -> int:
-    """Returns where the first empty line in `data`, or `data` itself, ends."""
+    """Return where the first empty line in `data`, or `data` itself, ends."""
     across = _EMPTY_LINE.search(before + data[:2])
     if across is not None:
         return across.end() - len(before)
@@ -277,7 +277,7 @@ def _end_of_lines(before: bytes, data: bytearray) -> int:
 
 
 def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Returns a body's length, which the parser has checked; None where it is chunked."""
+    """Return a body's length, which the parser has checked; None where it is chunked."""
     names = dict(headers)
     if b"transfer-encoding" in names:
         return None

@@ -73,7 +73,7 @@ class ApiError(Exception):
         return {"error": self._error}
 
     def response(self) -> JSONResponse:
-        """Returns the whole response."""
+        """Return the whole response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -109,7 +109,7 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Says what is wrong with a body, naming the first argument at fault."""
+    """Say what is wrong with a body, naming the first argument at fault."""
     details = error.errors(include_url=False, include_context=False)[0]
     if details["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {details['msg'].partition(': ')[2]}")
@@ -127,7 +127,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def _param(path: str, names: Mapping[str, str]) -> str:
-    """Returns what `path`, a field of GenerateRequest, is called in the API.
+    """Return what `path`, a field of GenerateRequest, is called in the API.
 
     >>> _param("sampling.logit_bias[5]", _PARAMS)
     'logit_bias'
@@ -140,7 +140,7 @@ def _param(path: str, names: Mapping[str, str]) -> str:
 
 
 def _location(parts: tuple[int | str, ...]) -> str:
-    """Returns a path such as messages[0].content."""
+    """Return a path such as messages[0].content."""
     path = ""
     for part in parts:
         if isinstance(part, int):

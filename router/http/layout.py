@@ -29,15 +29,15 @@ class Layout(Protocol):
     chunk_object: str
 
     def opening(self, index: int) -> Choice | None:
-        """Returns the choice that begins a stream's output, if one does."""
+        """Return the choice that begins a stream's output, if one does."""
 
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice:
-        """Returns the choice of a chunk with text."""
+        """Return the choice of a chunk with text."""
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Returns the choice of the chunk that ends an output."""
+        """Return the choice of the chunk that ends an output."""
 
     def whole(
         self,
@@ -47,21 +47,21 @@ class Layout(Protocol):
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Returns the choice of a whole output."""
+        """Return the choice of a whole output."""
 
 
 def finish_reason(reason: Reason) -> str:
-    """Returns OpenAI's word for why an output ended."""
+    """Return OpenAI's word for why an output ended."""
     return "length" if reason == FINISH_REASON_LENGTH else "stop"
 
 
 def finite(logprob: float) -> float:
-    """Returns a log-probability that JSON can hold."""
+    """Return a log-probability that JSON can hold."""
     return max(logprob, NO_LOGPROB)
 
 
 def usage(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Returns OpenAI's form of what the Generate calls of a request used together."""
+    """Return OpenAI's form of what the Generate calls of a request used together."""
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
     return {

@@ -1,4 +1,4 @@
-"""How many requests one address may have in progress: what --max-calls-per-peer is over gRPC."""
+"""--max-calls-per-peer over HTTP: the number of requests in progress of one address."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ class PeerLimit:
         self._calls: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, or refuses it."""
+        """Answer a request, or refuse it."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""Which connections stay open when there are more than may be."""
+"""Which connections are closed when there are too many."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class Connection(Protocol):
     known: bool
 
     def abort(self) -> None:
-        """Closes it at once."""
+        """Close it at once."""
 
 
 class Places:
@@ -48,7 +48,7 @@ class Places:
         self._idle: OrderedDict[Connection, None] = OrderedDict()
 
     def enter(self, connection: Connection) -> bool:
-        """Counts a connection and makes room for it; says whether it may stay."""
+        """Count a connection and make room for it; return whether it may stay."""
         peers = self._open.get(connection.address, set())
         if self._most_per_peer and len(peers) >= self._most_per_peer:
             own = self._unknown.get(connection.address) or (c for c in self._idle if c in peers)
@@ -64,7 +64,7 @@ class Places:
         return True
 
     def wait(self, connection: Connection) -> None:
-        """Notes that a connection's client has to send something next."""
+        """Record that a connection's client has to send something next."""
         self.work(connection)
         if connection.known:
             self._idle[connection] = None
@@ -72,7 +72,7 @@ class Places:
             self._unknown.setdefault(connection.address, OrderedDict())[connection] = None
 
     def work(self, connection: Connection) -> None:
-        """Notes that a connection has a whole request, which is worked on."""
+        """Record that a connection has a whole request, which is worked on."""
         self._idle.pop(connection, None)
         waiting = self._unknown.get(connection.address)
         if waiting is not None:
@@ -81,7 +81,7 @@ class Places:
                 del self._unknown[connection.address]
 
     def leave(self, connection: Connection) -> None:
-        """Forgets a connection that is closed."""
+        """Forget a connection that is closed."""
         self.work(connection)
         peers = self._open.get(connection.address, set())
         if connection in peers:
@@ -111,7 +111,7 @@ class Pace:
         self._buckets: dict[str, Bucket] = {}
 
     def hold(self, address: str) -> float:
-        """Counts a request; returns the seconds until the connection's next one is read."""
+        """Count a request; return the seconds until the connection's next one is read."""
         bucket = self._buckets.get(address)
         if bucket is None:
             self._forget()

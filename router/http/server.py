@@ -1,4 +1,4 @@
-"""The door's listening socket: opened, served, closed with the router."""
+"""The HTTP listening socket: opened, served and closed with the router."""
 
 import asyncio
 import contextlib
@@ -62,7 +62,7 @@ class HttpServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, host: str, port: int) -> None:
-        """Listens.
+        """Listen.
 
         Raises:
             OSError: The address is taken or not this machine's.
@@ -93,7 +93,7 @@ class HttpServer:
             )
 
     async def stop(self) -> None:
-        """Closes the socket, then the connections, when what they carry has ended."""
+        """Close the socket, then the connections, when what they carry has ended."""
         if not self._tasks:
             return
         accepting, serving = self._tasks
@@ -102,7 +102,7 @@ class HttpServer:
         await asyncio.gather(serving, return_exceptions=True)  # `ended` tells its error
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Takes connections, one in a turn of the loop; uvicorn would take all that wait."""
+        """Take connections, one in a turn of the loop; uvicorn would take all that wait."""
         loop = asyncio.get_running_loop()
         with listening:
             while True:
@@ -123,7 +123,7 @@ class HttpServer:
                 made.opening.add_done_callback(self._opening.discard)
 
     async def _open(self, made: Connection, accepted: socket.socket) -> None:
-        """Gives a connection its transport, after TLS's handshake."""
+        """Give a connection its transport, after TLS's handshake."""
         seconds = None if self._tls is None else connection.HEADER_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
@@ -140,19 +140,19 @@ class _Server(uvicorn.Server):
     """A server whose process' signals and listening socket are its owner's."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
-        """Listens to nothing itself."""
+        """Do not listen: `HttpServer` does."""
         self.servers: list[asyncio.Server] = []
         self.started = True
 
     def connection(self, shared: Shared, address: str) -> Connection:
-        """Returns a protocol for a connection."""
+        """Return a protocol for a connection."""
         return Connection(
             shared, address, config=self.config, server_state=self.server_state, app_state={}
         )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Captures none."""
+        """Capture no signals."""
         yield
 
 

@@ -12,7 +12,7 @@ LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 
 
 def status(pool: EnginePool, generator: Generator, models: Collection[str]) -> dict[str, Any]:
-    """Returns the figures of the engines of `models` that are connected, and of the router.
+    """Return the figures of the engines of `models` that are connected, and of the router.
 
     Addresses are left out: they are the operator's business, and AdminService has them.
     """

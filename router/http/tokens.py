@@ -32,6 +32,6 @@ class TokenizeRequest(Strict):
 
 
 def answer(response: generation_pb2.TokenizeResponse) -> dict[str, Any]:
-    """Returns the answer's JSON."""
+    """Return the answer's JSON."""
     tokens = list(response.token_ids)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": response.max_model_len}

@@ -6,7 +6,7 @@ from octavo.router.text.detokenizer import Kind, Pieces
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte that each character of a byte-level vocabulary stands for.
+    """Return the byte that each character of a byte-level vocabulary stands for.
 
     Printable bytes stand for themselves; the others, in order, are written as
     the characters from U+0100 on.
@@ -47,7 +47,7 @@ class Vocabulary:
         self._tokens: dict[int, Token] = {}
 
     def token(self, token_id: int) -> Token:
-        """Returns how a token is shown."""
+        """Return how a token is shown."""
         if token_id not in self._tokens:
             self._tokens[token_id] = self._make(token_id)
         return self._tokens[token_id]

@@ -1,1 +1,1 @@
-"""A request in the router: validation, outputs, pacing."""
+"""A request in the router: what was asked (`request`), its progress (`state`), its limits."""

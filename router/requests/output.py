@@ -78,12 +78,12 @@ class Output:
 
     @property
     def ended(self) -> bool:
-        """Whether no token is wanted any more."""
+        """Whether it takes no more tokens."""
         return self.reason != NOT_ENDED
 
     @property
     def finished(self) -> bool:
-        """Whether all has been taken by `take`, its end included."""
+        """Whether its end has been taken by `finish`."""
         return self._finish_sent
 
     @property
@@ -97,7 +97,7 @@ class Output:
         logprobs: Sequence[sampling_pb2.TokenLogprob],
         reason: Reason,
     ) -> None:
-        """Takes what the engine drew, up to the token that completes a stop string."""
+        """Take what the engine drew, up to the token that completes a stop string."""
         drawn = len(self.token_ids)
         plain = len(token_ids) - (reason in STOPPING_TOKEN)
         for i, token_id in enumerate(token_ids):
@@ -112,7 +112,7 @@ class Output:
             self._end(reason)
 
     def take(self) -> generation_pb2.Delta | None:
-        """Returns what came since the last call as one Delta; None if nothing did."""
+        """Return what came since the last call as one Delta; None if nothing did."""
         self._taken = len(self.token_ids)
         delta = self._delta
         if self._text:
@@ -127,7 +127,7 @@ class Output:
         return delta
 
     def finish(self, prompt_tokens: int, cached_tokens: int) -> generation_pb2.Finished:
-        """Returns the output's end, to be sent after its last Delta."""
+        """Return the output's end, to be sent after its last Delta."""
         self._finish_sent = True
         return generation_pb2.Finished(
             index=self.index,
@@ -143,7 +143,7 @@ class Output:
         )
 
     def _show(self, text: str) -> None:
-        """Shows text, up to a stop string, which ends the output unless it is too early."""
+        """Show text, up to a stop string, which ends the output unless it is too early."""
         if not text:
             return
         text = self._stop_strings.feed(text, armed=len(self.token_ids) >= self._min_tokens)
@@ -153,7 +153,7 @@ class Output:
             self.reason = STOP_STRING
 
     def _end(self, reason: Reason) -> None:
-        """Shows what was held back, and the token that ended the output if it is wanted."""
+        """Show what was held back, and the token that ended the output if it is wanted."""
         last = self.token_ids[-1] if reason in STOPPING_TOKEN and self._include else None
         special = last is not None and self._pieces.kind(last) == Kind.SKIPPED
         if last is not None and not special:

@@ -1,4 +1,4 @@
-"""How streams are written to: not so often that the router cannot keep up, nor without end."""
+"""Pacing: how often a stream gets a message, and how long a write may take."""
 
 import asyncio
 from types import TracebackType
@@ -8,7 +8,7 @@ MESSAGE_SECONDS = 0.0002
 """Time set aside for each message: twice the CPU time that one costs, so that messages take
 half a core at most."""
 MOST_SECONDS = 0.1
-"""Tokens never wait longer than this to go together with the next."""
+"""Maximum seconds that tokens wait to be sent together with the next."""
 
 
 class Pacer:
@@ -63,13 +63,13 @@ class WriteLimit:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def begin(self) -> None:
-        """A write begins."""
+        """Note that a write begins."""
         self._began = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._seconds, self._look)
 
     def end(self) -> None:
-        """It is over."""
+        """Note that the write is over."""
         self._began = None
 
     def _look(self) -> None:

@@ -1,4 +1,4 @@
-"""What tenants may use of the service: calls, tokens, places; and what they used."""
+"""Tenants' quotas: calls, tokens, requests in progress; and their use."""
 
 import math
 import time
@@ -50,15 +50,15 @@ class Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Takes an amount, whether it is there or not; a negative one is given back."""
+        """Take an amount, whether it is there or not; a negative one is given back."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
-        """Returns when, at the earliest, so much is there; at most the capacity."""
+        """Return when, at the earliest, so much is there; at most the capacity."""
         return max(level - self.level, 0.0) / self._rate
 
     def resize(self, rate: float, capacity: float) -> None:
-        """Changes both from now on; what is owed stays owed."""
+        """Change both from now on; what is owed stays owed."""
         self._level = min(self.level, capacity)
         self._rate, self._capacity = rate, capacity
 
@@ -90,7 +90,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator["Usage"]:
-        """Counts a request from its beginning to its end; gives what counts its tokens.
+        """Count a request from its beginning to its end; give what counts its tokens.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
@@ -109,7 +109,7 @@ class Account:
             usage.settle()
 
     def call(self) -> None:
-        """Counts a call.
+        """Count a call.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if there were too many of late.
@@ -123,7 +123,7 @@ class Account:
         self._calls.take(1)
 
     def ended(self, code: grpc.StatusCode) -> None:
-        """Counts how a request ended."""
+        """Count how a request ended."""
         self._requests.labels(self._tenant.name, code.name).inc()
 
     @property
@@ -132,7 +132,7 @@ class Account:
         return self._tokens
 
     def check_tokens(self, wanted: int) -> None:
-        """Checks that a request of so many tokens may begin.
+        """Check that a request of so many tokens may begin.
 
         One of more than a minute's worth may begin when a whole minute's is there.
 
@@ -148,7 +148,7 @@ class Account:
             raise self._over(f"has {left} left of {limit}, too few for this request", wait)
 
     def count(self, *, prompt: int = 0, output: int = 0) -> None:
-        """Shows tokens that were used in the metrics."""
+        """Show tokens that were used in the metrics."""
         self._prompts.inc(prompt)
         self._outputs.inc(output)
 
@@ -186,7 +186,7 @@ class Usage:
         return self._account.tenant
 
     def reserve(self, tokens: int) -> None:
-        """Sets aside what the request may take; once, before it uses any.
+        """Set aside what the request may take; once, before it uses any.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has not so much left.
@@ -198,23 +198,23 @@ class Usage:
             self._bucket.take(tokens)
 
     def prompt(self, tokens: int) -> None:
-        """Counts the prompt, of which the computing has begun."""
+        """Count the prompt, of which the computing has begun."""
         self._account.count(prompt=tokens)
         self._use(tokens)
 
     def output(self, tokens: int) -> None:
-        """Counts tokens that were drawn."""
+        """Count tokens that were drawn."""
         self._account.count(output=tokens)
         self._use(tokens)
 
     def settle(self) -> None:
-        """Gives back what was set aside and not used: the request has ended."""
+        """Give back what was set aside and not used: the request has ended."""
         if self._bucket is not None and self._used < self._reserved:
             self._bucket.take(self._used - self._reserved)
         self._bucket = None
 
     def _use(self, tokens: int) -> None:
-        """Takes what goes beyond what was set aside."""
+        """Take what goes beyond what was set aside."""
         self._used += tokens
         beyond = min(self._used - self._reserved, tokens)
         if self._bucket is not None and beyond > 0:
@@ -235,7 +235,7 @@ class Accounts:
         self._accounts: dict[str, Account] = {}
 
     def of(self, tenant: Tenant) -> Account:
-        """Returns a tenant's account, with the limits that it has now."""
+        """Return a tenant's account, with the limits that it has now."""
         account = self._accounts.get(tenant.name)
         if account is None:
             account = self._accounts[tenant.name] = Account(tenant, self._metrics, self._clock)

@@ -56,11 +56,11 @@ class Tenant:
     admin: bool = False
 
     def may_use(self, model: str) -> bool:
-        """Says whether it may use a model."""
+        """Return whether it may use a model."""
         return self.models is None or model in self.models
 
     def salt(self, requested: str) -> str:
-        """Returns the salt that its prefixes are cached under.
+        """Return the salt that its prefixes are cached under.
 
         No salt that another tenant asks for gives the same, unless they share
         prefixes. The same in every router, for as long as the names stay.
@@ -81,7 +81,7 @@ _TENANT = TypeAdapter(Tenant)
 
 
 def hash_key(key: str) -> str:
-    """Returns an API key as the tenants' file has it.
+    """Return an API key as the tenants' file has it.
 
     One plain SHA-256 is enough: keys are random, so there is nothing to guess.
     """
@@ -89,7 +89,7 @@ def hash_key(key: str) -> str:
 
 
 def read_tenants(path: Path) -> tuple[Tenant, ...]:
-    """Returns the tenants in a TOML file: one table each, named after it.
+    """Return the tenants in a TOML file: one table each, named after it.
 
     Raises:
         SettingsError: The file cannot be read, or is wrong; the message says

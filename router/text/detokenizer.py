@@ -1,4 +1,4 @@
-"""Tokens into text as they come, never splitting or garbling a character.
+"""Incremental detokenization that never splits or garbles a character.
 
 What is shown, put together, is exactly what decoding all the tokens at once
 gives. That takes knowing when a token's text can still change:
@@ -12,6 +12,10 @@ gives. That takes knowing when a token's text can still change:
 In all other places a token's text depends on nothing but that it is not the
 first. So it is decoded behind a fixed other token, the anchor, whose own text
 is cut off, and remembered.
+
+`tokenizers.DecodeStream` is not used: it takes as long per token, never shows the end
+of a text that ends within a character, and with byte fallback garbles or refuses
+rows of bytes that are not valid.
 """
 
 import re
@@ -76,17 +80,17 @@ class Pieces:
         return self._anchor is not None
 
     def kind(self, token_id: int) -> int:
-        """Returns the token's `Kind`."""
+        """Return the token's `Kind`."""
         return self._kinds[token_id] if token_id < len(self._kinds) else Kind.SKIPPED
 
     def text(self, token_ids: Sequence[int], *, first: bool) -> str:
-        """Returns the text of tokens at the beginning of an output, or behind other text."""
+        """Return the text of tokens at the beginning of an output, or behind other text."""
         if first or self._anchor is None:
             return self._decode(token_ids)
         return self._decode([self._anchor, *token_ids])[self._anchor_length :]
 
     def alone(self, token_id: int) -> str | None:
-        """Returns the token's text behind other text; None if it is not final by itself."""
+        """Return the token's text behind other text; None if it is not final by itself."""
         try:
             return self._alone[token_id]
         except KeyError:
@@ -100,11 +104,11 @@ class Pieces:
         return text
 
     def spelling(self, token_id: int) -> str:
-        """Returns how the vocabulary spells a token; nothing for one that does not exist."""
+        """Return how the vocabulary spells a token; nothing for one that does not exist."""
         return self._tokens[token_id] or "" if token_id < len(self._tokens) else ""
 
     def special_text(self, token_id: int) -> str:
-        """Returns how a special token is spelt; nothing for one that does not exist."""
+        """Return how a special token is spelt; nothing for one that does not exist."""
         return self._tokens[token_id] or "" if token_id in self._special else ""
 
     def _find_anchor(self) -> int | None:
@@ -128,7 +132,7 @@ class Detokenizer:
         self._shown = 0  # characters of the pending tokens' text that are
 
     def feed(self, token_id: int) -> str:
-        """Takes the next token and returns the text that is now final, perhaps none."""
+        """Take the next token and return the text that is now final, perhaps none."""
         if not (self._pending or self._first):
             text = self._pieces.alone(token_id)
             if text is not None:
@@ -142,7 +146,7 @@ class Detokenizer:
         return self._show()
 
     def flush(self) -> str:
-        """Returns the rest: no token follows."""
+        """Return the rest: no token follows."""
         return self._show(final=True) if self._pending else ""
 
     def _show(self, *, final: bool = False) -> str:
@@ -165,7 +169,7 @@ class Detokenizer:
         return "" if REPLACEMENT in text else self._show()
 
     def _settle(self, text: str) -> None:
-        """Forgets the pending tokens: all their text is shown.
+        """Forget the pending tokens: all their text is shown.
 
         Not before there is any: else what follows would be taken to have text
         before it, and keep a space that the decoder drops.
@@ -176,7 +180,7 @@ class Detokenizer:
             self._shown = 0
 
     def _shorten(self, text: str) -> None:
-        """Forgets all but the last pending tokens, of which some text is still held."""
+        """Forget all but the last pending tokens, of which some text is still held."""
         held = text[self._shown :]
         tail = self._pending[-MAX_PENDING // 4 :]
         tail_text = self._pieces.text(tail, first=False)

@@ -25,7 +25,7 @@ LOSSLESS = {"ByteLevel", "Digits"}
 
 
 def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers has no types
-    """Returns the most bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
+    """Return the most bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
 
     None where there is no such number: a tokenizer that normalizes a text or drops spaces
     can make few tokens of a text of any length.
@@ -50,7 +50,7 @@ def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers ha
 
 
 def may_fit(text: str, most: int, count: Callable[[str], int]) -> bool:
-    """Says whether a text may have at most `most` tokens; False only if it has more.
+    """Return whether a text may have at most `most` tokens; False only if it has more.
 
     Args:
         text: Of any length.
@@ -68,7 +68,7 @@ def may_fit(text: str, most: int, count: Callable[[str], int]) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cuts a text before spaces, where there are any."""
+    """Cut a text before spaces, where there are any."""
     start = 0
     while start < len(text):
         end = start + PIECE

@@ -26,7 +26,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Takes more text and returns what can be shown of all that came.
+        """Take more text and return what can be shown of all that came.
 
         Args:
             text: What follows the text fed before.
@@ -45,18 +45,18 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """Returns what was held back: the output ended for another reason."""
+        """Return what was held back: the output ended for another reason."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Returns start and string of the first stop string in `text`, if one is there."""
+        """Return start and string of the first stop string in `text`, if one is there."""
         found = [(text.find(string), len(string), string) for string in self._strings]
         start, _, string = min((f for f in found if f[0] >= 0), default=(-1, 0, ""))
         return None if start < 0 else (start, string)
 
     def _possible_start(self, text: str) -> int:
-        """Returns the length of the longest end of `text` that may begin a stop string."""
+        """Return the length of the longest end of `text` that may begin a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(len(s) > length and s.startswith(end) for s in self._strings):

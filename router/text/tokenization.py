@@ -52,7 +52,7 @@ class Tokenizer:
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Checks a text's length, where that alone says that its tokens are too many.
+        """Check a text's length, where that alone says that its tokens are too many.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT.
@@ -66,7 +66,7 @@ class Tokenizer:
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
         max_tokens: int | None,
     ) -> list[int]:
-        """Returns the tokens of a request's text or chat.
+        """Return the tokens of a request's text or chat.
 
         Raises:
             rpc.RpcError: As `render`; INVALID_ARGUMENT if it is clear that they are more
@@ -82,7 +82,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=not chat)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Returns the tokens of `text`, with those that the tokenizer adds by default."""
+        """Return the tokens of `text`, with those that the tokenizer adds by default."""
         if self._backend is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -94,7 +94,7 @@ class Tokenizer:
         return ids
 
     def render(self, chat: generation_pb2.ChatPrompt) -> str:
-        """Returns a chat laid out by the model's template, answer begun.
+        """Return a chat laid out by the model's template, answer begun.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION if the model has no template,
@@ -116,7 +116,7 @@ class Tokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
-        """Returns the text of `token_ids`."""
+        """Return the text of `token_ids`."""
         skip = not keep_special_tokens
         if self._backend is not None:
             # Unlike `decode`, it lets other threads run.
@@ -143,7 +143,7 @@ class Tokenizer:
 
 
 def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no types
-    """Returns the pieces of a `tokenizers.Tokenizer`."""
+    """Return the pieces of a `tokenizers.Tokenizer`."""
     added = backend.get_added_tokens_decoder()
     size = 1 + max(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), *added, -1)
     return Pieces(
@@ -172,7 +172,7 @@ class Tokenizers:
         self._lock = asyncio.Lock()
 
     async def load(self, source: str) -> Tokenizer:
-        """Returns the tokenizer at `source`: a hub name, a directory or "demo".
+        """Return the tokenizer at `source`: a hub name, a directory or "demo".
 
         Raises:
             TokenizerError: There is none that works; the message says what was found.
@@ -193,7 +193,7 @@ class Tokenizers:
         tenant: Tenant,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Returns the tokens of a request's text or chat.
+        """Return the tokens of a request's text or chat.
 
         Args:
             tokenizer: The model's.
@@ -220,7 +220,7 @@ class Tokenizers:
         *,
         keep_special_tokens: bool,
     ) -> str:
-        """Returns the text of `token_ids`."""
+        """Return the text of `token_ids`."""
         return await self._run(
             tenant,
             len(token_ids),
@@ -228,7 +228,7 @@ class Tokenizers:
         )
 
     def close(self) -> None:
-        """Ends the threads; what they still do is not waited for."""
+        """End the threads; what they still do is not waited for."""
         self._threads.close()
 
     async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:

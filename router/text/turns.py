@@ -51,7 +51,7 @@ class Turns:
         self._level = 0.0  # what the tenant of the last turn had before it
 
     async def take(self, tenant: Tenant, size: int) -> Turn:
-        """Waits for a turn, which the caller gives back.
+        """Wait for a turn, which the caller gives back.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if too much of the tenant's waits already.
@@ -72,7 +72,7 @@ class Turns:
         return turn
 
     def give_back(self, turn: Turn) -> None:
-        """Ends a turn."""
+        """End a turn."""
         self._free += 1
         self._long_free += turn.long
         self._begin()
@@ -98,7 +98,7 @@ class Turns:
             del self._waiting[name]
 
     def _begin(self) -> None:
-        """Gives free places away."""
+        """Give free places away."""
         while self._free and (turn := self._next()) is not None:
             self._remove(turn)
             name = turn.tenant.name
@@ -110,7 +110,7 @@ class Turns:
             turn.begun.set_result(None)
 
     def _next(self) -> Turn | None:
-        """Returns what is next: of each tenant, its first that may begin."""
+        """Return what is next: of each tenant, its first that may begin."""
         firsts = filter(None, map(self._first, self._waiting.values()))
         return min(firsts, key=lambda turn: self._had[turn.tenant.name], default=None)
 
@@ -118,7 +118,7 @@ class Turns:
         return next((turn for turn in waiting if self._long_free or not turn.long), None)
 
     def _forget(self) -> None:
-        """Drops what tenants had who are behind nobody and have nothing waiting."""
+        """Drop what tenants had who are behind nobody and have nothing waiting."""
         self._had = {
             name: had
             for name, had in self._had.items()

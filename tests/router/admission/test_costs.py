@@ -6,11 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.router.admission.claims import Claim, Claims
-from octavo.router.admission.output_lengths import ENOUGH, SAFE, UNKNOWN, WINDOW, OutputLengths
+from octavo.router.admission.output_lengths import (
+    DEFAULT_LENGTH,
+    MIN_SAMPLES,
+    RECENT_OUTPUTS,
+    SAFE_QUANTILE,
+    OutputLengths,
+)
 from octavo.router.admission.rates import (
     ALLOWED_MISSES,
-    LEAST_MARGIN,
-    MOST_MARGIN,
+    MARGIN_BOUNDS,
     DrainRate,
     Margin,
     Pace,
@@ -31,35 +36,35 @@ def claim(prompt=BLOCK, output=BLOCK, *, sequences=1, lengths=None, **fields) ->
 
 def test_lengths_unknown_are_a_guess_within_the_limits():
     lengths = OutputLengths()
-    assert lengths.expected(10_000) == UNKNOWN
+    assert lengths.expected(10_000) == DEFAULT_LENGTH
     assert lengths.expected(100) == 100
     assert lengths.expected(10_000, min_tokens=1_000) == 1_000
-    assert lengths.expected(10_000, drawn=UNKNOWN) == 2 * UNKNOWN
+    assert lengths.expected(10_000, drawn=DEFAULT_LENGTH) == 2 * DEFAULT_LENGTH
 
 
 def test_lengths_are_learned_from_those_that_ended():
     lengths = OutputLengths()
     for length in range(1, 101):
         lengths.add(length, max_tokens=1000)
-    assert lengths.expected(1000) == pytest.approx(100 * SAFE, abs=1)
+    assert lengths.expected(1000) == pytest.approx(100 * SAFE_QUANTILE, abs=1)
     assert lengths.expected(1000, quantile=0.5) == pytest.approx(50, abs=1)
     assert lengths.expected(1000, drawn=90) == pytest.approx(98, abs=1), "of those longer than 90"
     assert lengths.expected(600, drawn=100) == 200, "longer than all before it"
     assert lengths.expected(513) == pytest.approx(80, abs=1)
-    assert lengths.expected(4000) == UNKNOWN, "another kind of request"
+    assert lengths.expected(4000) == DEFAULT_LENGTH, "another kind of request"
 
 
 def test_only_late_lengths_count():
     lengths = OutputLengths()
-    for _ in range(WINDOW):
+    for _ in range(RECENT_OUTPUTS):
         lengths.add(10, max_tokens=1000)
-    for _ in range(WINDOW):
+    for _ in range(RECENT_OUTPUTS):
         lengths.add(500, max_tokens=1000)
     assert lengths.expected(1000, quantile=0.0) == 500
 
 
 @given(
-    st.lists(st.integers(1, 1000), max_size=ENOUGH + 20),
+    st.lists(st.integers(1, 1000), max_size=MIN_SAMPLES + 20),
     st.integers(1, 1000),
     st.integers(0, 999),
     st.integers(0, 1000),
@@ -195,10 +200,10 @@ def test_the_margin_has_bounds():
     margin = Margin()
     for _ in range(100):
         margin.missed()
-    assert margin.value == MOST_MARGIN
+    assert margin.value == MARGIN_BOUNDS[1]
     for _ in range(100_000):
         margin.kept()
-    assert margin.value == LEAST_MARGIN
+    assert margin.value == MARGIN_BOUNDS[0]
 
 
 def test_pace_is_learned_from_whole_requests():
@@ -216,7 +221,7 @@ def test_pace_is_learned_from_whole_requests():
     end(9.0, 9.0, 50)  # a search's, which comes whole
     end(9.0, 10.0, 50, migrated=True)
     for _ in range(10):
-        assert pace.seconds(11) is None or _ >= 8
+        assert pace.seconds(11) is None or _ >= MIN_SAMPLES
         end(0.5, 1.5, 11)
     assert pace.seconds(21) == pytest.approx(2.5)
     now[0] += 1000.0

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import OUTPUT_WEIGHT, Claim
-from octavo.router.admission.fairness import ACTIVE_SECONDS, TenantCounters
+from octavo.router.admission.fairness import TenantCounters
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
+from octavo.router.admission.rates import RECENT_SECONDS
 from octavo.router.tenants.tenant import Tenant
 from tests.router.admission.fixture import request
 
@@ -127,7 +128,7 @@ def test_places_are_kept_for_the_least_served_of_those_active():
     line.serve()
     assert not counters.is_least("a", 1.0)
     assert counters.is_least("b", 1.0)
-    assert counters.is_least("a", 2.0 + ACTIVE_SECONDS), "b has gone"
+    assert counters.is_least("a", 2.0 + RECENT_SECONDS), "b has gone"
 
 
 def test_shares_go_by_weights_of_those_active():
@@ -137,9 +138,9 @@ def test_shares_go_by_weights_of_those_active():
     assert counters.share(A, 0.0) == 1.0
     counters.asked(heavy, 1, 5.0)
     assert (counters.share(A, 5.0), counters.share(heavy, 5.0)) == (0.25, 0.75)
-    assert counters.share(A, 5.0 + ACTIVE_SECONDS) == 0.25, "it waits, and asks no more"
-    assert counters.share(heavy, 5.0 + ACTIVE_SECONDS) == 1.0, "the other has gone"
-    assert counters.share(A, 6.0 + ACTIVE_SECONDS) == 1.0, "nobody asks"
+    assert counters.share(A, 5.0 + RECENT_SECONDS) == 0.25, "it waits, and asks no more"
+    assert counters.share(heavy, 5.0 + RECENT_SECONDS) == 1.0, "the other has gone"
+    assert counters.share(A, 6.0 + RECENT_SECONDS) == 1.0, "nobody asks"
 
 
 def test_the_demand_looked_at_is_the_least_serveds():
@@ -153,7 +154,7 @@ def test_the_demand_looked_at_is_the_least_serveds():
     line.ask(A)
     line.serve()
     assert counters.demand_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
-    assert not counters.demand_of_least(3.5 + ACTIVE_SECONDS), "all have gone"
+    assert not counters.demand_of_least(3.5 + RECENT_SECONDS), "all have gone"
 
 
 def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):

@@ -1,9 +1,15 @@
-"""How many places are kept for a tenant that asks so often, of an engine that ends so many."""
+"""How many places are kept for the least served tenant."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.router.admission.kept_places import MOST_KEPT, REMEMBERED, SPARE, Demand, kept_places
+from octavo.router.admission.kept_places import (
+    MAX_KEPT_SHARE,
+    RECENT_REQUESTS,
+    SPARE_SHARE,
+    Demand,
+    kept_places,
+)
 
 PLACES = 48
 SPARED = 4
@@ -27,7 +33,7 @@ def test_a_demand_is_the_shortest_time_for_each_count():
     ]
 
 
-@given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 3)), max_size=2 * REMEMBERED))
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 3)), max_size=2 * RECENT_REQUESTS))
 def test_a_demand_never_takes_longer_for_fewer(asked):
     demand = Demand()
     for time, sequences in sorted(asked):
@@ -52,7 +58,7 @@ def test_those_that_come_at_once_count_at_once():
 
 
 def test_what_is_kept_has_its_bounds():
-    assert SPARED == PLACES * SPARE
+    assert SPARED == PLACES * SPARE_SHARE
     assert kept_places(PLACES, (), STEADY) == SPARED
-    assert kept_places(PLACES, asking(*[0.0] * 64), []) == PLACES * MOST_KEPT
+    assert kept_places(PLACES, asking(*[0.0] * 64), []) == PLACES * MAX_KEPT_SHARE
     assert kept_places(1, asking(*[0.0] * 64), []) == 0, "of one, none"
