@@ -33,8 +33,7 @@ DIGEST = "sha256"
 """A manifest's key for the digest of its other keys."""
 HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "patterns.py"),
-    "rotation.py",
+    *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "rotation.py"),
     *("../attention/interface.py", "../attention/operator.py"),
     *("../models/load_model.py", "../models/rope.py", "../models/step.py"),
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/self_check.py"),
@@ -172,12 +171,13 @@ class CompiledStep:
             SelfCheckError: Its logits are not those of transformers.
         """
         SelfCheck(
+            Reference.load(artifact.path / REFERENCE),
             self.manifest.shape,
             getattr(torch, self.manifest.dtype),
             torch.device("cpu"),
             block_size=artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
-        ).run(self, Reference.load(artifact.path / REFERENCE))
+        )(self)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor

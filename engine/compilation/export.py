@@ -90,15 +90,15 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     call_grouped_products(exported.graph)
     exported.graph_module.recompile()
     library = compile_graph(exported, result, scratch)
-    loaded.reference.save(result / REFERENCE)
+    loaded.check.expected.save(result / REFERENCE)
     dtype = str(loaded.dtype).removeprefix("torch.")
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask, as an artifact that others can write to is refused
     result.chmod(0o755)
     left = unquantized_shares(loaded.model) if recipe.quantization != "none" else {}
-    Manifest(loaded.shape, dtype, library, fingerprints(result), loaded.tolerance, left).write(
-        result / MANIFEST
-    )
+    Manifest(
+        loaded.shape, dtype, library, fingerprints(result), loaded.check.tolerance, left
+    ).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 from torch.fx import Graph
 
-from octavo.engine.compilation.patterns import Node, matches
-from octavo.engine.compilation.rotation import fuse_rotary_embeddings
+from octavo.engine.compilation.rotation import Node, fuse_rotary_embeddings, matches
 from octavo.engine.models.linear import packed_linear
 
 aten = torch.ops.aten

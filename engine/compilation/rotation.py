@@ -4,17 +4,32 @@ Inductor alone would compute sines and cosines again for every head of every lay
 computed once, in float32, rounded as the model rounds them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx import Graph
+from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
-from octavo.engine.compilation.patterns import Node, matches
-
+Node = Any  # a torch.fx.Node, with untyped arguments
 aten = torch.ops.aten
 octavo = torch.ops.octavo
 
 END = (1 << 63) - 1
 """The end of a slice without an end."""
+
+
+def matches(graph: Graph, pattern: Callable[..., Node]) -> dict[Node, list[Node]]:
+    """Return the nodes that a pattern's parameters match, by the node of its result.
+
+    Args:
+        graph: The graph to search.
+        pattern: Its parameters match any node; nodes between them and the result must have no
+            other use.
+    """
+    matcher = SubgraphMatcher(fx.symbolic_trace(pattern).graph)
+    return {match.returning_nodes[0]: match.placeholder_nodes for match in matcher.match(graph)}
 
 
 def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:

@@ -1,9 +1,8 @@
 """Loads a decoder from transformers, with its attention replaced by paged attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import structlog
@@ -15,13 +14,13 @@ from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import LayerAttention, attention_of, probe
-from octavo.engine.models.checks.self_check import Reference, SelfCheck, SelfCheckError, reference
+from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.rope import fix_rope
-from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.models.step import EagerStep
 from octavo.kernels import BACKENDS
 from octavo.kernels.ops import check_supported
 
@@ -45,9 +44,7 @@ class LoadedModel:
         cache_dtype: Of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where the model is.
-        reference: The logits that transformers computes for some tokens.
-        tolerance: The quantization's tolerance in the self-check.
-        check: Compares another step of this model with the reference; raises `SelfCheckError`.
+        check: The self-check, for other steps of this model.
     """
 
     model: PreTrainedModel
@@ -56,9 +53,7 @@ class LoadedModel:
     cache_dtype: torch.dtype
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
-    reference: Reference
-    tolerance: float
-    check: Callable[[Step], None]
+    check: SelfCheck
 
 
 def choose_device(name: str) -> torch.device:
@@ -167,28 +162,18 @@ def load(
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )
-        tolerance = 0.0 if scheme is None else scheme.tolerance
         check = SelfCheck(
+            expected,
             shape,
             kind,
             target,
             block_size=block_size,
-            tolerance=tolerance,
+            tolerance=0.0 if scheme is None else scheme.tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
         )
-        check.run(EagerStep(model), expected)
-    return LoadedModel(
-        model,
-        shape,
-        kind,
-        cache_kind,
-        kv_scales,
-        target,
-        expected,
-        tolerance,
-        partial(check.run, expected=expected),
-    )
+        check(EagerStep(model))
+    return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from octavo.engine.sampling.sampler import (
 from octavo.engine.scheduling.batch import Batch, Draw, StepResult
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.kernels.host import to_device
-from octavo.kernels.ops import draw_tokens, plan_attention
+from octavo.kernels.ops import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
@@ -49,15 +48,7 @@ class Executor:
         self._block_size = cache.device.shape[4]
         self._decodes: DecodeGraphs | None = None
         self._eager_before = 0
-        self._plan = partial(
-            plan_attention,
-            num_heads=loaded.shape.num_heads,
-            num_kv_heads=loaded.shape.num_kv_heads,
-            head_dim=loaded.shape.head_dim,
-            dtype=loaded.dtype,
-            cache_dtype=loaded.cache_dtype,
-            device=loaded.device,
-        )
+        self._plan = loaded.shape.planner(loaded.dtype, loaded.cache_dtype, loaded.device)
 
     @property
     def asynchronous(self) -> bool:

@@ -4,8 +4,7 @@ import logging
 
 import torch
 
-from octavo.kernels import scores
-from octavo.kernels.cpu import fallback, fallback_draws
+from octavo.kernels.cpu import fallback
 from octavo.kernels.cpu.native import NativeKernels
 
 SLOW = (
@@ -22,31 +21,21 @@ except OSError as error:
     logging.getLogger(__name__).warning("%s: %s", SLOW, error)
     warning = f"{SLOW}: {str(error).partition(chr(10))[0]}"
 
-if _kernels is not None:
-    write_kv = _kernels.write_kv
-    rotate_and_write = _kernels.rotate_and_write
-    paged_attention = _kernels.paged_attention
-    copy_blocks = _kernels.copy_blocks
-    swap_blocks = _kernels.swap_blocks
-    run_step = _kernels.run_step  # only for compiled steps, which need the C++ kernels
+_available = _kernels or fallback
+write_kv = _available.write_kv
+rotate_and_write = _available.rotate_and_write
+paged_attention = _available.paged_attention
+copy_blocks = _available.copy_blocks
+swap_blocks = _available.swap_blocks
+argmax = _available.argmax
+draw_tokens = _available.draw_tokens
+score_tokens = _available.score_tokens
+pin_threads = _available.pin_threads
+linear = _kernels.linear if _kernels is not None and _kernels.linear.supported else None
+if _kernels is not None:  # for compiled steps, which need the C++ kernels
+    run_step = _kernels.run_step
     run_greedy_step = _kernels.run_greedy_step
     take_spent = _kernels.take_spent
-    argmax = _kernels.argmax
-    draw_tokens = _kernels.draw_tokens
-    score_tokens = _kernels.score_tokens
-    pin_threads = _kernels.pin_threads
-    linear = _kernels.linear if _kernels.linear.supported else None
-else:
-    write_kv = fallback.write_kv
-    rotate_and_write = fallback.rotate_and_write
-    paged_attention = fallback.paged_attention
-    copy_blocks = fallback.copy_blocks
-    swap_blocks = fallback.swap_blocks
-    argmax = fallback.argmax
-    draw_tokens = fallback_draws.draw_tokens
-    score_tokens = scores.score_tokens
-    pin_threads = fallback.pin_threads
-    linear = None
 
 
 def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:
@@ -57,20 +46,3 @@ def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:
 
 def plan_attention(*_: object, **__: object) -> None:
     """Return None: the C++ kernels plan each call themselves."""
-
-
-__all__ = [
-    "argmax",
-    "check_device",
-    "copy_blocks",
-    "draw_tokens",
-    "linear",
-    "paged_attention",
-    "pin_threads",
-    "plan_attention",
-    "rotate_and_write",
-    "score_tokens",
-    "swap_blocks",
-    "warning",
-    "write_kv",
-]

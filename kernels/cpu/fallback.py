@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
+from octavo.kernels.cpu.fallback_draws import draw_tokens  # noqa: F401 - one of the operations
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.scores import score_tokens  # noqa: F401 - likewise
 
 
 def write_kv(

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.kernels.cpu.fallback import argmax
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 CANDIDATES = 256
@@ -25,7 +24,7 @@ def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     truncated = ~greedy & ((sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0))
     tokens = torch.empty(len(logits), dtype=torch.int64)
     for wanted, draw in (
-        (greedy, lambda part, _: argmax(part)),
+        (greedy, lambda part, _: part.max(dim=-1).indices),
         (~greedy & ~truncated, _draw),
         (truncated, _draw_truncated),
     ):

@@ -24,6 +24,7 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -173,10 +174,7 @@ class LinearKernels:
         factors: Tensor,
         scales: Tensor,
         row_sums: Tensor,
-        gated: int = 0,
-        norm: Tensor | None = None,
-        epsilon: float = 0.0,
-        residual: Tensor | None = None,
+        *fused: Any,  # noqa: ANN401 - as `linear`
     ) -> Tensor:
         """Multiply by 8-bit weights; activations are rounded to 8 bits row by row.
 
@@ -188,15 +186,12 @@ class LinearKernels:
             factors: `[inputs]` float32, factors of x before it is rounded.
             scales: `[padded outputs]` float32, factors of the weights.
             row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
-            gated: As for `linear`, like the arguments below.
-            norm: Likewise.
-            epsilon: Likewise.
-            residual: Likewise.
+            *fused: The last four arguments of `linear`.
 
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        x, layer = _prepare(x, outputs, panels, bias, *fused)
         out = x.new_empty(x.shape[0], outputs)
         own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
         self._int8(*_rows(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
@@ -212,31 +207,13 @@ class LinearKernels:
         scales: Tensor,
         row_sums: Tensor,
         nibbles: Tensor,
-        gated: int = 0,
-        norm: Tensor | None = None,
-        epsilon: float = 0.0,
-        residual: Tensor | None = None,
+        *fused: Any,  # noqa: ANN401 - as `linear`
     ) -> Tensor:
         """Multiply by 4-bit weights if there are few rows, else by the same weights in 8 bits.
 
-        Args:
-            x: As for `linear_int8`, like the other arguments.
-            outputs: Likewise.
-            panels: Likewise.
-            bias: Likewise.
-            factors: Likewise.
-            scales: Likewise.
-            row_sums: Likewise.
-            nibbles: The result of `pack_int4`.
-            gated: Likewise.
-            norm: Likewise.
-            epsilon: Likewise.
-            residual: Likewise.
-
-        Returns:
-            `[rows, outputs]` bfloat16.
+        The arguments are those of `linear_int8`, and `nibbles`, which `pack_int4` returned.
         """
-        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        x, layer = _prepare(x, outputs, panels, bias, *fused)
         out = x.new_empty(x.shape[0], outputs)
         own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
         self._int4(

@@ -13,7 +13,6 @@ A model whose masks, positions or state are not as Octavo assumes breaks one of 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -27,7 +26,6 @@ from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.step import Step
 from octavo.kernels.metadata import AttentionMetadata
-from octavo.kernels.ops import plan_attention
 
 log = structlog.get_logger(__name__)
 
@@ -120,20 +118,26 @@ class _Chunk:
 
 
 class SelfCheck:
-    """The three relations, for one step.
+    """Checks the three relations for a step of one model.
+
+    Attributes:
+        expected: The logits of transformers' eager forward pass.
+        tolerance: The quantization's tolerance.
 
     Args:
+        expected: See above.
         shape: The model's dimensions.
         dtype: Of activations.
         device: Where the step runs.
         block_size: Tokens per block.
-        tolerance: The quantization's tolerance; 0 if the weights are not quantized.
+        tolerance: See above; 0 if the weights are not quantized.
         cache_dtype: Of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
     """
 
     def __init__(
         self,
+        expected: Reference,
         shape: ModelShape,
         dtype: torch.dtype,
         device: torch.device,
@@ -144,6 +148,8 @@ class SelfCheck:
         kv_scales: list[tuple[float, float]] | None = None,
     ) -> None:
         cache_dtype = cache_dtype or dtype
+        self.expected = expected
+        self.tolerance = tolerance
         self._dtype = dtype
         self._kv_scales = kv_scales
         self._device = device
@@ -158,40 +164,27 @@ class SelfCheck:
             dtype=cache_dtype,
             device=device,
         )
-        self._plan = partial(
-            plan_attention,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-            device=device,
-        )
+        self._plan = shape.planner(dtype, cache_dtype, device)
         self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
         if cache_dtype != dtype:
             self._rounding = max(self._rounding, FP8_CACHE_TOLERANCE)
-        self._tolerance = tolerance
 
     @torch.inference_mode()
-    def run(self, step: Step, expected: Reference) -> None:
+    def __call__(self, step: Step) -> None:
         """Check a step.
-
-        Args:
-            step: The step.
-            expected: The logits to compare with.
 
         Raises:
             SelfCheckError: A relation does not hold; the message names it.
         """
         began = time.perf_counter()
-        tokens, rows = expected.tokens, _rows(len(expected.tokens))
+        tokens, rows = self.expected.tokens, _rows(len(self.expected.tokens))
         own = _Chunk(tokens, 0, len(tokens), self._blocks_each)
         alone = self._logits(step, [own], rows)
         errors = {
             "alone": self._compare(
                 alone,
-                expected.logits,
-                self._tolerance,
+                self.expected.logits,
+                self.tolerance,
                 "alone, a prompt's logits are not those of transformers' eager forward pass",
             )
         }

@@ -23,14 +23,11 @@ class Scheme(ABC):
 
     Attributes:
         tolerance: Largest error of the logits in the self-check; see `self_check.py`.
+        takes_head: Whether to convert the head (hidden states to logits) too.
     """
 
     tolerance: ClassVar[float]
-
-    def takes(self, layer: nn.Linear, *, is_head: bool) -> bool:
-        """Return whether to convert a layer; all but the head (hidden states to logits) here."""
-        del layer
-        return not is_head
+    takes_head: ClassVar[bool] = False
 
     @abstractmethod
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
@@ -57,7 +54,7 @@ class Scheme(ABC):
         for group in group_linears_by_input(model):
             first = group[0]
             is_head = first.layer is head
-            if self.takes(first.layer, is_head=is_head):
+            if self.takes_head or not is_head:
                 convert = partial(self.convert, inputs=inputs[first.path], is_head=is_head)
                 replace(model, group, convert)
 

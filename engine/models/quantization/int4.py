@@ -23,10 +23,7 @@ class Int4(Scheme):
     """4-bit weights; 8-bit ones for the head and layers whose inputs do not divide into groups."""
 
     tolerance = 0.7
-
-    def takes(self, layer: nn.Linear, *, is_head: bool) -> bool:  # noqa: ARG002
-        """Return True."""
-        return True
+    takes_head = True
 
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
         """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""
