@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1200)  # transformers is slow at this on a busy
 @pytest.fixture(scope="module")
 def prompts(demo_model):
     """Stretches of English, each from another place, most of them short."""
-    text = Path(__file__).parents[2].joinpath("LICENSE").read_text()
+    text = Path(__file__).parents[3].joinpath("LICENSE").read_text()
     tokens = AutoTokenizer.from_pretrained(demo_model)(text).input_ids
     spread = LONGEST / SHORTEST
     lengths = [round(SHORTEST * spread ** (i / (PROMPTS - 1)) ** 4) for i in range(PROMPTS)]
