@@ -27,7 +27,7 @@ from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import check_model, check_priority
-from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.quota import Accounts, Usage
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text.tokenization import Tokenizers
 from octavo.router.tracing import RequestSpan
@@ -122,24 +122,16 @@ class Generator:
                 model = self._resolve(message.model, tenant)
                 check_priority(tenant, message.priority)
                 async with _until(deadline):
-                    request = await self._prepare(
+                    state = await self._prepare(
                         message,
-                        tenant,
+                        usage,
                         request_id=request_id,
                         model=model,
                         arrival=arrival,
                         deadline=deadline,
                     )
-                    state = RequestState(
-                        request,
-                        self._pool.tokenizer(model).pieces,
-                        usage=usage,
-                        metrics=self.metrics.of(model),
-                        pacer=self._pacer,
-                        max_unread_tokens=self._settings.max_unread_tokens,
-                    )
                     usage.reserve(self._tokens_to_reserve(state))
-                    span.describe(request)
+                    span.describe(state.request)
                     await self._serve(state, write, span)
             outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
@@ -252,33 +244,41 @@ class Generator:
     async def _prepare(
         self,
         message: generation_pb2.GenerateRequest,
-        tenant: Tenant,
+        usage: Usage,
         *,
         request_id: str,
         model: str,
         arrival: float,
         deadline: float | None,
-    ) -> Request:
+    ) -> RequestState:
         """Validate and tokenize."""
-        limits = self._pool.limits(model)
+        limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
         validation.check_request(message, limits)
         if message.WhichOneof("prompt") == "tokens":
             token_ids = list(message.tokens.token_ids)
         else:
             token_ids = await self._tokenizers.encode(
-                self._pool.tokenizer(model), message, tenant, limits.max_model_len - 1
+                tokenizer, message, usage.tenant, limits.max_model_len - 1
             )
         seeded = message.sampling.HasField("seed")
-        return Request(
+        request = Request(
             request_id=request_id,
             model=model,
-            tenant=tenant,
+            tenant=usage.tenant,
             message=message,
-            prompt=Prompt(token_ids, tenant.salt(message.cache_salt)),
+            prompt=Prompt(token_ids, usage.tenant.salt(message.cache_salt)),
             max_tokens=validation.output_length(message, len(token_ids), limits),
             arrival=arrival,
             deadline=deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),
+        )
+        return RequestState(
+            request,
+            tokenizer.pieces,
+            usage=usage,
+            metrics=self.metrics.of(model),
+            pacer=self._pacer,
+            max_unread_tokens=self._settings.max_unread_tokens,
         )
 
     def _tokens_to_reserve(self, state: RequestState) -> int:

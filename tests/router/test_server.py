@@ -46,7 +46,7 @@ class Process:
         return self.stub.Generate(generation_pb2.GenerateRequest(text="hi"))
 
 
-async def test_sigterm_finishes_what_runs_and_refuses_what_comes(scripted):
+async def test_sigterm_finishes_running_requests_and_refuses_new_ones(scripted):
     engine = await scripted("a long answer " * 5, interval=0.01).start()
     async with Process(engine.address) as process:
         running = process.generate()
@@ -65,7 +65,7 @@ async def test_sigterm_finishes_what_runs_and_refuses_what_comes(scripted):
     await engine.kill()
 
 
-async def test_drain_timeout_fails_what_is_left(scripted):
+async def test_requests_left_at_the_drain_timeout_fail(scripted):
     engine = await scripted(interval=None).start()
     async with Process(engine.address, drain_timeout=0.2) as process:
         running = process.generate()

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from prometheus_client import generate_latest
 
+from octavo.common import rpc
 from octavo.common.limits import fitting_output
 from octavo.v1 import engine_pb2, generation_pb2
 from octavo.v1.sampling_pb2 import FinishReason
@@ -69,7 +70,7 @@ async def test_streams_accepted_deltas_finished(scripted, serve):
     assert (end.usage.prompt_tokens, end.usage.output_tokens) == (6, 12)
 
 
-async def test_submit_carries_what_the_engine_needs(scripted, serve, encode):
+async def test_submit_has_all_that_the_engine_needs(scripted, serve, encode):
     engine = scripted()
     async with serve(engine) as s:
         await s.up()
@@ -91,7 +92,7 @@ async def test_submit_carries_what_the_engine_needs(scripted, serve, encode):
     assert not seeded.HasField("timeout")
 
 
-async def test_outputs_interleave_and_keep_apart(scripted, serve, encode):
+async def test_outputs_interleave(scripted, serve, encode):
     texts = ["one", "twofold", "three"]
     engine = scripted(script=lambda submit, index: encode(texts[index]))
     async with serve(engine) as s:
@@ -105,7 +106,7 @@ async def test_outputs_interleave_and_keep_apart(scripted, serve, encode):
         assert ends(responses)[i].usage.output_tokens == len(text)
 
 
-async def test_outputs_come_whole_where_that_is_asked_for(scripted, serve, encode):
+async def test_final_only_sends_outputs_whole(scripted, serve, encode):
     texts = ["short", "a good deal longer"]
     engine = scripted(script=lambda submit, index: encode(texts[index]))
     async with serve(engine, max_unread_tokens=8) as s:
@@ -166,7 +167,7 @@ async def test_prompt_logprobs_come_with_accepted(scripted, serve, encode):
     assert ends(responses)[1].usage.cached_tokens == 4
 
 
-async def test_engine_failure_is_the_callers_status(scripted, serve):
+async def test_an_engine_s_failure_is_the_caller_s_status(scripted, serve):
     engine = scripted(interval=None)
     async with serve(engine) as s:
         await s.up()
@@ -197,6 +198,19 @@ async def test_a_bad_event_fails_its_request_only(scripted, serve, encode):
         await s.clean()
     assert sorted(c.name for c in codes) == ["INTERNAL", "OK"]
     assert (bad, None) in engine.aborts
+
+
+async def test_an_unexpected_error_is_internal_and_hides_its_details(scripted, serve, monkeypatch):
+    async with serve(scripted()) as s:
+        await s.up()
+        monkeypatch.setattr(s.router.generator, "_serve", None)
+        error = await error_of(s.stub.Generate(ask()))
+        await s.clean()
+        labels = {"model": "tiny", "code": "INTERNAL"}
+        counted = s.router.registry.get_sample_value("octavo_router_requests_total", labels)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert error.details() == rpc.UNEXPECTED
+    assert counted == 1
 
 
 async def test_cancel_in_every_phase_leaves_nothing(scripted, serve, encode):
@@ -251,7 +265,7 @@ async def test_full_queue_says_when_to_retry(scripted, serve):
     assert retry.retry_delay.ToTimedelta().total_seconds() > 0
 
 
-async def test_an_outage_is_waited_out_for_a_while_and_then_said_at_once(scripted, serve):
+async def test_requests_wait_in_an_outage_and_are_then_refused_at_once(scripted, serve):
     engine = scripted()
     async with serve(engine, failover_timeout=0.3) as s:
         await s.up()
@@ -314,7 +328,7 @@ async def test_models_by_name(scripted, serve):
     assert listed.models[0].total_blocks == 256
 
 
-async def test_engines_of_unlike_blocks_can_all_take_what_is_let_through(scripted, serve):
+async def test_a_valid_request_fits_engines_of_any_block_size(scripted, serve):
     few = scripted(interval=None, block_size=16)  # 5 blocks: 80 tokens
     large = scripted(interval=None, block_size=64)  # 3 blocks: 192 tokens
     few.info.load.total_blocks, large.info.load.total_blocks = 5, 3

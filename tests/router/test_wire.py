@@ -96,7 +96,7 @@ async def test_new_connections_to_engines_use_new_files(scripted, serve, authori
         assert await outcome(s) == "hello world"
 
 
-async def test_a_certificate_says_who_asks(
+async def test_a_certificate_identifies_a_tenant(
     scripted, serve, authority, port_files, tmp_path, open_channel, monkeypatch
 ):
     monkeypatch.setattr(octavo.router.tenants.auth, "POLL_SECONDS", 60)
@@ -158,7 +158,7 @@ async def test_admin_service_speaks_the_router_s_tls(
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
-def test_admin_service_is_not_offered_to_everybody(host, tmp_path):
+def test_admin_service_needs_authentication(host, tmp_path):
     with pytest.raises(ValidationError, match="--tenants with an admin"):
         RouterSettings(admin_host=host, admin_port=1)
     RouterSettings(admin_host=host, admin_port=0)
@@ -187,7 +187,7 @@ async def test_a_router_without_its_files_does_not_start(which):
         ({"host": "127.0.0.1"}, None),
     ],
 )
-async def test_what_is_open_to_others_is_said(
+async def test_an_unauthenticated_port_is_warned_of(
     serve, given, said, port_files, tmp_path, monkeypatch
 ):
     log = structlog.testing.CapturingLogger()

@@ -134,7 +134,7 @@ async def test_a_queue_is_full_of_tokens_too():
     await cancel(*tasks)
 
 
-async def test_who_floods_a_full_queue_makes_room_for_others():
+async def test_a_tenant_that_floods_a_full_queue_makes_room_for_others():
     replica = Replica(1)
     admission = ManualAdmission(replica, limits=QueueLimits(4, 1 << 20, 600.0))
     admission.fill(replica)
@@ -148,7 +148,7 @@ async def test_who_floods_a_full_queue_makes_room_for_others():
     await cancel(*flood, modest, second)
 
 
-async def test_waiting_has_an_end():
+async def test_the_queue_time_is_limited():
     replica = Replica(1)
     admission = ManualAdmission(replica, limits=QueueLimits(10, 1 << 20, 0.02))
     (claim, _) = admission.fill(replica)
@@ -180,12 +180,12 @@ def learn(
         admission.release(claim)
 
 
-async def test_nothing_is_refused_by_a_deadline_where_nothing_is_known():
+async def test_a_deadline_refuses_nothing_without_measurements():
     admission = ManualAdmission(Replica(1))
     assert await admission.admit(request(deadline=1e-6, max_tokens=10**6))
 
 
-async def test_what_takes_longer_than_its_deadline_is_refused_at_once():
+async def test_a_request_longer_than_its_deadline_is_refused_at_once():
     replica = Replica(1)
     admission = ManualAdmission(replica)
     learn(admission, replica, first=1.0, token=0.1)
@@ -196,7 +196,7 @@ async def test_what_takes_longer_than_its_deadline_is_refused_at_once():
     assert await admission.admit(request(deadline=2.5, max_tokens=11))
 
 
-async def test_what_was_measured_long_ago_refuses_nobody():
+async def test_old_measurements_refuse_nothing():
     replica = Replica(1)
     admission = ManualAdmission(replica)
     learn(admission, replica, first=1.0, token=0.1)
@@ -204,7 +204,7 @@ async def test_what_was_measured_long_ago_refuses_nobody():
     assert await admission.admit(request(deadline=1000.5, max_tokens=11))
 
 
-async def test_a_wait_that_is_too_long_is_refused_by_the_measured_rate():
+async def test_a_wait_longer_than_the_deadline_is_refused_by_the_measured_rate():
     replica = Replica(1)
     admission = ManualAdmission(replica)
     claims = admission.fill(replica)
@@ -221,7 +221,7 @@ async def test_a_wait_that_is_too_long_is_refused_by_the_measured_rate():
     await cancel(*tasks[20:], patient)
 
 
-async def test_who_can_meet_its_deadline_after_all_stays():
+async def test_a_request_that_can_meet_its_deadline_again_stays_queued():
     replica = Replica(1)
     admission = ManualAdmission(replica)
     learn(admission, replica, first=0.5, token=0.05)
@@ -234,7 +234,7 @@ async def test_who_can_meet_its_deadline_after_all_stays():
     assert await asyncio.wait_for(waiting, 1)
 
 
-async def test_who_can_no_longer_meet_its_deadline_leaves_the_queue():
+async def test_a_request_that_cannot_meet_its_deadline_leaves_the_queue():
     replica = Replica(1)
     admission = ManualAdmission(replica)
     learn(admission, replica, first=0.5, token=0.05)
@@ -253,7 +253,7 @@ async def test_who_can_no_longer_meet_its_deadline_leaves_the_queue():
 # Engines that are up, or not.
 
 
-async def test_an_outage_is_waited_for_and_then_said_at_once():
+async def test_requests_wait_in_an_outage_and_are_then_refused():
     admission = ManualAdmission(Replica(1), outage=0.05)
     admission.down = True
     tasks = await queue(admission, request(), request(migrated=True))
@@ -275,7 +275,7 @@ async def test_an_outage_is_waited_for_and_then_said_at_once():
     assert await asyncio.wait_for(waiting, 1)
 
 
-async def test_those_who_wait_for_an_engine_are_bounded_too():
+async def test_the_queue_is_limited_in_an_outage():
     admission = ManualAdmission(Replica(1), limits=QueueLimits(1, 1 << 20, 600.0))
     admission.down = True
     tasks = await queue(admission, request(), request(migrated=True))

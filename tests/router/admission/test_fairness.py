@@ -95,7 +95,7 @@ LARGE = {"prompt": 1024, "output": 512}
 """Two such requests are all that is kept of idle time."""
 
 
-def test_little_of_idle_time_is_kept(line):
+def test_credit_for_idle_time_is_limited(line):
     for _ in range(20):
         line.ask(A, **LARGE)
     for _ in range(10):
@@ -107,7 +107,7 @@ def test_little_of_idle_time_is_kept(line):
     assert served.count("b") == 7
 
 
-def test_time_when_nobody_waited_is_not_kept_either(line):
+def test_credit_for_time_without_a_queue_is_limited(line):
     for _ in range(10):
         line.ask(A, **LARGE)
         line.serve()
@@ -157,7 +157,7 @@ def test_the_demand_looked_at_is_the_least_serveds():
     assert not counters.demand_of_least(3.5 + RECENT_SECONDS), "all have gone"
 
 
-def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
+def test_tenants_are_charged_for_tokens_drawn(line):
     line.ask(A, prompt=10, output=40)
     line.serve(drawn=5)
     assert line.counters["a"] == 10 + 5 * OUTPUT_WEIGHT
@@ -170,7 +170,7 @@ def test_what_was_not_drawn_is_given_back_and_what_was_is_charged(line):
     assert line.counters["a"] == before + 30 * OUTPUT_WEIGHT
 
 
-def test_a_request_that_came_to_nothing_costs_nothing(line):
+def test_a_request_without_output_is_not_charged(line):
     line.ask(A)
     line.serve(drawn=0)
     assert line.counters["a"] == 0
@@ -194,7 +194,7 @@ def test_each_tenants_own_go_by_priority_and_age(line):
     assert own == [urgent, early, late]
 
 
-def test_what_is_ahead(line):
+def test_tokens_ahead_in_the_queue(line):
     for _ in range(10):
         line.ask(A, prompt=50, output=50)
     newcomer = line.ask(B, prompt=50, output=50)

@@ -168,7 +168,7 @@ async def test_engines_are_added_drained_and_removed_by_call(scripted, serve):
     await second.kill()
 
 
-async def test_a_removed_engine_s_requests_go_on_elsewhere(scripted, serve):
+async def test_a_removed_engine_s_requests_migrate(scripted, serve):
     engines = [scripted("some words " * 10, interval=0.01) for _ in range(2)]
     async with administered(serve, *engines) as (s, admin):
         await s.up(2)

@@ -5,7 +5,7 @@ import pytest
 from octavo.v1.sampling_pb2 import TokenLogprob, TopLogprob
 
 
-async def test_whole(frontend, scripted, hello):
+async def test_a_whole_answer(frontend, scripted, hello):
     async with frontend(scripted("hello world", eos=True)) as (app, client):
         answer = await client.chat.completions.create(**hello)
         (choice,) = answer.choices
@@ -21,7 +21,7 @@ async def test_whole(frontend, scripted, hello):
         await app.clean()
 
 
-async def test_stream(frontend, scripted, hello):
+async def test_a_streamed_answer(frontend, scripted, hello):
     async with frontend(scripted("hello world")) as (_, client):
         stream = await client.chat.completions.create(
             **hello, n=2, stream=True, stream_options={"include_usage": True}
@@ -39,7 +39,7 @@ async def test_stream(frontend, scripted, hello):
     assert chunks[-1].usage.completion_tokens == 22
 
 
-async def test_stream_counts_as_it_goes(frontend, scripted, hello):
+async def test_usage_in_every_chunk(frontend, scripted, hello):
     async with frontend(scripted("hello world")) as (_, client):
         stream = await client.chat.completions.create(
             **hello, stream=True, stream_options={"continuous_usage_stats": True}

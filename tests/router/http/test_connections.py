@@ -74,7 +74,7 @@ async def answered(reader) -> bytes:
     return head.partition(b"\r\n")[0]
 
 
-async def test_half_sent_headers_keep_nobody_out(frontend, scripted, hello, connect):
+async def test_half_sent_headers_do_not_exhaust_connections(frontend, scripted, hello, connect):
     async with (
         frontend(scripted("abc"), max_connections=10) as (app, client),
         connect(app) as one,
@@ -112,7 +112,7 @@ async def test_a_header_has_a_size(frontend, scripted, connect):
         assert await answered(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_an_endless_header_is_not_taken_in(frontend, scripted, connect):
+async def test_an_endless_header_is_not_buffered(frontend, scripted, connect):
     async with frontend(scripted("a")) as (app, _), connect(app) as one:
         _, writer = await one(HALF)
 
@@ -136,14 +136,14 @@ async def test_requests_on_one_connection_are_parsed_one_by_one(frontend, script
         assert await client.models.list()
 
 
-async def test_one_who_sends_requests_without_end_is_cut_off(frontend, scripted, connect):
+async def test_a_client_that_pipelines_without_end_is_disconnected(frontend, scripted, connect):
     async with frontend(scripted("a")) as (app, _), connect(app) as one:
         reader, _ = await one(HEALTH * 100_000)
         assert len(await rest(reader)) < 1 << 20
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-async def test_requests_are_the_same_however_they_are_cut(frontend, scripted, connect, chunked):
+async def test_requests_may_arrive_in_any_pieces(frontend, scripted, connect, chunked):
     """Pipelined ones, too: the second is sent before the first is answered."""
     data = completion(chunked=chunked) + HEALTH + completion(chunked=chunked, close=True)
     rng = random.Random(0)
@@ -182,7 +182,7 @@ async def test_the_rest_of_a_refused_body_has_a_deadline(
             assert await answered(reader) == b"HTTP/1.1 200 OK"
 
 
-async def test_one_address_has_so_many_connections(frontend, scripted, connect):
+async def test_connections_per_address_are_limited(frontend, scripted, connect):
     async with (
         frontend(scripted("a"), max_connections_per_peer=3) as (app, _),
         connect(app) as one,
@@ -196,7 +196,7 @@ async def test_one_address_has_so_many_connections(frontend, scripted, connect):
         assert not fourth.at_eof()
 
 
-async def test_unfinished_handshakes_keep_nobody_out(frontend, scripted, connect, authority):
+async def test_unfinished_handshakes_do_not_exhaust_places(frontend, scripted, connect, authority):
     cert, key = authority.issue("server", *HERE)
     trusted = ssl.create_default_context(cafile=authority.ca)
     settings = {"tls_cert": cert, "tls_key": key, "max_connections": 10}

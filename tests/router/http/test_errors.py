@@ -24,7 +24,7 @@ async def test_a_full_queue_says_when_to_come_back(frontend, scripted, hello, fi
         await app.clean()
 
 
-async def test_one_address_may_have_so_many(frontend, scripted, hello, fill):
+async def test_requests_per_address_are_limited(frontend, scripted, hello, fill):
     engine = scripted(interval=None, max_num_seqs=1)
     async with frontend(engine, max_calls_per_peer=2) as (app, client):
         running = await fill(app, client, engine)
@@ -39,7 +39,7 @@ async def test_one_address_may_have_so_many(frontend, scripted, hello, fill):
             await client.chat.completions.create(**hello, n=0)
 
 
-async def test_nothing_there(frontend, scripted, hello):
+async def test_what_does_not_exist_is_404(frontend, scripted, hello):
     async with frontend(scripted("a")) as (_, client):
         with pytest.raises(openai.NotFoundError) as caught:
             await client.chat.completions.create(**{**hello, "model": "huge"})
@@ -50,7 +50,7 @@ async def test_nothing_there(frontend, scripted, hello):
             await client.embeddings.create(model="tiny", input="x")
 
 
-async def test_no_engine(frontend, hello):
+async def test_without_an_engine_it_is_503(frontend, hello):
     async with frontend(addresses=["127.0.0.1:1"]) as (_, client):
         with pytest.raises(openai.InternalServerError, match="no engine is up") as caught:
             await client.chat.completions.create(**hello)
@@ -58,7 +58,7 @@ async def test_no_engine(frontend, hello):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_time_runs_out(frontend, scripted, hello, streamed):
+async def test_a_deadline_passes(frontend, scripted, hello, streamed):
     engine = scripted(interval=None)
     async with frontend(engine) as (app, client):
         with pytest.raises(openai.InternalServerError, match="time was over") as caught:
@@ -75,7 +75,7 @@ async def test_time_runs_out(frontend, scripted, hello, streamed):
                 )
 
 
-async def test_a_failure_in_the_middle_of_a_stream(frontend, scripted, hello, encode):
+async def test_a_failure_within_a_stream(frontend, scripted, hello, encode):
     engine = scripted(interval=None)
     async with frontend(engine) as (app, client):
         task = asyncio.create_task(client.chat.completions.create(**hello, stream=True))
@@ -122,7 +122,7 @@ async def test_every_other_status(frontend, scripted, hello, monkeypatch):
                 await client.chat.completions.create(**hello)
 
 
-async def test_an_unexpected_error_keeps_its_insides(frontend, scripted, hello):
+async def test_an_unexpected_error_hides_its_details(frontend, scripted, hello):
     async with frontend(scripted("a")) as (app, client):
         app.router._http._vocabularies = None  # the frontend itself is broken
         with pytest.raises(openai.InternalServerError, match="the server's log") as caught:

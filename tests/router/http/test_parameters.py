@@ -100,7 +100,7 @@ COMPLETIONS = [
 ]
 
 
-async def test_what_is_wrong_is_named(frontend, scripted, hello):
+async def test_a_wrong_argument_is_named(frontend, scripted, hello):
     engine = scripted("a")
     async with frontend(engine) as (app, client):
         for extra, param in CHAT:
@@ -115,7 +115,7 @@ async def test_what_is_wrong_is_named(frontend, scripted, hello):
     assert not engine.submits
 
 
-async def test_what_changes_nothing_is_taken(frontend, scripted, hello):
+async def test_arguments_without_effect_are_accepted(frontend, scripted, hello):
     async with frontend(scripted("a")) as (_, client):
         answer = await client.chat.completions.create(
             **hello, tools=[], tool_choice="none", response_format={"type": "text"}, store=False,
@@ -125,7 +125,7 @@ async def test_what_changes_nothing_is_taken(frontend, scripted, hello):
     assert answer.choices[0].message.content == "a"
 
 
-async def test_bodies_that_are_none(frontend, scripted, post):
+async def test_invalid_bodies(frontend, scripted, post):
     async with frontend(scripted("a"), max_message_bytes=2000) as (app, _):
         for body, status, words in [
             (b"", 400, "not JSON"),

@@ -23,7 +23,7 @@ class Peer:
         self.open = False
 
 
-def test_the_address_with_most_unknown_gives_its_oldest():
+def test_the_address_with_most_unknown_connections_loses_its_oldest():
     places = Places(6, 0)
     (alone,) = [Peer(places, "a")]
     known = [Peer(places, "b", known=True) for _ in range(2)]
@@ -38,7 +38,7 @@ def test_the_address_with_most_unknown_gives_its_oldest():
     assert not any(peer.open for peer in known)
 
 
-def test_what_works_is_never_closed_for_another():
+def test_a_connection_with_a_request_is_never_closed_for_another():
     places = Places(2, 0)
     working = [Peer(places, "a", works=True) for _ in range(2)]
     beyond = Peer(places, "a")
@@ -48,7 +48,7 @@ def test_what_works_is_never_closed_for_another():
     assert all(peer.open for peer in working)
 
 
-def test_an_address_has_so_many():
+def test_connections_per_address_are_limited():
     places = Places(100, 2)
     first, second = Peer(places, "a", works=True), Peer(places, "a", works=True)
     assert not Peer(places, "a").stays
@@ -61,7 +61,7 @@ def test_an_address_has_so_many():
     assert second.open
 
 
-def test_unknown_callers_wait_once_they_have_asked_often():
+def test_unknown_callers_are_rate_limited():
     now = [0.0]
     pace = Pace(lambda: now[0])
     assert [pace.hold("a") for _ in range(int(UNKNOWN_AT_ONCE))] == [0.0] * int(UNKNOWN_AT_ONCE)
@@ -73,7 +73,7 @@ def test_unknown_callers_wait_once_they_have_asked_often():
     assert pace.hold("a") == 0.0
 
 
-def test_few_addresses_are_kept():
+def test_the_number_of_addresses_is_bounded():
     now = [0.0]
     pace = Pace(lambda: now[0])
     for i in range(3 * MAX_ADDRESSES):

@@ -46,7 +46,7 @@ async def test_health(frontend, scripted, get):
         assert (await get(f"{app.url}/health")).status == 503
 
 
-async def test_other_origins_only_where_told(frontend, scripted, get):
+async def test_cross_origin_requests_need_the_setting(frontend, scripted, get):
     origin = {"Origin": "https://example.com"}
     async with frontend(scripted("a")) as (app, _):
         response = await get(f"{app.url}/v1/models", headers=origin)
@@ -108,7 +108,7 @@ async def test_tokenize(frontend, scripted, post, encode):
             assert (await ask(**wrong))[0] == 400
 
 
-async def test_the_playground_is_served_and_nothing_beside_it(frontend, scripted, get):
+async def test_only_the_playground_s_files_are_served(frontend, scripted, get):
     async with frontend(scripted("a")) as (app, _):
         page = await get(f"{app.url}/")
         assert page.status == 200

@@ -27,7 +27,7 @@ async def leave(app, engine, body: dict, *, after: bytes = b"") -> None:
     writer.close()
 
 
-async def test_leaving_before_and_in_a_stream_frees_everything(frontend, scripted):
+async def test_a_client_that_leaves_frees_everything(frontend, scripted):
     engine = scripted("a long answer " * 30, interval=0.02)
     async with frontend(engine) as (app, _):
         body = {"prompt": "x", "max_tokens": 400}
@@ -40,7 +40,7 @@ async def test_leaving_before_and_in_a_stream_frees_everything(frontend, scripte
         await app.clean()
 
 
-async def test_leaving_the_queue(frontend, scripted, hello, fill):
+async def test_a_client_that_leaves_is_removed_from_the_queue(frontend, scripted, hello, fill):
     engine = scripted(interval=None, max_num_seqs=1)
     async with frontend(engine) as (app, client):
         running = await fill(app, client, engine)
@@ -86,7 +86,7 @@ async def test_a_drained_router_finishes_streams_and_refuses_others(frontend, sc
         await draining
 
 
-async def test_a_stopped_router_tells_its_streams(frontend, scripted, hello, encode):
+async def test_a_stopped_router_fails_its_streams(frontend, scripted, hello, encode):
     engine = scripted(interval=None)
     async with frontend(engine) as (app, client):
         task = asyncio.create_task(client.chat.completions.create(**hello, stream=True))

@@ -1,11 +1,13 @@
-"""With tenants, a key is asked for, and what it may not do is told apart from who it is."""
+"""With tenants a key is required; authentication and permission are different errors."""
 
 import asyncio
 
+import grpc.aio
 import openai
 import pytest
 
 from octavo.router.tenants.tenant import hash_key
+from octavo.v1 import generation_pb2
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def tenants(tmp_path):
     return file
 
 
-async def test_a_key_is_needed(frontend, scripted, hello, tenants, get):
+async def test_a_key_is_required(frontend, scripted, hello, tenants, get):
     async with frontend(scripted("a"), tenants=tenants, key="alice-key") as (app, client):
         answer = await client.chat.completions.create(**hello)
         assert answer.choices[0].message.content == "a"
@@ -51,7 +53,19 @@ async def test_a_key_is_needed(frontend, scripted, hello, tenants, get):
         assert (await get(f"{app.url}/health")).status == 200
 
 
-async def test_what_a_key_may_not_do(frontend, scripted, hello, tenants, get):
+async def test_http_and_grpc_authenticate_alike(frontend, scripted, hello, tenants):
+    async with frontend(scripted("a"), tenants=tenants, key="guess") as (app, client):
+        with pytest.raises(openai.AuthenticationError) as over_http:
+            await client.chat.completions.create(**hello)
+        metadata = [("authorization", "Bearer guess")]
+        with pytest.raises(grpc.aio.AioRpcError) as over_grpc:
+            await app.stub.ListModels(generation_pb2.ListModelsRequest(), metadata=metadata)
+        assert over_http.value.body["message"] == over_grpc.value.details()
+        refused = app.router.registry.get_sample_value("octavo_router_unauthenticated_total")
+        assert refused == 2
+
+
+async def test_permissions_of_a_key(frontend, scripted, hello, tenants, get):
     async with frontend(scripted("a"), tenants=tenants, key="bob-key") as (app, client):
         with pytest.raises(openai.PermissionDeniedError) as caught:
             await client.chat.completions.create(**hello)
@@ -60,7 +74,7 @@ async def test_what_a_key_may_not_do(frontend, scripted, hello, tenants, get):
         assert b'"engines":[]' in (await get(f"{app.url}/status", headers=key)).body
 
 
-async def test_its_limits(frontend, scripted, hello, tenants):
+async def test_limits_of_a_tenant(frontend, scripted, hello, tenants):
     engine = scripted(interval=None)
     async with frontend(engine, tenants=tenants, key="alice-key") as (app, client):
         running = asyncio.create_task(client.chat.completions.create(**hello))
@@ -71,7 +85,7 @@ async def test_its_limits(frontend, scripted, hello, tenants):
         await app.clean()
 
 
-async def test_a_key_that_is_no_header(frontend, scripted, tenants, get):
+async def test_a_key_must_be_ascii(frontend, scripted, tenants, get):
     async with frontend(scripted("a"), tenants=tenants) as (app, _):
         odd = {"Authorization": "Bearer \xe9"}
         assert (await get(f"{app.url}/v1/models", headers=odd)).status == 400

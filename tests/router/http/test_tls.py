@@ -36,7 +36,7 @@ async def test_a_changed_certificate_holds_for_new_connections(
         assert await health(app, impostor.ca) == 200
 
 
-async def test_clients_need_a_certificate_where_one_is_asked_for(
+async def test_a_client_certificate_is_required_with_a_client_ca(
     frontend, scripted, authority, impostor
 ):
     cert, key = authority.issue("server", *HERE)

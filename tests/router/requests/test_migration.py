@@ -67,7 +67,7 @@ async def test_every_token_once_when_an_engine_dies(scripted, serve, encode):
         assert ends(responses)[0].usage.output_tokens == len(encode(text))
 
 
-async def test_what_moves_says_all_that_another_engine_needs(scripted, serve, encode):
+async def test_a_migrating_request_is_sent_with_its_tokens(scripted, serve, encode):
     first, second = scripted(interval=None), scripted(interval=None)
     request = ask(
         sampling={"n": 3},
@@ -109,7 +109,7 @@ async def test_what_moves_says_all_that_another_engine_needs(scripted, serve, en
     assert {end.usage.cached_tokens for end in ends(responses).values()} == {4}
 
 
-async def test_a_refused_request_goes_to_another_engine(scripted, serve):
+async def test_a_request_refused_by_an_engine_migrates(scripted, serve):
     first, second = scripted(interval=None), scripted()
     async with serve(first, second) as s:
         await s.up(2)
@@ -124,7 +124,7 @@ async def test_a_refused_request_goes_to_another_engine(scripted, serve):
     assert len(second.submits) == 1
 
 
-async def test_lost_and_new_requests_wait_for_the_only_engine(scripted, serve, encode):
+async def test_migrating_and_new_requests_wait_for_the_only_engine(scripted, serve, encode):
     engine = scripted("a long answer " * 4, interval=0.01)
     async with serve(engine) as s:
         await s.up()
@@ -141,7 +141,7 @@ async def test_lost_and_new_requests_wait_for_the_only_engine(scripted, serve, e
         await s.clean()
 
 
-async def test_it_does_not_wait_forever(scripted, serve):
+async def test_a_migrating_request_waits_for_a_limited_time(scripted, serve):
     engine = scripted(interval=None)
     async with serve(engine, failover_timeout=0.2) as s:
         await s.up()
@@ -154,7 +154,7 @@ async def test_it_does_not_wait_forever(scripted, serve):
     assert "no engine is up" in error.details()
 
 
-async def test_moves_are_limited(scripted, serve):
+async def test_migrations_are_limited(scripted, serve):
     engine = scripted(interval=None)
     async with serve(engine, max_moves=2) as s:
         await s.up()
@@ -168,7 +168,7 @@ async def test_moves_are_limited(scripted, serve):
     assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "not now")
 
 
-async def test_shutdown_reaches_what_waits_to_move(scripted, serve):
+async def test_shutdown_fails_a_migrating_request_that_waits(scripted, serve):
     engine = scripted(interval=None)
     async with serve(engine) as s:
         await s.up()
@@ -185,7 +185,7 @@ async def test_shutdown_reaches_what_waits_to_move(scripted, serve):
     )
 
 
-async def test_a_search_begins_anew(scripted, serve, encode):
+async def test_a_beam_search_starts_again(scripted, serve, encode):
     first, second = (scripted(interval=None) for _ in range(2))
     for engine in (first, second):
         engine.info.features.beam_search = True
@@ -253,7 +253,7 @@ async def test_a_session_that_breaks_gets_no_requests_while_it_is_closed(scripte
         session._broken = "for a test"
         assert s.router.pool.up() == []
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
-        await s.until(lambda: len(s.router.admission) == 1)  # it has not used up its moves
+        await s.until(lambda: len(s.router.admission) == 1)  # it has migrations left
         session._broken = None
         s.router.admission.dispatch("tiny")
         assert text_of(await asyncio.wait_for(task, 30)) == "hello world"
@@ -265,7 +265,7 @@ def fault(engine, submit):
     engine.send(failures=[failure])
 
 
-async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted, serve):
+async def test_requests_migrate_once_after_a_failed_step_and_to_another_engine(scripted, serve):
     broken, busy = scripted(interval=None), scripted(max_num_seqs=1, interval=None)
     async with serve(broken, busy) as s:
         await s.up(2)
@@ -290,7 +290,7 @@ async def test_a_failed_step_moves_requests_once_and_to_another_engine(scripted,
     assert (len(broken.submits), len(busy.submits)) == (1, 1)
 
 
-async def test_a_failed_step_of_the_only_engine_is_told(scripted, serve):
+async def test_a_failed_step_of_the_only_engine_fails_the_request(scripted, serve):
     engine = scripted(interval=None)
     async with serve(engine) as s:
         await s.up()
