@@ -39,7 +39,7 @@ gpu: $(STAMP) ## Test and time the kernels on the GPU at hand (ARGS="--parts dec
 gpu-serving: $(STAMP) ## Serve LLaMA-7B on the GPU beside transformers (ARGS="--model LLaMA-13B")
 	$(BIN)/python -m benchmarks.gpu.serving $(ARGS)
 
-memory-study: $(STAMP) ## KV memory, paged and contiguous, as in the PagedAttention paper
+memory-study: $(STAMP) ## Compare KV memory, paged and contiguous, with the PagedAttention paper's
 	$(BIN)/python -m benchmarks.memory_study $(ARGS)
 
 peers: $(STAMP) ## Octavo beside vLLM, OpenVINO, llama.cpp and transformers

@@ -1,4 +1,4 @@
-"""Measures the perplexity of a served model on a real text, for each type of its weights.
+"""Measure the perplexity of a served model on a real text, for each type of its weights.
 
     python -m benchmarks.perplexity [--model demo] [--variants bfloat16 int8 ...]
                                     [--windows N] [--reference-windows 4]
@@ -17,12 +17,11 @@ of all other tokens, each with 1 to 1,023 tokens before it.
 A variant whose server does not start, say because it lacks a flag, is left out
 and said to be. The first windows also go through transformers' own forward pass
 in the same type, and the two perplexities of these windows are printed side by
-side. Results go to `benchmarks/results/perplexity.json` and `.md`.
+side. Results go to `benchmarks/results/perplexity.md`.
 """
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import subprocess
@@ -37,10 +36,9 @@ from pathlib import Path
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.report import table
 from octavo import Client
 from octavo.cli.local_server import local_server
 from octavo.common.models import resolve as models
@@ -66,7 +64,7 @@ MARKS = {"int8": 0.01, "int4": 0.05}
 """The most that a variant's perplexity may be over the first's, as a share of it."""
 
 COLUMNS = ("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds")
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results" / "perplexity.md"
 
 
 OWN_DTYPES = ("bfloat16", "float32")
@@ -97,7 +95,7 @@ class Score:
 
 
 def fetch_text() -> str:
-    """Downloads the text's package with pip, checked against its hash, and returns the text.
+    """Download the text's package with pip, check its hash, and return the text.
 
     Raises:
         subprocess.CalledProcessError: pip cannot get it, or its hash is another.
@@ -115,7 +113,7 @@ def fetch_text() -> str:
 
 
 def unwrap(raw: str) -> str:
-    """Joins the lines of each paragraph, and paragraphs with an empty line."""
+    """Join the lines of each paragraph, and paragraphs with an empty line."""
     lines = raw.replace("\x1a", "").splitlines()  # the file ends as files did under CP/M
     paragraphs: list[list[str]] = [[]]
     for words in map(str.split, lines):
@@ -127,13 +125,13 @@ def unwrap(raw: str) -> str:
 
 
 def windows(tokens: Sequence[int]) -> list[list[int]]:
-    """Cuts the text's tokens; a last window of one token scores nothing and is left out."""
+    """Cut the text's tokens; a last window of one token scores nothing and is left out."""
     cut = [list(tokens[start : start + WINDOW]) for start in range(0, len(tokens), WINDOW)]
     return [window for window in cut if len(window) > 1]
 
 
 def served_logprobs(client: Client, window: Sequence[int]) -> list[float]:
-    """Asks a server for the log-probabilities of a window's tokens from the second on."""
+    """Return a server's log-probabilities of a window's tokens from the second on."""
     completion = client.generate(window, max_tokens=1, temperature=0, prompt_logprobs=0).complete()
     scored = completion.prompt_logprobs
     assert [token.token_id for token in scored] == list(window[1:])
@@ -142,7 +140,7 @@ def served_logprobs(client: Client, window: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def own_logprobs(model: PreTrainedModel, window: Sequence[int]) -> list[float]:
-    """The same from transformers' forward pass, softmax in float32."""
+    """Return the same from transformers' forward pass, softmax in float32."""
     tokens = torch.tensor([window])
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
     scored: list[float] = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
@@ -150,13 +148,13 @@ def own_logprobs(model: PreTrainedModel, window: Sequence[int]) -> list[float]:
 
 
 def score(logprobs: Callable[[list[int]], list[float]], cut: list[list[int]]) -> Score:
-    """Scores windows with `logprobs`, timed."""
+    """Score windows with `logprobs` and time it."""
     began = time.perf_counter()
     return Score([logprobs(window) for window in cut], time.perf_counter() - began)
 
 
 def score_served(model: str, variant: str, cut: list[list[int]]) -> Score | None:
-    """Scores one variant through a server of its own; None if that does not start."""
+    """Score one variant by a server of its own; return None if it does not start."""
     with contextlib.ExitStack() as stack:
         try:
             address = stack.enter_context(local_server(model, *SERVER, *VARIANTS[variant]))
@@ -167,13 +165,13 @@ def score_served(model: str, variant: str, cut: list[list[int]]) -> Score | None
 
 
 def score_own(path: str, dtype: str, cut: list[list[int]]) -> Score:
-    """Scores windows with transformers alone."""
+    """Score windows with transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     return score(lambda window: own_logprobs(model, window), cut)
 
 
 def verdicts(scores: dict[str, Score | None]) -> list[str]:
-    """What is asked of each variant, and whether it holds."""
+    """Return each variant's mark, and whether it is met."""
     base = scores[BASE]
     assert base is not None
     lines = []
@@ -188,7 +186,7 @@ def verdicts(scores: dict[str, Score | None]) -> list[str]:
 
 
 def agreement(variant: str, served: Score, own: Score) -> str:
-    """One line with both perplexities of the windows that transformers scored too."""
+    """Return both perplexities of the windows that transformers scored too."""
     count = len(own.logprobs)
     return (
         f"{variant}, first {count} windows: {served.perplexity(count):.4f} served,"
@@ -197,7 +195,7 @@ def agreement(variant: str, served: Score, own: Score) -> str:
 
 
 def rows(scores: dict[str, Score | None]) -> list[tuple[str, ...]]:
-    """The report's table below its head."""
+    """Return the table's rows."""
     base = scores[BASE]
     assert base is not None
     return [
@@ -213,44 +211,22 @@ def rows(scores: dict[str, Score | None]) -> list[tuple[str, ...]]:
     ]
 
 
-def write(model: str, scores: dict[str, Score | None], notes: Sequence[str]) -> None:
-    """Writes the results' two files."""
-    date = datetime.now(UTC).date().isoformat()
+def markdown(model: str, scores: dict[str, Score | None], notes: Sequence[str]) -> str:
+    """Return the results as a page."""
     cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if cuda else f"{os.cpu_count()}-core CPU"
-    content = {
-        "model": model,
-        "date": date,
-        "device": device,
-        "text": f"{PACKAGE}, {MEMBER}",
-        "window": WINDOW,
-        "stride": WINDOW,
-        "variants": {
-            variant: {
-                "perplexity": score.perplexity(),
-                "tokens": score.tokens,
-                "seconds": round(score.seconds, 1),
-            }
-            for variant, score in scores.items()
-            if score is not None
-        },
-        "notes": list(notes),
-    }
-    (RESULTS / "perplexity.json").write_text(json.dumps(content, indent=2) + "\n")
-    preface = (
-        f"Made by `python -m benchmarks.perplexity`, {date}, {model} on a {device}."
-        " Text: *Alice's Adventures in Wonderland* (1865, public domain), in windows of"
-        f" {WINDOW:,} tokens that do not overlap; a window's first token is not scored."
+    made = (
+        f"Made by `python -m benchmarks.perplexity`, {datetime.now(UTC):%Y-%m-%d}, {model} on a"
+        f" {device}. Text: *Alice's Adventures in Wonderland* (1865, public domain), in windows"
+        f" of {WINDOW:,} tokens that do not overlap; a window's first token is not scored."
     )
-    head = (COLUMNS, ("---", "---:", "---:", "---:", "---:"))
-    lines = ["# Perplexity of a served model", "", preface, ""]
-    lines += ["| " + " | ".join(row) + " |" for row in (*head, *rows(scores))]
-    lines += ["", *(f"- {note}" for note in notes), ""]
-    (RESULTS / "perplexity.md").write_text("\n".join(lines))
+    listed = "\n".join(f"- {note}" for note in notes)
+    figures = table(COLUMNS, rows(scores))
+    return f"# Perplexity of a served model\n\n{made}\n\n{figures}\n\n{listed}\n"
 
 
 def main() -> None:
-    """Scores the variants that were asked for, prints and writes the results."""
+    """Score the variants that were asked for; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=models.DEMO)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -265,22 +241,16 @@ def main() -> None:
     scores = {variant: score_served(arguments.model, variant, cut) for variant in variants}
     if scores[BASE] is None:
         sys.exit(f"{BASE} could not be served, and it is what the others are compared with")
-
     notes = verdicts(scores)
     held = cut[: arguments.reference_windows]
     for dtype in OWN_DTYPES:
         served = scores.get(dtype)
         if held and served is not None:
             notes.append(agreement(dtype, served, score_own(path, dtype, held)))
-    shown = Table(*COLUMNS)
-    for row in rows(scores):
-        shown.add_row(*row)
-    console = Console()
-    console.print(shown)
-    for note in notes:
-        console.print(note, highlight=False)
+    page = markdown(arguments.model, scores, notes)
+    print(page)
     if arguments.windows is None:
-        write(arguments.model, scores, notes)
+        RESULTS.write_text(page)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Says where a decode step's time goes, for a few sizes of batch.
+"""Measure where a decode step's time goes, for a few batch sizes.
 
     python -m benchmarks.step_profile [--model demo] [--quantization none] [--batch 1 8 48]
         [--temperature 0] [--top-p 1]
@@ -29,9 +29,8 @@ from typing import Any
 
 import psutil
 import uvloop
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import table
 from octavo import AsyncClient
 from octavo.cli.local_server import local_server
 
@@ -61,66 +60,58 @@ COMPUTING = 0.5
 
 
 def main() -> None:
-    """Profiles every batch and prints the table."""
+    """Profile every batch and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 48])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         print(json.dumps(_profile(arguments, arguments.inside)))
         return
     inside = {batch: _profile_in_child(arguments, batch) for batch in arguments.batch}
-    _print_parts(inside, arguments.quantization)
-    served = uvloop.run(_serve(arguments))
-    _print_served(served, inside)
-    if arguments.json:
-        figures = {batch: {"inside": inside[batch], "served": served[batch]} for batch in inside}
-        arguments.json.write_text(json.dumps(figures, indent=1))
+    print(f"A decode step, milliseconds (quantization {arguments.quantization})\n")
+    print(_parts_table(inside))
+    print(
+        f"\nServed, milliseconds a step\n\n{_served_table(uvloop.run(_serve(arguments)), inside)}"
+    )
 
 
-def _print_parts(found: dict[int, dict[str, float]], quantization: str) -> None:
-    table = Table(title=f"A decode step, milliseconds (quantization {quantization})")
-    table.add_column("part")
-    for batch in found:
-        table.add_column(f"batch {batch}", justify="right")
-        table.add_column("share", justify="right")
+def _parts_table(found: dict[int, dict[str, float]]) -> str:
     totals = [sum(parts.values()) for parts in found.values()]
-    for part, name in PARTS.items():
-        cells = []
-        for parts, total in zip(found.values(), totals, strict=True):
-            cells += [f"{parts[part] * 1e3:.2f}", f"{parts[part] / total:.1%}"]
-        table.add_row(name, *cells)
-    cells = [cell for total in totals for cell in (f"{total * 1e3:.2f}", "")]
-    table.add_row("a step", *cells, style="bold")
-    cells = []
-    for parts, total in zip(found.values(), totals, strict=True):
-        others = total - parts["products"] - parts["attention"]
-        cells += [f"{others * 1e3:.2f}", f"{others / total:.1%}"]
-    table.add_row("neither product nor attention", *cells, style="bold")
-    Console().print(table)
+
+    def row(name: str, seconds: list[float]) -> list[str]:
+        pairs = zip(seconds, totals, strict=True)
+        return [
+            name,
+            *(cell for s, total in pairs for cell in (f"{s * 1e3:.2f}", f"{s / total:.1%}")),
+        ]
+
+    rows = [row(name, [parts[part] for parts in found.values()]) for part, name in PARTS.items()]
+    products = [parts["products"] + parts["attention"] for parts in found.values()]
+    others = [total - product for total, product in zip(totals, products, strict=True)]
+    rows += [row("a step", totals), row("neither product nor attention", others)]
+    return table(["part", *(cell for batch in found for cell in (f"batch {batch}", "share"))], rows)
 
 
-def _print_served(found: dict[int, dict[str, float]], inside: dict[int, dict[str, float]]) -> None:
-    table = Table(title="Served, milliseconds a step")
-    table.add_column("")
-    for batch in found:
-        table.add_column(f"batch {batch}", justify="right")
-    for name, key in SERVED.items():
-        table.add_row(name, *(f"{figures[key] * 1e3:.2f}" for figures in found.values()))
+def _served_table(found: dict[int, dict[str, float]], inside: dict[int, dict[str, float]]) -> str:
+    rows = [
+        [name, *(f"{figures[key] * 1e3:.2f}" for figures in found.values())]
+        for name, key in SERVED.items()
+    ]
     shares = [_shares(inside[batch], figures) for batch, figures in found.items()]
     names = "with the waits for the engine's own threads", "with all waits"
     for name, row in zip(names, zip(*shares, strict=True), strict=True):
-        table.add_row(f"neither product nor attention, {name}", *(f"{share:.1%}" for share in row))
-    Console().print(table)
+        cells = (f"{share:.1%}" for share in row)
+        rows.append([f"neither product nor attention, {name}", *cells])
+    return table(["served", *(f"batch {batch}" for batch in found)], rows)
 
 
 def _shares(parts: dict[str, float], served: dict[str, float]) -> tuple[float, float]:
-    """Of a served step, what is neither product nor attention: the engine's, and all of it.
+    """Return the share of a served step outside products and attention: the engine's, and all.
 
     The computing threads wait for the others by as much as those compute.
     """
@@ -141,7 +132,7 @@ def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, fl
 
 
 def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
-    """Mean seconds of each part of a decode step."""
+    """Return the mean seconds of each part of a decode step."""
     from octavo.engine.running import executor  # noqa: PLC0415
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - the child's alone
     from octavo.engine.startup import build  # noqa: PLC0415
@@ -211,7 +202,7 @@ def _timed(
 
 
 async def _serve(arguments: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Figures of a real server's steps, by the streams that are read from it at once."""
+    """Return figures of a real server's steps by the number of streams read at once."""
     flags = ("--quantization", arguments.quantization, "--compile", "wait")
     with local_server(arguments.model, *flags) as address:
         router, *others = psutil.Process().children(recursive=True)
@@ -234,7 +225,7 @@ class _Streams:
         self._tokens = [0] * count
 
     async def measure(self, processes: dict[str, int]) -> dict[str, float]:
-        """Reads them; figures are of the time when all have begun and none has ended."""
+        """Read the streams; return figures of the time when all run."""
         tasks = [asyncio.create_task(self._read(i)) for i in range(len(self._tokens))]
         while min(self._tokens) < WARM_STEPS:  # noqa: ASYNC110 - by the tasks above
             await asyncio.sleep(0.01)
@@ -267,7 +258,7 @@ class _Streams:
 
 
 def _threads(processes: dict[str, int]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Of each process's threads, the seconds that it ran and that it waited for a core."""
+    """Return the seconds that each thread ran and waited for a core."""
     found = {}
     for name, process in processes.items():
         for thread in Path(f"/proc/{process}/task").iterdir():

@@ -8,9 +8,7 @@ through contiguous allocators as the paper describes them, with as much memory.
 The paper: "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", Kwon et al., SOSP 2023; sections and figures below are its.
 
-Files: `traces` (who asks for what, when), `cost` (what a step takes), `buddy`
-and `contiguous` (the baselines), `paged` (Octavo), `beams` (how its beams fork),
-`measure` (what is counted),
-`study` (which runs answer which claim), `paper` (its figures), `report` and
-`plots` (how they are shown).
+Files: `traces` (requests and arrivals), `cost` (seconds of a step), `buddy` and `contiguous` (the
+baselines), `paged` (Octavo), `beams` (how its beams fork), `measure` (what is counted), `study`
+(the runs for each claim), `paper` (its figures), `report` (the page).
 """

@@ -8,13 +8,6 @@ USEFUL_MEMORY = {
 }
 """Share of KV memory that holds tokens: figure 2, from the experiment of section 6.2."""
 
-WASTE = {
-    "Orca (Max)": {"reserved": 0.133, "internal": 0.573, "external": 0.089},
-    "Orca (Pow2)": {"reserved": 0.179, "internal": 0.136, "external": 0.416},
-    "Orca (Oracle)": {"reserved": 0.252, "internal": 0.0, "external": 0.366},
-}
-"""The rest of each bar of figure 2."""
-
 SHAREGPT_SPEEDUP = {"Orca (Max)": "2.7-8x", "Orca (Oracle)": "1.7-2.7x"}
 """vLLM's request rate over theirs at similar latencies, on ShareGPT: section 6.2."""
 

@@ -55,11 +55,12 @@ def main() -> None:
         },
     )
     ours = [peer.name for peer in options.peers if peer.is_octavo]
-    report.show(results, ours, console)
     options.output.mkdir(parents=True, exist_ok=True)
     base = options.output / "peers"
     base.with_suffix(".json").write_text(report.as_json(results, where))
-    base.with_suffix(".md").write_text(report.markdown(results, ours, where))
+    page = report.markdown(results, ours, where)
+    base.with_suffix(".md").write_text(page)
+    print(page)
     console.print(f"{where.seconds / 60:.0f} minutes; written to {base}.*")
     if not any(result.samples for result in results):
         sys.exit(1)

@@ -1,19 +1,11 @@
-"""The results, for a terminal, as Markdown and as JSON."""
+"""Write the results as Markdown and as JSON."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.peers.results import (
-    Rate,
-    Result,
-    agreement,
-    first_token_seconds,
-    ratios,
-)
+from benchmarks.peers.results import Rate, Result, agreement, first_token_seconds, ratios
+from benchmarks.report import table
 
 MISSING = "-"
 
@@ -47,22 +39,8 @@ class Circumstances:
     workloads: dict[str, str]
 
 
-def show(results: Sequence[Result], ours: Sequence[str], console: Console) -> None:
-    """Prints the tables; `ours` names the results that the others are compared with."""
-    for title, header, rows in tables(results, ours):
-        table = Table(title=title, title_justify="left")
-        for number, name in enumerate(header):
-            table.add_column(name, justify="right" if number else "left")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    for result in results:
-        if result.failure:
-            console.print(f"[red]{result.title}[/]: {result.failure}", highlight=False)
-
-
 def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstances) -> str:
-    """The report as a page."""
+    """Return the page; `ours` names the results that the others are compared with."""
     lines = [
         "# Octavo and its peers",
         "",
@@ -84,9 +62,7 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
         ),
     ]
     for title, header, rows in tables(results, ours):
-        lines += ["", f"## {title}", "", _line(header)]
-        lines += [_line(["---", *("---:" for _ in header[1:])])]
-        lines += [_line(row) for row in rows]
+        lines += ["", f"## {title}", "", table(header, rows)]
     failed = [result for result in results if result.failure]
     if failed:
         lines += ["", "## Not measured, or not to the end", ""]
@@ -97,7 +73,7 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
 
 
 def as_json(results: Sequence[Result], where: Circumstances) -> str:
-    """Everything, samples included."""
+    """Return everything, samples included."""
     found = {**asdict(where), "peers": [asdict(result) for result in results]}
     return json.dumps(found, indent=2, default=str) + "\n"
 
@@ -105,7 +81,7 @@ def as_json(results: Sequence[Result], where: Circumstances) -> str:
 def tables(
     results: Sequence[Result], ours: Sequence[str]
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of each table."""
+    """Return title, header and rows of each table."""
     own = [result for result in results if result.name in ours and result.samples]
     made = [("Rates", _rates_header(), _rates(results))]
     for workload, title in (("mixed", "the mix"), ("single", "one request")):
@@ -157,7 +133,3 @@ def _times(ratio: float | None) -> str:
 
 def _versions(result: Result) -> str:
     return ", ".join(f"{package} {version}" for package, version in result.versions.items())
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

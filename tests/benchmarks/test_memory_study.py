@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from benchmarks.memory_study import cost, paper, report, traces
 from benchmarks.memory_study.beams import Continuer
@@ -190,10 +189,7 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
         traces={name: dict.fromkeys(lengths, 0.5) for name in names},
         memory={name: dict.fromkeys(SYSTEMS, use) for name in names},
         block_sizes={name: {str(size): use for size in BLOCK_SIZES} for name in names},
-        throughput={
-            name: {system: {"rate": 2.0, "points": [[1.0, 0.1]]} for system in SYSTEMS}
-            for name in names
-        },
+        throughput={name: {system: {"rate": 2.0} for system in SYSTEMS} for name in names},
         sharing={name: {"2": use} for name in names},
         beams={name: {"6": use} for name in names},
         prefixes={"Translation, 1 shot": {"cached": use, "uncached": use}},
@@ -209,7 +205,4 @@ def test_the_report_says_which_claims_are_met_and_which_are_not():
     assert "L / (L + (b - 1) / 2) = 90.4% useful; 96.0% takes blocks of at most 6" in text
     assert "Blocks of 256 keep 97.0% of all useful" in text
     assert f"| ShareGPT, width 6 | 1.0% | {paper.BEAM_SHARING['ShareGPT']} |" in text
-    console = Console(width=140)
-    with console.capture() as capture:
-        report.show(study, console)
-    assert "2.7-8x" in capture.get()
+    assert "2.7-8x" in text

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from rich.console import Console
 
 from benchmarks.peers import environments, registry, report, rounds, workloads
 from benchmarks.peers.environments import Environment, InstallError
@@ -198,7 +197,7 @@ def test_who_computes_something_else_agrees_with_nobody():
     assert agreement(results, "mixed") == {"a": 1.0, "b": 1.0, "near": 0.5, "wrong": 0.0}
 
 
-def test_the_report_has_every_peer_failed_ones_with_their_reason(tmp_path):
+def test_the_report_has_every_peer_failed_ones_with_their_reason():
     results = [
         result("ours", [40, 10, 30]),
         result("peer", [10, 20], note="batches of 8"),
@@ -216,9 +215,6 @@ def test_the_report_has_every_peer_failed_ones_with_their_reason(tmp_path):
     found = json.loads(report.as_json(results, where))
     assert found["machine"] == "A CPU"
     assert [len(peer["samples"]) for peer in found["peers"]] == [6, 4, 0]
-    with (tmp_path / "out").open("w") as sink:
-        report.show(results, ["ours"], Console(file=sink, width=200))
-    assert "pip ended with 1" in (tmp_path / "out").read_text()
 
 
 @pytest.fixture
