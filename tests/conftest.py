@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures of all tests."""
 
 import ipaddress
 import os
@@ -13,6 +13,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
 
 from octavo.common.models import resolve as models
+
+LONG = {"test_compilation.py", "test_jit.py", "test_triton_interpreted.py"}
+"""Besides the integration tests, the files that take longest."""
 
 KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
 
@@ -32,18 +35,24 @@ settings.load_profile("octavo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files first that start processes, so that short ones are left for the end."""
-    items.sort(key=lambda item: "integration" not in item.path.parts)
+    """Run the longest files first, so that short ones are left for the end."""
+
+    def rank(item: pytest.Item) -> int:
+        if "integration" in item.path.parts:
+            return 0
+        return 1 if item.path.name in LONG else 2
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
-    """The demo model's directory: fetched and converted on the first run on a machine."""
+    """Return the demo model's directory; the first run on a machine fetches and converts it."""
     return Path(models.resolve(models.DEMO))
 
 
 class Authority:
-    """Issues certificates as PEM files in a directory; its own is `ca`."""
+    """Issue certificates as PEM files in a directory; its own is `ca`."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -53,7 +62,7 @@ class Authority:
         self.ca = self._write("ca.pem", certificate.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, file: str, *identities: str, cn: str = "somebody") -> tuple[Path, Path]:
-        """Writes FILE.pem and FILE.key for "dns:", "ip:" and "uri:" names; returns both."""
+        """Write FILE.pem and FILE.key for "dns:", "ip:" and "uri:" names; return both."""
         key = ec.generate_private_key(ec.SECP256R1())
         kinds = {
             "dns": x509.DNSName,
@@ -102,13 +111,13 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def impostor(tmp_path: Path) -> Authority:
-    """An authority that nobody trusts."""
+    """Return an authority that no server trusts."""
     return Authority(tmp_path / "impostor")
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps a developer's OCTAVO_... variables out of the tests."""
+    """Keep a developer's OCTAVO_... variables out of the tests."""
     for name in os.environ:
         if name.startswith("OCTAVO_") and name not in KEPT:
             monkeypatch.delenv(name)

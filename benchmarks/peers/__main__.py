@@ -1,4 +1,4 @@
-"""Measures the peers, prints the tables, and writes peers.{json,md}."""
+"""Measure the peers, print the tables, and write peers.{json,md}."""
 
 import argparse
 import os

@@ -63,7 +63,7 @@ class Environment:
 
 
 def provide(environment: Environment, folder: Path, *, rebuild: bool = False) -> Path:
-    """Returns an environment's Python, making the environment first if need be.
+    """Return an environment's Python; make the environment first if need be.
 
     Args:
         environment: what it must hold.
@@ -102,7 +102,7 @@ def _install(environment: Environment, home: Path, python: Path) -> None:
 
 
 def _run(command: list[str], environment: Environment, home: Path) -> None:
-    """Runs pip with its output appended to the log."""
+    """Run pip and append its output to the log."""
     path = home / LOG
     with path.open("ab") as log:
         variables = {**os.environ, **environment.variables}

@@ -1,10 +1,10 @@
-"""Who is measured: each peer's worker, environment, and form of the model."""
+"""The peers: each one's worker, environment, and form of the model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers.environments import Environment
-from benchmarks.peers.model_files import DIRECTORY
+from benchmarks.peers.model_files import DIRECTORY, GGUF
 
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0", "openvino==2026.4.1"))
 VLLM = Environment(
@@ -53,49 +53,29 @@ class Peer:
 
 def _octavo(weights: str) -> Peer:
     options = {} if weights == "bf16" else {"quantization": weights}
-    return Peer(
-        f"octavo-{weights}",
-        f"Octavo, {weights}",
-        "octavo",
-        weights,
-        DIRECTORY,
-        None,
-        options,
-    )
+    title = f"Octavo, {weights}"
+    return Peer(f"octavo-{weights}", title, "octavo", weights, DIRECTORY, None, options)
+
+
+def _transformers(way: str, title: str) -> Peer:
+    worker = f"transformers_{way}"
+    return Peer(f"transformers-{way}", title, worker, "bf16", DIRECTORY, TRANSFORMERS)
 
 
 PEERS = (
     _octavo("bf16"),
     _octavo("int8"),
     _octavo("int4"),
-    Peer("openvino-16bit", "OpenVINO GenAI, f16", "openvino", "f16", "F16", OPENVINO),
-    Peer("openvino-int8", "OpenVINO GenAI, Q8_0", "openvino", "int8", "Q8_0", OPENVINO),
-    Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", "Q4_1", OPENVINO),
+    Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", GGUF, OPENVINO),
     Peer("vllm", "vLLM CPU, bf16", "vllm", "bf16", DIRECTORY, VLLM),
-    Peer("llama-cpp-16bit", "llama.cpp, f16", "llama_cpp", "f16", "F16", LLAMA_CPP),
-    Peer("llama-cpp-int8", "llama.cpp, Q8_0", "llama_cpp", "int8", "Q8_0", LLAMA_CPP),
-    Peer("llama-cpp-int4", "llama.cpp, Q4_1", "llama_cpp", "int4", "Q4_1", LLAMA_CPP),
-    Peer(
-        "transformers-continuous",
-        "transformers, continuous, bf16",
-        "transformers_continuous",
-        "bf16",
-        DIRECTORY,
-        TRANSFORMERS,
-    ),
-    Peer(
-        "transformers-static",
-        "transformers, static batches, bf16",
-        "transformers_static",
-        "bf16",
-        DIRECTORY,
-        TRANSFORMERS,
-    ),
+    Peer("llama-cpp-int4", "llama.cpp, Q4_1", "llama_cpp", "int4", GGUF, LLAMA_CPP),
+    _transformers("continuous", "transformers, continuous, bf16"),
+    _transformers("static", "transformers, static batches, bf16"),
 )
 
 
 def choose(names: str) -> tuple[Peer, ...]:
-    """The peers that a list names, in its order.
+    """Return the peers that a list names, in its order.
 
     Args:
         names: separated by commas; "openvino" stands for all that begin with it.
@@ -119,7 +99,7 @@ def choose(names: str) -> tuple[Peer, ...]:
 
 
 def default_folder() -> Path:
-    """Where environments and model files are kept."""
+    """Return the folder for environments and model files."""
     from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - brings in the log's setup
 
     return cache_dir() / "peers"

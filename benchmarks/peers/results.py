@@ -33,7 +33,7 @@ class Sample:
 
     @staticmethod
     def of(number: int, workload: Workload, outcome: Outcome) -> "Sample":
-        """The sample that an outcome makes in round `number`."""
+        """Return the sample of an outcome in round `number`."""
         firsts = outcome.first_token_seconds
         return Sample(
             number,
@@ -74,7 +74,7 @@ class Result:
     failure: str = ""
 
     def of(self, workload: str) -> list[Sample]:
-        """The samples of one workload."""
+        """Return the samples of one workload."""
         return [sample for sample in self.samples if sample.workload == workload]
 
 
@@ -88,7 +88,7 @@ class Rate:
 
     @staticmethod
     def of(samples: Sequence[Sample]) -> "Rate | None":
-        """The rate of samples; None if there are none."""
+        """Return the rate of samples; None if there are none."""
         rates = [sample.rate for sample in samples]
         if not rates:
             return None
@@ -96,7 +96,7 @@ class Rate:
 
 
 def first_token_seconds(samples: Sequence[Sample]) -> float | None:
-    """The median of samples that know it; None if none does."""
+    """Return the median of samples that know it; None if none does."""
     known = [
         sample.first_token_seconds for sample in samples if sample.first_token_seconds is not None
     ]
@@ -106,7 +106,7 @@ def first_token_seconds(samples: Sequence[Sample]) -> float | None:
 def ratios(
     results: Sequence[Result], ours: Sequence[Result], workload: str
 ) -> dict[str, dict[str, float]]:
-    """How many times as fast as each peer each of ours is, by median rates.
+    """Return our median rates over each peer's.
 
     Args:
         results: the peers.
@@ -127,7 +127,7 @@ def ratios(
 
 
 def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
-    """How far peers compute the same: the share of first tokens that most of them gave.
+    """Return how far peers compute the same: the share of first tokens that most of them gave.
 
     They need not agree wholly, since they round differently; one that computes
     something else agrees hardly ever.

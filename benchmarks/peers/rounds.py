@@ -1,4 +1,4 @@
-"""The measurement: every peer once a round, in an order that turns; one runs at a time."""
+"""Measure every peer once a round, in a rotating order; one runs at a time."""
 
 import contextlib
 import sys
@@ -59,7 +59,7 @@ class Fleet:
         self._loaded: dict[str, WorkerProcess] = {}
 
     def provide(self, peer: Peer) -> None:
-        """Installs a peer and fetches its model, both only where missing.
+        """Install a peer and fetch its model where they are missing.
 
         Raises:
             InstallError, ModelError: that failed.
@@ -71,7 +71,7 @@ class Fleet:
         self._provided[peer.name] = python, model_files.provide(peer.form, self._folder)
 
     def run(self, peer: Peer, number: int, result: Result) -> None:
-        """Runs a round's workloads, with the peer loaded and warm; notes what it took.
+        """Run a round's workloads with the peer loaded and warm; note what it took.
 
         Raises:
             WorkerError: the peer failed; it has been ended.
@@ -137,7 +137,7 @@ class Fleet:
 
 
 def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[Result]:
-    """Runs all rounds.
+    """Run all rounds.
 
     Args:
         fleet: runs the peers.
@@ -171,6 +171,6 @@ def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[
 
 
 def turned(peers: Sequence[Peer], number: int) -> list[Peer]:
-    """The order of a round: each begins with another peer."""
+    """Return the order of a round: each begins with another peer."""
     start = number % len(peers) if peers else 0
     return [*peers[start:], *peers[:start]]

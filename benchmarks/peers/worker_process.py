@@ -22,7 +22,7 @@ class WorkerError(Exception):
 
 
 class WorkerProcess:
-    """Starts a worker; it and its descendants end with the `with` block.
+    """Start a worker; it and its descendants end with the `with` block.
 
     Args:
         command: to run.
@@ -48,7 +48,7 @@ class WorkerProcess:
             )
 
     def load(self, setup: Setup) -> dict[str, str]:
-        """Has it load the model; returns the versions of its packages.
+        """Load the model; return the versions of the worker's packages.
 
         Raises:
             WorkerError: it cannot.
@@ -56,7 +56,7 @@ class WorkerProcess:
         return self._ask({"load": asdict(setup)}, "ready")
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Has it run requests, and checks that each got exactly the tokens it asked for.
+        """Run requests and check that each got exactly the tokens it asked for.
 
         Raises:
             WorkerError: it failed, or did not do what it was asked.
@@ -74,13 +74,13 @@ class WorkerProcess:
         return outcome
 
     def pause(self) -> None:
-        """Stops it and its descendants, so that they cost nothing but memory."""
+        """Stop it and its descendants, so that they cost only memory."""
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def resume(self) -> None:
-        """Lets them go on."""
+        """Continue them."""
         for process in reversed(self._family()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -92,7 +92,7 @@ class WorkerProcess:
         self.close()
 
     def close(self) -> None:
-        """Ends it: kindly at first, then by force."""
+        """End it: by closing its stdin, then by SIGKILL."""
         self.resume()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -119,7 +119,7 @@ class WorkerProcess:
                 process.kill()
 
     def _ask(self, message: dict[str, Any], wanted: str) -> dict[str, Any]:
-        """Sends a command and returns the answer under the key `wanted`."""
+        """Send a command; return the answer under the key `wanted`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         timer = threading.Timer(self._patience, self._kill)

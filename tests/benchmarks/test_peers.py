@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.peers import environments, registry, report, rounds, workloads
 from benchmarks.peers.environments import Environment, InstallError
-from benchmarks.peers.model_files import DIRECTORY, FILE_TYPES
+from benchmarks.peers.model_files import DIRECTORY, GGUF
 from benchmarks.peers.results import Rate, Result, Sample, agreement, first_token_seconds, ratios
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
 from benchmarks.peers.workers.protocol import Outcome, Request, Setup
@@ -84,7 +84,7 @@ def test_each_peer_is_pinned_and_has_a_worker_and_a_known_form():
     assert len({peer.name for peer in registry.PEERS}) == len(registry.PEERS)
     for peer in registry.PEERS:
         assert (ROOT / "benchmarks/peers/workers" / f"{peer.worker}.py").exists()
-        assert peer.form in {DIRECTORY, *FILE_TYPES}
+        assert peer.form in {DIRECTORY, GGUF}
         assert (peer.environment is None) == peer.is_octavo
         if peer.environment:
             assert "==" in peer.environment.requirements[0]

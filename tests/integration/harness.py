@@ -1,4 +1,4 @@
-"""Real octavo processes for tests: started, watched, read, stopped, killed."""
+"""Start, watch, read, stop and kill real octavo processes."""
 
 import signal
 import socket
@@ -59,15 +59,15 @@ class Server:
         return self.process.pid
 
     def children(self) -> list[psutil.Process]:
-        """The processes below this one, such as serve's engine."""
+        """Return its descendants, such as serve's engine."""
         return psutil.Process(self.pid).children(recursive=True)
 
     def logs(self) -> str:
-        """All that it has written so far."""
+        """Return all that it has written so far."""
         return self.log_path.read_text(errors="replace")
 
     def wait_ready(self, timeout: float = READY_SECONDS) -> "Server":
-        """Waits until gRPC health says SERVING; fails with the log if it does not."""
+        """Wait until gRPC health says SERVING; fail with the log if it does not."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -80,7 +80,7 @@ class Server:
         raise AssertionError(f"{self.name} was not ready in {timeout} s:\n{self.logs()}")
 
     def is_serving(self) -> bool:
-        """What its health service says; False if nothing answers."""
+        """Return whether its health service says SERVING; False if nothing answers."""
         with grpc.insecure_channel(self.address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
@@ -102,17 +102,17 @@ class Server:
         return self.metrics(port=port).value(name, **labels)
 
     def terminate(self, timeout: float = 60) -> int:
-        """SIGTERM; waits for the end and returns the exit code."""
+        """Send SIGTERM, wait for the end and return the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
     def kill(self) -> None:
-        """SIGKILL, at once and without a word."""
+        """Send SIGKILL and wait for the end."""
         self.process.kill()
         self.process.wait(10)
 
     def stop(self) -> None:
-        """Ends it, however it is; for cleaning up."""
+        """End it in whatever state it is."""
         if self.process.poll() is None:
             try:
                 self.terminate(40)
@@ -121,7 +121,7 @@ class Server:
 
 
 def adjacent_ports(count: int) -> list[int]:
-    """`count` free loopback ports in a row."""
+    """Return `count` adjacent free loopback ports."""
     while True:
         with socket.socket() as first:
             first.bind(("127.0.0.1", 0))
@@ -131,7 +131,7 @@ def adjacent_ports(count: int) -> list[int]:
 
 
 def wait_until(condition, timeout: float = 10.0, what: str = "the condition") -> None:
-    """Polls until `condition()` is true."""
+    """Poll until `condition()` is true."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
