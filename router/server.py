@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 SERVICE = "octavo.v1.GenerationService"
 ADMIN = "octavo.v1.AdminService"
 CLOSE_SECONDS = 1.0
-"""What calls that have been failed have to say so."""
+"""Seconds that failed calls have to send their status."""
 
 
 class Router:

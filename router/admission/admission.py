@@ -53,8 +53,8 @@ class Admission(Generic[E]):
     Args:
         candidates: The engines of a model that take requests; raises RpcError
             UNAVAILABLE if there are none.
-        policy: Which of several engines it is.
-        limits: How much may wait, and how long.
+        policy: Chooses among engines with room.
+        limits: Limits of the queues.
         outage_seconds: How long requests wait while no engine is up, from when
             the last one went; after that they are refused at once.
         clock: Returns the time in seconds, as requests have it.
@@ -97,10 +97,8 @@ class Admission(Generic[E]):
         """Return a claim with an engine, on which the request counts until `release`.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED, with a time to come back, if too
-                much waits already, or the request's deadline could not be met,
-                at once or after it has waited; UNAVAILABLE if no engine has
-                been up for too long.
+            rpc.RpcError: RESOURCE_EXHAUSTED, with a time to retry, if the queue is full or
+                the deadline cannot be met; UNAVAILABLE if no engine has been up for too long.
         """
         claim, queue = self._claim(state), self._queues[state.request.model]
         queue.counters.asked(claim.request.tenant, claim.sequences, self._clock())
@@ -147,7 +145,7 @@ class Admission(Generic[E]):
                 self._remove(queue, claim)
                 continue
             engine = self._choose(queue, engines, claim)
-            if engine is None:  # those behind wait too, or a wide request would starve
+            if engine is None:  # later requests wait too, or a wide request would starve
                 return
             try:
                 self._check_deadline(queue, claim, before=0.0)
@@ -169,7 +167,7 @@ class Admission(Generic[E]):
     # Engines.
 
     def _engines(self, queue: ModelQueue[E], model: str) -> Sequence[E]:
-        """Return the engines that take requests; none, while that may be for a moment.
+        """Return the engines that take requests; none in a short outage.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if none has been up for too long.
@@ -268,10 +266,10 @@ class Admission(Generic[E]):
     # Limits.
 
     def _make_room(self, queue: ModelQueue[E], newcomer: Claim[E]) -> None:
-        """Make room in a full queue by refusing others, if they burden it more.
+        """Make room in a full queue by refusing claims of tenants that fill it more.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that has to.
+            rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that is refused.
         """
         requests = len(self) + 1 - self._limits.requests
         tokens = self.tokens + newcomer.tokens - self._limits.tokens
@@ -285,9 +283,9 @@ class Admission(Generic[E]):
             self._refuse(queue, claim, error)
 
     def _half_gone(self, queue: ModelQueue[E]) -> float | None:
-        """Return the seconds until half of a queue will have gone, if that can be told.
+        """Return the expected seconds until a queue is half as long; None if unknown.
 
-        By then there is room, and the engines still have work.
+        A client that retries then finds room, and the engines still have work.
         """
         rate = queue.drain.per_second()
         return queue.waiters.tokens / 2 / rate if rate else None
@@ -295,19 +293,18 @@ class Admission(Generic[E]):
     def _check_deadline(
         self, queue: ModelQueue[E], claim: Claim[E], before: float | None = None
     ) -> None:
-        """Check that a request can be complete by its deadline, as far as can be told.
+        """Check that a request is expected to be complete by its deadline.
 
         Args:
-            queue: Where it is.
+            queue: Its model's queue.
             claim: The request.
-            before: Tokens that must leave the queue for it to have an engine;
-                None where nobody waits. Where others wait, a place is for those
-                who will surely make it; where nobody does, nothing is lost by
-                trying.
+            before: Tokens that must leave the queue first; None if the queue is empty. With
+                requests waiting, estimates are on the safe side, as a place is better
+                given to a request that is in time; with none, nothing is lost by trying.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if it cannot; DEADLINE_EXCEEDED if
-                that has passed.
+            rpc.RpcError: RESOURCE_EXHAUSTED if it is not; DEADLINE_EXCEEDED if the deadline
+                has passed.
         """
         deadline = claim.request.deadline
         if deadline is None or claim.migrated:
@@ -323,9 +320,9 @@ class Admission(Generic[E]):
         """Set the timer that refuses a claim: it waited too long, or cannot meet its deadline.
 
         Args:
-            queue: Where it waits.
+            queue: Its model's queue.
             claim: The request.
-            since: When it began to.
+            since: When it began to wait.
         """
         now, deadline = self._clock(), claim.request.deadline
         due = since + self._limits.seconds

@@ -100,17 +100,17 @@ class Claim(Generic[E]):
 
     @property
     def length(self) -> int:
-        """Tokens that each of its outputs has, as a mean."""
+        """Mean tokens of its outputs so far."""
         return self.state.output_tokens // self.sequences
 
     @property
     def drawn(self) -> int:
-        """Tokens that all of its outputs have had since it asked for an engine."""
+        """Tokens drawn for all outputs since it asked for an engine."""
         return self.state.output_tokens - self._before
 
     @property
     def remaining(self) -> int:
-        """Tokens that each of its outputs will have yet, on the safe side, by what has come."""
+        """Further tokens that each output is expected to have, on the safe side."""
         request, length = self.request, self.length
         most = max(request.max_tokens, length + 1)
         expected = self._lengths.expected(most, min_tokens=request.min_tokens, drawn=length)
@@ -126,21 +126,21 @@ class Claim(Generic[E]):
 
     @property
     def tokens(self) -> int:
-        """What is expected to be computed for it: the measure of queues and of their pace."""
+        """Tokens expected to be computed for it: the unit of queue lengths and drain rates."""
         return len(self.prompt) + self.expected * self.sequences
 
     @property
     def charge(self) -> float:
-        """What its tenant is charged while it runs: what is expected, or what came if more."""
+        """The tenant's charge while it runs: the expected cost, or the actual cost if higher."""
         return self._weighed(max(self.expected * self.sequences, self.drawn))
 
     @property
     def served(self) -> float:
-        """What its tenant is charged in the end: for what it was given."""
+        """The tenant's charge once it has ended: the actual cost."""
         return self._weighed(self.drawn) if self.drawn else 0.0
 
     def blocks(self, block_size: int) -> int:
-        """Return the KV blocks that it holds once it is computed as far as it has come.
+        """Return the KV blocks that it holds once all tokens so far are computed.
 
         Its outputs share the prompt's full blocks.
         """
@@ -189,7 +189,7 @@ class Claims:
         return sorted(c.remaining for c in self._cached for _ in range(c.sequences))
 
     def fits(self, claim: Claim[Any], cached_tokens: int, load: engine_pb2.Load) -> bool:
-        """Return whether the engine's blocks will do for one more request, all along.
+        """Return whether the engine is predicted to have enough blocks for one more request's life.
 
         Args:
             claim: The request.
@@ -209,11 +209,10 @@ class Claims:
 
 
 class _Forecast:
-    """The blocks that running requests will need beyond those in use, as they go on and end.
+    """The blocks that running requests will need beyond those in use.
 
-    The worst moments are those just before a request ends and frees its own; by
-    then all that go on have grown by what that one had still to come (the
-    Past-Future scheduler, ASPLOS 2025, has it so).
+    Peaks are just before a request ends and frees its blocks: by then all others have
+    grown by the tokens that it had left (as in the Past-Future scheduler, ASPLOS 2025).
 
     Args:
         block_size: Tokens per block.
@@ -229,7 +228,7 @@ class _Forecast:
         self._block_size = block_size
         self._needed = 0  # by prompts that are not in the report
         self._sequences = 0
-        # Tokens that each sequence has to come, sequences, blocks held; by the first.
+        # Tokens left of each sequence, sequences, blocks held; sorted.
         self._growing: list[tuple[int, int, int]] = []
 
     def add(self, claim: Claim[Any], cached: int) -> None:
@@ -242,7 +241,7 @@ class _Forecast:
         insort(self._growing, (claim.remaining, claim.sequences, held))
 
     def peak(self, newcomer: Claim[Any], blocks: int) -> float:
-        """Return the most that will be needed at a time if one more has `blocks` at once."""
+        """Return the peak of needed blocks if one more request starts with `blocks`."""
         sequences = self._sequences + newcomer.sequences
         peak = needed = float(self._needed + blocks)
         own = (newcomer.expected, newcomer.sequences, blocks)

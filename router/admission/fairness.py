@@ -1,17 +1,15 @@
 """Fairness: which tenant's turn it is.
 
-The virtual token counter of "Fairness in Serving Large Language Models" (Sheng
-et al., OSDI 2024), with weights. A tenant's counter is what it was served, in
-weighted tokens, over its own weight. One that comes back from having nothing to
-ask is lifted to the least of those who wait, less a little, so that a few
-requests at once do not wait for its share of them: the rest of the time that it
-did not use is not kept for it.
+This is the virtual token counter of "Fairness in Serving Large Language Models"
+(Sheng et al., OSDI 2024), with weights. A tenant's counter is the weighted tokens that it was
+served, divided by its own weight; the tenant with the lowest counter goes next. The counter
+of a tenant that returns from idleness is raised to the lowest of the waiting tenants, less
+CREDIT_TOKENS: it keeps that much of the share that it did not use, and no more.
 
-Between two tenants that both wait all the time, what they were served so never
-grows apart by more than one request's charge and that little, plus what running
-requests turn out to cost beyond or below what was expected of them.
+So the counters of two tenants that always have waiting requests differ by at most one request's
+charge and the credit, plus what running requests cost beyond or below the expectation.
 
-The least served of those active finds a place at once: some are kept for it
+The least served active tenant is dispatched at once: some places are kept for it
 (`kept_places`). Tenants that all wait are the least served in turn, and leave no place empty.
 """
 

@@ -1,16 +1,14 @@
 """Reserve places of an engine for the tenant that was served the least.
 
-A turn is worth little where one tenant floods the queue: then no place ever is
-free when another's request comes, and it waits for one to be. So an engine's last
-places are only for the tenant that was served the least of those active: it finds
-one at once, and the next one that is left is kept again. They are not kept from
-one that asks for no more than its own share of all places.
+If one tenant floods the queue, turns alone do not help another: there is never a free place when
+its request arrives. So an engine's last places are given only to the least served active tenant:
+it finds one at once, and the next place that falls free is kept again. A tenant that asks for no
+more than its own share of all places is not held to this.
 
-Each kept place is one less that works. As few will do as the tenant may ask for
-before others fall free: if it has asked for `count` sequences within `span` seconds,
-and `ended` of those that run will have ended in as many, `count - ended` must be free
-now. So few are kept where ends are spread over time, and more where requests that began
-together are about to end together.
+Each kept place is one that does no work, so as few are kept as the tenant may ask for before others
+fall free: if it has asked for `count` sequences within `span` seconds, and `ended` of the running
+ones are expected to end in that time, `count - ended` must be free now. That is few if ends are
+spread over time, and more if requests that began together are about to end together.
 """
 
 import math

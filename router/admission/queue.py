@@ -33,13 +33,13 @@ class _Share(Generic[E]):
 class FairQueue(Generic[E]):
     """Tenants in turn by what they were served; each tenant's requests by priority and age.
 
-    A request of high priority goes before all of lower ones, until those have
-    waited for `PRIORITY_SECONDS` for each unit between: then they are as good
-    as it. So the tenants whose turn it may be are those whose first has come
-    to the highest priority that anybody waits with.
+    A request goes before all requests of lower priority until those have waited
+    `PRIORITY_SECONDS` for each unit of difference; from then on they are equal. So the
+    eligible tenants are those with a first request that has reached the highest
+    waiting priority.
 
     Args:
-        counters: What tenants were served.
+        counters: What each tenant was served.
     """
 
     def __init__(self, counters: TenantCounters) -> None:
@@ -95,7 +95,7 @@ class FairQueue(Generic[E]):
             del self._priorities[priority]
 
     def first(self, now: float) -> Claim[E] | None:
-        """Return the one who goes next, or None if nobody waits."""
+        """Return the next claim, or None if the queue is empty."""
         if not self._shares:
             return None
         if len(self._shares) == 1:
@@ -108,15 +108,15 @@ class FairQueue(Generic[E]):
         return self._shares[name].claims[0]
 
     def displaced(self, newcomer: Claim[E], requests: int, tokens: int) -> list[Claim[E]] | None:
-        """Return who is to leave so that a newcomer can wait; None if that is the newcomer.
+        """Return the claims to refuse so that a new one can wait; None to refuse the new one.
 
-        Always the last of the tenant that burdens the queue the most for its
-        weight, so that nobody's flood keeps others out. Those moved stay.
+        It is always the last claim of the tenant with the most waiting tokens for its weight,
+        so that no tenant's flood keeps others out. Migrated requests are not refused.
 
         Args:
-            newcomer: One who is not in the queue.
-            requests: How many must leave at least.
-            tokens: How many tokens must leave with them at least.
+            newcomer: A claim that is not in the queue.
+            requests: Minimum number of claims to refuse.
+            tokens: Minimum tokens of these claims together.
         """
         weights = {name: share.weight for name, share in self._shares.items()}
         burdens = {name: share.tokens for name, share in self._shares.items()}
@@ -136,10 +136,10 @@ class FairQueue(Generic[E]):
         return leaving
 
     def ahead(self, newcomer: Claim[E]) -> float:
-        """Return the tokens of those who go before one who is not in the queue, about.
+        """Estimate the tokens that go before a claim that is not in the queue yet.
 
-        Its own tenant's before it; and of each other tenant's as many as that
-        can have until it has been served as much.
+        These are its own tenant's before it, and of each other tenant as many as that
+        tenant can be served until both are served equally.
         """
         if not self._shares:
             return 0.0
@@ -160,5 +160,5 @@ class FairQueue(Generic[E]):
 
 
 def _before(share: _Share[E], newcomer: Claim[E]) -> float:
-    """Return the tokens of those in a share who came before one, by their number."""
+    """Estimate the tokens of a tenant's claims that go before one, from their number."""
     return share.tokens * share.place(newcomer) / len(share.claims)

@@ -40,7 +40,7 @@ class CircuitBreaker:
         preferred for that.
         """
         self.trip(free=0)
-        self._up_since = self._clock()  # it has to prove itself anew
+        self._up_since = self._clock()  # its time of use starts again
 
     def trip(self, *, free: int = 1) -> None:
         """Record a failure of the engine; the first `free` in a row do not open the breaker."""

@@ -86,7 +86,7 @@ class EngineLink:
         address: HOST:PORT.
         engine: The connection, or the last one there was; None before the first.
         draining: Whether the router gives it no new requests, whatever it says itself.
-        breaker: For how long others are to be preferred, as it failed of late.
+        breaker: Says how long other engines are preferred after failures.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class EnginePool:
         else:
             raise rpc.RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,
-                f"engine {address} is there already",
+                f"engine {address} has been added already",
                 field="address",
             )
         return link
@@ -134,7 +134,7 @@ class EnginePool:
     def candidates(self, model: str) -> Sequence[Engine]:
         """Return the engines of `model` that take new requests.
 
-        Those that failed of late, or whose step may hang, are among them only where there
+        Those that failed recently, or whose step may hang, are among them only where there
         are no others.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Reading what a client sends, and noticing that it has gone."""
+"""Reads request bodies, and notices clients that disconnect."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -11,7 +11,7 @@ from octavo.common.background import joined
 from octavo.router.http.errors import ApiError, from_validation
 
 SECONDS = 30.0
-"""What a client has to send a body."""
+"""Seconds that a client has to send a body."""
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

@@ -21,21 +21,21 @@ from octavo.router.http.errors import ApiError
 from octavo.router.http.places import Pace, Places
 
 HEADER_SECONDS = 10.0
-"""What a client has for a TLS handshake, and then for a request's line and headers."""
+"""Seconds that a client has for a TLS handshake, and again for a request's line and headers."""
 BODY_GRACE_SECONDS = 5.0
-"""What an answer to a slow body has on its way before the connection is closed."""
+"""Seconds that an answer to a slow body has before the connection is closed."""
 UNREAD_SECONDS = 5.0
-"""What a client has to send the rest of a body that was refused; it is not read."""
+"""Seconds that a client has to send the rest of a refused body, which is not read."""
 MAX_PIPELINED = 64 << 10
-"""Bytes of later requests that are kept; a client that sends more is cut off."""
+"""Maximum bytes of later requests that are kept; a client that sends more is disconnected."""
 PIECES = 64
-"""Pieces of a body that are parsed before other connections have their turn."""
+"""Pieces of a body that are parsed before the event loop serves other connections."""
 
 _EMPTY_LINE = re.compile(rb"\n\r?\n")
 
 
 class _Phase(enum.Enum):
-    """What a connection waits for."""
+    """The part of an exchange that a connection is in."""
 
     HEADER = enum.auto()
     BODY = enum.auto()
@@ -44,7 +44,7 @@ class _Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What a server's connections have in common.
+    """The limits that a server's connections share.
 
     Attributes:
         places: Which of them stay open.
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what is due of it."""
+        """Parse received bytes, as far as their turn has come."""
         self._unset_keepalive_if_required()
         self._unparsed += data
         self._parse()
@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self._shared.places.work(self)
 
     def on_response_complete(self) -> None:
-        """Go on with the next request, if one has come."""
+        """Continue with the next request, if one has arrived."""
         super().on_response_complete()
         self.known = bool(self.cycle.scope["state"].get("known"))
         self._shared.places.wait(self)
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
         self._hold(delay)
 
     def _parse(self) -> None:
-        """Parse what has come up to the end of one request."""
+        """Parse what has arrived, up to the end of one request."""
         for _ in range(PIECES):
             if self.transport.is_closing():
                 self._unparsed.clear()
@@ -224,7 +224,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _hold(self, seconds: float) -> None:
-        """Parse on after a while, at least when other connections have had their turn."""
+        """Continue parsing after `seconds`, and after other events of the loop."""
         self._held = True
         self.loop.call_later(seconds, self._go_on)
 

@@ -22,9 +22,9 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 1024
 CLOSE_SECONDS = 1
-"""What responses in progress have to end when the server stops."""
+"""Seconds that responses in progress have to end when the server stops."""
 RETRY_SECONDS = 0.1
-"""When to accept again after the system could not, as without a file descriptor."""
+"""Seconds until the next attempt after accept failed, as without a free file descriptor."""
 
 
 class HttpServer:

@@ -57,7 +57,9 @@ class Authenticator:
     def __init__(self, path: Path | None, registry: CollectorRegistry) -> None:
         self._path = path
         self._refused = Counter(
-            "octavo_router_unauthenticated", "Calls of nobody known.", registry=registry
+            "octavo_router_unauthenticated",
+            "Calls without a valid key or certificate.",
+            registry=registry,
         )
         self._seen: Signature = None  # what was read
         self._found: Signature = None  # at the last look

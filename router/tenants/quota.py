@@ -12,21 +12,21 @@ from octavo.router.metrics import RouterMetrics
 from octavo.router.tenants.tenant import Tenant
 
 BUSY_SECONDS = 1.0
-"""When one may come again who has too many requests in progress: nothing tells when one ends."""
+"""Seconds to wait after too many requests in progress: nothing tells when one will end."""
 
 MIN_TOKENS = 2
-"""Fewest tokens of a request: one of the prompt and one of the output."""
+"""Minimum tokens of a request: one of the prompt and one of the output."""
 
 Clock = Callable[[], float]
 
 
 class Bucket:
-    """Something that comes at a rate, is kept up to a capacity, and may be owed.
+    """A token bucket that may go into debt.
 
     Args:
-        rate: What comes a second.
-        capacity: What is kept at most, and there at first.
-        clock: Seconds, monotonic.
+        rate: Refill per second.
+        capacity: Maximum level, and the level at first.
+        clock: Returns seconds, monotonic.
     """
 
     def __init__(self, rate: float, capacity: float, clock: Clock = time.monotonic) -> None:
@@ -38,33 +38,33 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """What is kept at most."""
+        """Maximum level."""
         return self._capacity
 
     @property
     def level(self) -> float:
-        """What is there; below nothing, what is owed."""
+        """Current level; negative for debt."""
         now = self._clock()
         self._level = min(self._level + (now - self._time) * self._rate, self._capacity)
         self._time = now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Take an amount, whether it is there or not; a negative one is given back."""
+        """Take an amount, into debt if need be; a negative amount is given back."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
-        """Return when, at the earliest, so much is there; at most the capacity."""
+        """Return the seconds until the level is reached; it must not exceed the capacity."""
         return max(level - self.level, 0.0) / self._rate
 
     def resize(self, rate: float, capacity: float) -> None:
-        """Change both from now on; what is owed stays owed."""
+        """Change rate and capacity from now on; debt stays."""
         self._level = min(self.level, capacity)
         self._rate, self._capacity = rate, capacity
 
 
 class Account:
-    """What one tenant uses."""
+    """One tenant's use of its quotas."""
 
     def __init__(self, tenant: Tenant, metrics: RouterMetrics, clock: Clock) -> None:
         self._requests = metrics.tenant_requests
@@ -78,7 +78,7 @@ class Account:
 
     @property
     def tenant(self) -> Tenant:
-        """Whose it is, with the limits that hold now."""
+        """The tenant, with its current limits."""
         return self._tenant
 
     @tenant.setter
@@ -90,7 +90,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator["Usage"]:
-        """Count a request from its beginning to its end; give what counts its tokens.
+        """Count a request from its beginning to its end; yield the counter of its tokens.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
@@ -112,7 +112,7 @@ class Account:
         """Count a call.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if there were too many of late.
+            rpc.RpcError: RESOURCE_EXHAUSTED if there were too many recently.
         """
         if self._calls is None:
             return
@@ -128,7 +128,7 @@ class Account:
 
     @property
     def tokens(self) -> Bucket | None:
-        """The tokens that the tenant may use now; None: any number."""
+        """The tokens that the tenant may use now; None for no limit."""
         return self._tokens
 
     def check_tokens(self, wanted: int) -> None:
@@ -148,7 +148,7 @@ class Account:
             raise self._over(f"has {left} left of {limit}, too few for this request", wait)
 
     def count(self, *, prompt: int = 0, output: int = 0) -> None:
-        """Show tokens that were used in the metrics."""
+        """Count used tokens in the metrics."""
         self._prompts.inc(prompt)
         self._outputs.inc(output)
 
@@ -168,7 +168,7 @@ class Account:
 
 
 class Usage:
-    """The tokens of one request: set aside when it is admitted, settled when it ends.
+    """The tokens of one request: reserved when it is admitted, settled when it ends.
 
     Args:
         account: Its tenant's.
@@ -182,14 +182,14 @@ class Usage:
 
     @property
     def tenant(self) -> Tenant:
-        """Whose the request is."""
+        """The tenant of the request."""
         return self._account.tenant
 
     def reserve(self, tokens: int) -> None:
-        """Set aside what the request may take; once, before it uses any.
+        """Reserve the tokens that the request may use; once, before it uses any.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has not so much left.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has fewer left.
         """
         self._account.check_tokens(tokens)
         self._bucket = self._account.tokens
@@ -198,7 +198,7 @@ class Usage:
             self._bucket.take(tokens)
 
     def prompt(self, tokens: int) -> None:
-        """Count the prompt, of which the computing has begun."""
+        """Count the prompt: an engine has begun to compute it."""
         self._account.count(prompt=tokens)
         self._use(tokens)
 
@@ -208,13 +208,13 @@ class Usage:
         self._use(tokens)
 
     def settle(self) -> None:
-        """Give back what was set aside and not used: the request has ended."""
+        """Give back what was reserved and not used: the request has ended."""
         if self._bucket is not None and self._used < self._reserved:
             self._bucket.take(self._used - self._reserved)
         self._bucket = None
 
     def _use(self, tokens: int) -> None:
-        """Take what goes beyond what was set aside."""
+        """Take from the bucket what exceeds the reservation."""
         self._used += tokens
         beyond = min(self._used - self._reserved, tokens)
         if self._bucket is not None and beyond > 0:

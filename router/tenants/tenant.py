@@ -1,4 +1,4 @@
-"""Whose a request is, what they may do, and the file that says so."""
+"""Tenants: their names, keys, limits and permissions, and the file that lists them."""
 
 import hashlib
 import re
@@ -21,23 +21,22 @@ Identity = Annotated[str, StringConstraints(pattern=r"^(uri|dns|cn):.+$")]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Tenant:
-    """Somebody whose requests are counted together.
+    """A caller, or group of callers, with limits of its own.
 
     Attributes:
-        name: Unique; empty for those who need not say who they are.
-        weight: Its share of the engines beside the other tenants', when all
-            want more than there is.
+        name: Unique; empty for the anonymous tenant.
+        weight: Its share of the engines relative to other tenants', when all
+            ask for more than there is.
         keys: Hashes of its API keys, as `hash_key` makes them.
         certificates: Its names in clients' certificates: "uri:", "dns:" (subject
             alternative names) or "cn:" and the name.
-        requests_per_second: Calls that it may begin, a second's worth at once; None: any.
-        tokens_per_minute: Tokens of prompts and outputs, a minute's worth at once; None: any.
-            A request takes its prompt and max_tokens of each output when it is admitted (where
-            that is not set, what outputs are expected to have), and gets back what it did not
-            use when it ends.
-        max_concurrency: Requests that it may have in progress; None: any.
-        max_priority: The highest that its requests may ask for; None: any.
-        models: Those that it may use; None: all.
+        requests_per_second: Maximum rate of calls; bursts of one second's worth; None: any.
+        tokens_per_minute: Maximum rate of prompt and output tokens; bursts of a minute; None: any.
+            A request reserves its prompt and max_tokens of each output when it is admitted (by
+            default the expected length of outputs); the unused rest is given back when it ends.
+        max_concurrency: Maximum requests in progress; None: any.
+        max_priority: Maximum priority of its requests; None: any.
+        models: Models that it may use; None: all.
         share_prefixes: Cached prefixes are shared with the tenants that name
             the same group; None: with nobody.
         admin: Whether it may call AdminService.
@@ -130,4 +129,4 @@ HINTS = {
     "keys": "must be hashes of keys, sha256:...; `octavo key` makes a key and its hash",
     "certificates": "must be names in certificates: uri:..., dns:... or cn:...",
 }
-"""What to say instead of naming a pattern, by field."""
+"""Error messages in place of patterns, by field."""

@@ -1,4 +1,4 @@
-"""Work that is done for tenants in turns, a few pieces of it at once."""
+"""Fair scheduling of tokenization between tenants, a few jobs at once."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from octavo.common import rpc
 from octavo.router.tenants.tenant import Tenant
 
 RETRY_SECONDS = 1.0
-"""When one may come again who has too much waiting."""
+"""Seconds to wait for a tenant with too much waiting work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,9 +16,9 @@ class Turn:
     """One piece of work, waiting or begun.
 
     Attributes:
-        tenant: Whose it is.
-        size: What it costs, in a unit that all have in common.
-        long: Whether it takes so much time that not all places may be given to such.
+        tenant: The tenant that it is for.
+        size: Its cost, in a unit that all have in common.
+        long: Whether it is larger than `long_size`.
         begun: Done when it may begin.
     """
 
@@ -51,7 +51,7 @@ class Turns:
         self._level = 0.0  # what the tenant of the last turn had before it
 
     async def take(self, tenant: Tenant, size: int) -> Turn:
-        """Wait for a turn, which the caller gives back.
+        """Wait for a turn; the caller must give it back.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if too much of the tenant's waits already.
@@ -82,7 +82,7 @@ class Turns:
         waiting = self._waiting.get(name)
         if waiting and sum(t.size for t in waiting) + turn.size > self._max_waiting:
             raise rpc.exhausted(
-                "too much text of yours waits to be turned into tokens; retry in "
+                "too much of the tenant's text waits for tokenization; retry in "
                 f"{RETRY_SECONDS:g} s",
                 RETRY_SECONDS,
             )
@@ -98,7 +98,7 @@ class Turns:
             del self._waiting[name]
 
     def _begin(self) -> None:
-        """Give free places away."""
+        """Begin work while there are free places."""
         while self._free and (turn := self._next()) is not None:
             self._remove(turn)
             name = turn.tenant.name
@@ -110,7 +110,7 @@ class Turns:
             turn.begun.set_result(None)
 
     def _next(self) -> Turn | None:
-        """Return what is next: of each tenant, its first that may begin."""
+        """Return the next work: of the first of each tenant, that of the least served one."""
         firsts = filter(None, map(self._first, self._waiting.values()))
         return min(firsts, key=lambda turn: self._had[turn.tenant.name], default=None)
 
@@ -118,7 +118,7 @@ class Turns:
         return next((turn for turn in waiting if self._long_free or not turn.long), None)
 
     def _forget(self) -> None:
-        """Drop what tenants had who are behind nobody and have nothing waiting."""
+        """Forget tenants that are not behind and have no waiting work."""
         self._had = {
             name: had
             for name, had in self._had.items()
