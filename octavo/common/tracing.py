@@ -1,7 +1,7 @@
 """Spans of requests, by OpenTelemetry, sent to a collector where one is named.
 
 Where none is, the tracer is the API's own that does nothing. A request costs a
-few calls when it comes, moves and ends; a token costs nothing in either case.
+few calls when it arrives, migrates and ends; a token costs nothing in either case.
 No text of prompts or outputs is ever in a span. Attributes are named by the
 conventions for generative AI, where these have a name.
 """

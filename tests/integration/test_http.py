@@ -1,4 +1,4 @@
-"""The HTTP door of a real server: the same answers as over gRPC, and the same memory afterwards."""
+"""HTTP of a real server: the same answers as over gRPC, and the same memory afterwards."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_beam_search(served, client):
     assert [choice.text for choice in got.choices] == list(expected.texts[:2])
 
 
-def test_who_leaves_frees_the_blocks(served, client):
+def test_a_client_that_leaves_frees_the_blocks(served, client):
     def used() -> float:
         port = served.metrics_port + 1
         return served.metric("octavo_engine_blocks", port=port, state="used")

@@ -1,6 +1,6 @@
-"""Engines die, drain, hang and are cut off under load, and no client can tell.
+"""Under load, engines die, drain, hang and are cut off: requests migrate and no client notices.
 
-benchmarks/migration.py in short.
+A short run of benchmarks/migration.py.
 """
 
 from benchmarks import fixture, migration
@@ -9,7 +9,7 @@ from octavo import AsyncClient
 STREAMS = 30
 
 
-async def test_every_output_is_the_undisturbed_one(tmp_path):
+async def test_outputs_are_those_of_an_undisturbed_run(tmp_path):
     model = migration.make_model(tmp_path)
     async with migration.cluster(model, 3) as cluster:
         async with AsyncClient(cluster.router.address) as client:
