@@ -3,7 +3,7 @@
 One synthetic trace goes through Octavo's scheduler and KV-cache manager, and
 through contiguous allocators as the paper describes them, with as much memory.
 
-    python -m benchmarks.memory_study [--quick] [--seed N] [--output FOLDER]
+    python -m benchmarks.memory_study [--seed N] [--output FOLDER]
 
 The paper: "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", Kwon et al., SOSP 2023; sections and figures below are its.

@@ -19,14 +19,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory_study", description="KV memory, paged and contiguous."
     )
-    parser.add_argument("--quick", action="store_true", help="half of the requests")
     parser.add_argument("--seed", type=int, default=0, help="what traces are drawn with")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
 
-    scale = Scale.full(options.seed)
     start = time.monotonic()
-    study = run_study(scale.shrunk(0.5) if options.quick else scale)
+    study = run_study(Scale.full(options.seed))
     seconds = time.monotonic() - start
     date, machine = f"{datetime.now(UTC):%Y-%m-%d}", f"{os.cpu_count()}-core CPU"
     page = report.markdown(study, f"{date}, in {seconds:.0f} s on a {machine}")

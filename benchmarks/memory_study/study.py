@@ -55,14 +55,6 @@ class Scale:
         seconds = dict(zip(names, (400.0, 40.0, 15.0, 15.0), strict=True))
         return cls(backlog, seconds, seed)
 
-    def shrunk(self, factor: float) -> "Scale":
-        """Return `factor` of the requests and of the time."""
-        return replace(
-            self,
-            backlog={name: max(1, int(n * factor)) for name, n in self.backlog.items()},
-            seconds={name: seconds * factor for name, seconds in self.seconds.items()},
-        )
-
 
 class System(Protocol):
     """A simulated server."""
