@@ -18,7 +18,8 @@ from typing import Any
 from benchmarks.fixture import CONTEXT, EOS, VOCABULARY, Node
 from octavo.common import logging
 from octavo.common.rpc import create_server
-from octavo.engine.events import Failure, FailureCode, Load, Output, Started
+from octavo.engine.commands import Abort, CloseSession, Command, OpenSession, Submit
+from octavo.engine.events import Failure, FailureCode, Load, OutputEvent, Started
 from octavo.engine.kv_cache import CacheStats
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.session import Session, to_load
@@ -58,26 +59,22 @@ class PacedCore:
         running, waiting = len(self._running), len(self._waiting)
         return Load(running, waiting, 0, NO_BLOCKS_USED, self._step_seconds, False)
 
-    def open_session(self, session: int) -> None:
-        """Send a first heartbeat."""
-        self.sessions[session].add((), to_load(self.load))
-
-    def close_session(self, session: int) -> None:
-        """Stop a session's requests."""
-        self._running = [r for r in self._running if r.session != session]
-        self._waiting = deque(r for r in self._waiting if r.session != session)
-
-    def submit(self, request: Running) -> None:
-        """Queue a request."""
-        self._waiting.append(request)
-
-    def abort(self, session: int, request_id: str, _: int | None) -> None:
-        """Stop a request."""
-        for queue in (self._running, self._waiting):
-            for request in queue:
-                if (request.session, request.submit.request_id) == (session, request_id):
-                    queue.remove(request)
-                    return
+    def send(self, command: Command) -> None:
+        """Handle a session's command at once."""
+        match command:
+            case OpenSession(session):
+                self.sessions[session].add((), to_load(self.load))
+            case CloseSession(session):
+                self._running = [r for r in self._running if r.session != session]
+                self._waiting = deque(r for r in self._waiting if r.session != session)
+            case Submit(request):
+                self._waiting.append(request)  # type: ignore[arg-type] # of `_to_request`
+            case Abort(session, request_id):
+                for queue in (self._running, self._waiting):
+                    for running in queue:
+                        if (running.session, running.submit.request_id) == (session, request_id):
+                            queue.remove(running)
+                            return
 
     async def run(self) -> None:
         """Run steps at their times; send a heartbeat while there is nothing to do."""
@@ -104,7 +101,7 @@ class PacedCore:
             token = LETTERS[request.drawn % len(LETTERS)]
             reason = FinishReason.LENGTH if last else None
             events[session].extend(
-                Output(session, name, i, [token], None, [], reason)
+                OutputEvent(session, name, i, [token], None, [], reason)
                 for i in range(request.sequences)
             )
             if not last:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from octavo import Completion
 from octavo.client.requests import GenerateOptions
-from octavo.engine.sampling.sampler import Drawer, sample
+from octavo.engine.sampling.sampler import SamplingRow, sample
 from octavo.engine.scheduling.request import Request, SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 
@@ -66,9 +66,10 @@ class Judge:
         logits = logits.repeat_interleave(COPIES, dim=0)
         logits += NOISE * torch.randn(logits.shape, generator=self._generator)
         request = Request(0, "", tuple(prompt), params, len(output), 0.0)
-        drawers = []
+        rows: list[SamplingRow] = []
         for place in range(len(prompt), len(tokens)):
             sequence = Sequence(0, index, tokens[:place], len(prompt))
-            drawers += [Drawer(SequenceGroup(request, [sequence]), sequence)] * COPIES
-        chosen = torch.tensor([draw.token_id for draw in sample(logits, drawers).draws()])
+            group = SequenceGroup(request, [sequence])
+            rows += [SamplingRow(group, sequence, len(rows) + i) for i in range(COPIES)]
+        chosen = torch.tensor([token.token_id for token in sample(logits, rows).collect()])
         return bool((chosen.view(-1, COPIES) == torch.tensor(output)[:, None]).all())

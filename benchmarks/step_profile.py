@@ -152,9 +152,9 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     spent: defaultdict[str, float] = defaultdict(float)
     for owner, name, part in (
         (parts.scheduler, "schedule", "schedule"),
-        (parts.scheduler, "book", "update"),
+        (parts.scheduler, "advance", "update"),
         (parts.scheduler, "update", "update"),
-        (executor, "prepare", "prepare"),
+        (parts.executor, "prepare", "prepare"),
         (executor, "sample", "sample"),
         (parts.executor, "_forward", "model"),
         (parts.executor, "_most_likely", "model"),

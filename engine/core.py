@@ -1,54 +1,75 @@
-"""The core loop: take commands, schedule, execute, tell; once per step.
+"""The core loop: take commands, then compute one step, over and over.
 
-It runs in a thread of its own and owns scheduler, cache and executor. Others
-reach it by commands, which it takes between steps, and hear from it by
-`deliver`.
+It runs in a thread of its own and owns the scheduler, the cache and the executor. Other
+threads send it commands, which it handles between steps, and receive events through
+`publish`.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from queue import Empty, SimpleQueue
+from typing import assert_never
 
 import structlog
 
-from octavo.engine.events import Event, Failure, FailureCode, Load, Output, PrefixChange, Started
+from octavo.engine.commands import Abort, CloseSession, Command, Drain, OpenSession, Stop, Submit
+from octavo.engine.events import (
+    Event,
+    Failure,
+    FailureCode,
+    Load,
+    OutputEvent,
+    PrefixChange,
+    Started,
+)
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.pipeline import Pipeline, StepError
 from octavo.engine.running.executor import Executor
-from octavo.engine.scheduling.batch import Batch, StepResult
+from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.sequence import GroupState, Moment, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 
 log = structlog.get_logger(__name__)
 
-Command = Callable[[], None]
-Deliver = Callable[[list[Event], Load], None]
-Publish = Callable[[PrefixChange], None]
+Publish = Callable[[list[Event], Load], None]
+PublishPrefixes = Callable[[PrefixChange], None]
 OnEnd = Callable[[SequenceGroup, str], None]
 
 HEARTBEAT_SECONDS = 1.0
-"""An idle core tells its load this often: silence for longer means that it hangs."""
+"""An idle core publishes its load this often: a longer silence means that it hangs."""
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the core ends, by default."""
 PREFILL_SHARE = 0.5
-"""A step tells the speed of prefill if more than this share of its tokens is prefill."""
+"""A step measures the speed of prefill if more than this share of its tokens is prefill."""
 
 
 class EngineFailedError(Exception):
     """The engine cannot compute any more: its process must end, and be started again."""
 
 
+class StepError(Exception):
+    """The executor failed on a step.
+
+    Attributes:
+        batch: what the step was to compute.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__("step failed")
+        self.batch = batch
+
+
 class EngineCore:
-    """Everything that happens between steps and in them.
+    """The engine's state and its loop.
 
     Attributes:
         load: as of the last step; read from any thread.
-        reported: when it last told its load, by the monotonic clock; read from any thread.
-            It does so in every step, and once a second where there is none.
+        reported: when the load was last published, in `time.monotonic()` seconds; read from any
+            thread. The core publishes it in every step, and once a second while it is idle.
     """
 
     def __init__(
@@ -56,28 +77,45 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         metrics: EngineMetrics,
-        deliver: Deliver,
+        publish: Publish,
         *,
         max_waiting: int,
         max_failed_steps: int = MAX_FAILED_STEPS,
-        ahead: bool = False,
-        publish: Publish = lambda _: None,
+        async_scheduling: bool = False,
+        publish_prefixes: PublishPrefixes = lambda _: None,
         on_end: OnEnd | None = None,
     ) -> None:
+        """Set up the core; `run` starts its loop.
+
+        Args:
+            scheduler: chooses what to compute.
+            executor: computes it.
+            metrics: counts it.
+            publish: called with new events and the load.
+            max_waiting: most requests that wait for admission.
+            max_failed_steps: failed steps in a row after which the core ends.
+            async_scheduling: launch each step before the tokens of the one before it are
+                collected. For executors whose `launch` returns at once.
+            publish_prefixes: called with changes of the prefix cache, before the events of the
+                same step.
+            on_end: called with each group that ended, and how it ended.
+        """
         self._scheduler = scheduler
         self._executor = executor
-        self._pipeline = Pipeline(scheduler, executor, ahead=ahead)
         self._metrics = metrics
-        self._deliver = deliver
-        self._publish = publish
+        self._publish_events = publish
+        self._publish_prefixes = publish_prefixes
         self._on_end = on_end
         self._max_waiting = max_waiting
         self._max_failed_steps = max_failed_steps
+        self._async_scheduling = async_scheduling
+        self._pending: PendingStep | None = None
         self._failed_steps = 0  # in a row
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._groups: dict[tuple[int, str], SequenceGroup] = {}
         self._events: list[Event] = []
         self._ids = count()
+        self._step_ended = 0.0
         self._step_seconds = 0.0
         self._draining = False
         self._stopped = False
@@ -85,41 +123,24 @@ class EngineCore:
         self.load = self._measure_load()
         metrics.show(lambda: self.load)
 
-    # Commands, from any thread.
-
-    def submit(self, request: Request) -> None:
-        """Queues a request; its events follow."""
-        self._commands.put(partial(self._submit, request))
-
-    def abort(self, session: int, request_id: str, index: int | None) -> None:
-        """Stops a request or one of its outputs; nothing more is told of it."""
-        self._commands.put(partial(self._abort, session, request_id, index))
-
-    def open_session(self, session: int) -> None:
-        """Tells a session what the prefix cache holds, and, as to all, the load."""
-        self._commands.put(partial(self._open_session, session))
-
-    def close_session(self, session: int) -> None:
-        """Stops all requests of a session."""
-        self._commands.put(partial(self._close_session, session))
-
-    def drain(self) -> None:
-        """Refuses new requests from now on."""
-        self._commands.put(self._drain)
-
-    def stop(self) -> None:
-        """Ends `run` before its next step; requests left fail with UNAVAILABLE."""
-        self._commands.put(self._stop)
+    def send(self, command: Command) -> None:
+        """Queue a command; call it from any thread."""
+        self._commands.put(command)
 
     @property
     def idle(self) -> bool:
         """Whether no request is left; a request just submitted may not count yet."""
         return not self._groups
 
+    @property
+    def working(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._pending is not None or not self._scheduler.idle
+
     # The loop.
 
     def run(self) -> None:
-        """Serves until `stop`.
+        """Serve until a `Stop`.
 
         However it ends, requests that are left fail with UNAVAILABLE.
 
@@ -131,141 +152,146 @@ class EngineCore:
             while not self._stopped:
                 self._take_commands()
                 self._expire()
-                if self._working and not self._stopped:
-                    self._step()
+                if self.working and not self._stopped:
+                    try:
+                        self.step()
+                    except StepError as error:
+                        self._fail_step(error)
                 if self._scheduler.idle:
-                    self._tell()  # else the next step does, while the model runs
+                    self._publish()  # else the next step does, while the model runs
         finally:
             for group in list(self._groups.values()):
                 self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
-            self._tell()
+            self._publish()
 
-    @property
-    def _working(self) -> bool:
-        return self._pipeline.running or not self._scheduler.idle
+    def step(self) -> SamplerOutput | None:
+        """Compute one step: schedule, prepare, launch, publish, collect, update.
 
-    def _take_commands(self) -> None:
-        """Does all commands that wait; waits a while for one if there is nothing else to do."""
-        idle = not self._working and not self._use_idle_time()
-        try:
-            command = self._commands.get(idle, HEARTBEAT_SECONDS)
-            while True:
-                command()
-                command = self._commands.get_nowait()
-        except Empty:
-            pass
-
-    def _use_idle_time(self) -> bool:
-        """Does what would slow steps down, until a command comes, and not for long.
+        With async scheduling, a step is launched before the tokens of the one before it are
+        collected, so the device does not wait for the host: what a step computes depends on
+        how many tokens each sequence has, rarely on which (`Batch.can_overlap`). A sequence
+        that ends with a token that was not known yet is computed once too often, and the
+        token of that is dropped.
 
         Returns:
-            Whether some of it is left.
+            The output of the step that was collected, without dropped tokens; None where the
+            first of several steps was launched.
+
+        Raises:
+            StepError: the executor failed.
         """
-        until = time.monotonic() + HEARTBEAT_SECONDS / 2
-        while self._commands.empty() and time.monotonic() < until:
-            if not self._executor.cache.populate():
-                return False
-        return True
-
-    def _step(self) -> None:
-        try:
-            done = self._pipeline.step(scheduled=self._announce, launching=self._tell)
-        except StepError as error:
-            batch = error.batch
-            log.exception("step failed", tokens=batch.num_tokens, sequences=len(batch.slices))
-            self._fail_step()
-            self._check_health(error)
-            return
+        previous, launched, batch = self._pending, None, Batch()
+        if previous is None or previous.batch.can_overlap:
+            batch = self._scheduler.schedule()
+        if batch:
+            self._report_starts(batch)
+            with _step_errors(batch):
+                inputs = self._executor.prepare(batch, previous)
+                self._publish()  # now: the event loop has the interpreter while the model runs
+                launched = self._executor.launch(batch, inputs)
+            self._scheduler.advance(batch)
+        done = previous if self._async_scheduling else launched
+        self._pending = launched if self._async_scheduling else None
         if done is None:
-            return
-        self._failed_steps = 0
-        self._step_seconds = done.seconds
-        self._report(done.result)
-        self._report_searches(done.batch)
-        self._learn(done.batch)
-        self._metrics.observe_step(
-            done.batch,
-            done.seconds,
-            compiled=self._executor.compiled,
-            eager_steps=self._executor.eager_steps,
-        )
+            return None
+        with _step_errors(done.batch):
+            output = done.collect()
+        output.tokens = self._scheduler.update(done.batch, output)
+        self._report_outputs(done.batch, output)
+        self._measure_step(done.batch)
+        return output
 
-    def _announce(self, batch: Batch) -> None:
-        """Says of requests that are computed for the first time that they started."""
+    # Events and measures of a step.
+
+    def _report_starts(self, batch: Batch) -> None:
+        """Make a `Started` event for each request that is computed for the first time."""
         now = time.monotonic()
-        for part in batch.slices:
-            group, request = part.group, part.group.request
-            if group.announced:
+        for scheduled in batch.sequences:
+            group, request = scheduled.group, scheduled.group.request
+            if group.start_reported:
                 continue
-            group.announced = True
-            group.note(Moment.PREFILL)
+            group.start_reported = True
+            group.record(GroupEvent.PREFILL)
             self._metrics.queue_seconds.observe(now - request.arrival)
             self._metrics.prompt_tokens.inc(len(request.prompt))
             self._metrics.cached_tokens.inc(group.cached_tokens)
             self._events.append(Started(request.session, request.request_id, group.cached_tokens))
 
-    def _report(self, result: StepResult) -> None:
-        for draw in result.draws:
-            group, sequence = draw.group, draw.sequence
-            first = sequence.num_drawn == 1 and sequence.index == 0
+    def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
+        """Make an event for each new token, and forget the groups that are finished."""
+        for sampled in output.tokens:
+            group, sequence = sampled.group, sampled.sequence
+            first = sequence.num_known_output == 1 and sequence.index == 0
             self._events.append(
-                Output(
+                OutputEvent(
                     group.request.session,
                     group.request.request_id,
                     sequence.index,
-                    [draw.token_id],
-                    draw.logprob,
+                    [sampled.token_id],
+                    sampled.logprob,
                     group.prompt_logprobs if first else [],
                     sequence.finish_reason,
                 )
             )
-        for group in dict.fromkeys(draw.group for draw in result.draws):
+        for group in dict.fromkeys(sampled.group for sampled in output.tokens):
             if not group.decoding:
                 group.decoding = True
-                group.note(Moment.DECODE)
+                group.record(GroupEvent.DECODE)
             if not group.live:
                 self._forget(group, "finished")
-        self._metrics.output_tokens.inc(len(result.draws) + len(result.continuations))
+        for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
+            if group.beam is not None and group.state is GroupState.FINISHED:
+                self._report_search(group, group.beam)
+                self._forget(group, "finished")
+        self._metrics.output_tokens.inc(len(output.tokens) + len(output.continuations))
 
-    def _report_searches(self, batch: Batch) -> None:
-        """Tells of beam searches that ended with this step: every output, best first."""
-        for group in dict.fromkeys(part.group for part in batch.slices):
-            if group.beam is None or group.state is not GroupState.FINISHED:
-                continue
-            request = group.request
-            for rank, found in enumerate(group.beam.hypotheses):
-                self._events.append(
-                    Output(
-                        request.session,
-                        request.request_id,
-                        rank,
-                        found.token_ids,
-                        None,
-                        [],
-                        request.finish_reason(found.token_ids[-1], len(found.token_ids)),
-                        found.score,
-                    )
-                )
-            self._forget(group, "finished")
+    def _report_search(self, group: SequenceGroup, search: BeamState) -> None:
+        """Make an event for each output of a beam search that ended, best first."""
+        request = group.request
+        self._events += [
+            OutputEvent(
+                request.session,
+                request.request_id,
+                rank,
+                found.token_ids,
+                None,
+                [],
+                request.finish_reason(found.token_ids[-1], len(found.token_ids)),
+                found.score,
+            )
+            for rank, found in enumerate(search.hypotheses)
+        ]
 
-    def _learn(self, batch: Batch) -> None:
-        """Keeps the rates that the preemption policy compares."""
-        policy = self._scheduler.preemption
+    def _measure_step(self, batch: Batch) -> None:
+        """Update the metrics, and the rates that the preemption policy compares."""
+        self._failed_steps = 0
+        now = time.perf_counter()
+        self._step_seconds = now - max(batch.created, self._step_ended)
+        self._step_ended = now
+        policy = self._scheduler.policy
         for copied in self._executor.take_copy_times():
             policy.observe_transfer(copied.blocks, copied.seconds)
         swapped = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
-        if not swapped and batch.num_tokens - len(batch.slices) > PREFILL_SHARE * batch.num_tokens:
+        prefill = batch.num_tokens - len(batch.sequences)
+        if not swapped and prefill > PREFILL_SHARE * batch.num_tokens:
             policy.observe_prefill(batch.num_tokens, self._step_seconds)
+        self._metrics.observe_step(
+            batch,
+            self._step_seconds,
+            compiled=self._executor.compiled,
+            eager_steps=self._executor.eager_steps,
+        )
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
+        """Publish all events made since the last call, the load, and what the cache holds."""
         self.reported = time.monotonic()
         self.load = self._measure_load()
         self._metrics.observe_counters(self._scheduler)
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
-            self._publish(PrefixChange(None, stored, evicted))
+            self._publish_prefixes(PrefixChange(None, stored, evicted))
         events, self._events = self._events, []
-        self._deliver(events, self.load)
+        self._publish_events(events, self.load)
 
     def _measure_load(self) -> Load:
         scheduler = self._scheduler
@@ -278,7 +304,50 @@ class EngineCore:
             draining=self._draining,
         )
 
-    # Commands, in the core's thread.
+    # Commands.
+
+    def _take_commands(self) -> None:
+        """Handle all commands that wait; wait a while for one if there is nothing else to do."""
+        idle = not self.working and not self._use_idle_time()
+        try:
+            command = self._commands.get(idle, HEARTBEAT_SECONDS)
+            while True:
+                self.handle(command)
+                command = self._commands.get_nowait()
+        except Empty:
+            pass
+
+    def _use_idle_time(self) -> bool:
+        """Do work that would slow steps down, until a command comes, and not for long.
+
+        Returns:
+            Whether some of it is left.
+        """
+        until = time.monotonic() + HEARTBEAT_SECONDS / 2
+        while self._commands.empty() and time.monotonic() < until:
+            if not self._executor.cache.populate():
+                return False
+        return True
+
+    def handle(self, command: Command) -> None:
+        """Handle a command; call it in the core's thread, between steps."""
+        match command:
+            case Submit(request):
+                self._submit(request)
+            case Abort(session, request_id, index):
+                self._abort(session, request_id, index)
+            case OpenSession(session):
+                stored = frozenset(self._scheduler.cache.published)
+                self._publish_prefixes(PrefixChange(session, stored, ()))
+            case CloseSession(session):
+                for group in [g for g in self._groups.values() if g.request.session == session]:
+                    self._abort(session, group.request.request_id, None)
+            case Drain():
+                self._draining = True
+            case Stop():
+                self._stopped = True
+            case _:
+                assert_never(command)
 
     def _submit(self, request: Request) -> None:
         key = request.session, request.request_id
@@ -292,16 +361,15 @@ class EngineCore:
         if failure:
             self._events.append(Failure(*key, *failure))
             return
-        sequences = [
-            self._begin(request, i) for i in range(1 if request.beam else request.sampling.n)
-        ]
+        num_sequences = 1 if request.beam else request.sampling.n
+        sequences = [self._new_sequence(request, i) for i in range(num_sequences)]
         beam = BeamState(request.beam) if request.beam else None
         group = SequenceGroup(request, sequences, beam=beam)
         self._groups[key] = group
         self._scheduler.submit(group)
 
-    def _begin(self, request: Request, index: int) -> Sequence:
-        """An output's sequence: as if preempted, where another engine has begun it."""
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        """Return an output's sequence, with the tokens that another engine sampled for it."""
         tokens, reason = list(request.prompt), None
         if (resumed := request.resume.get(index)) is not None:
             tokens += resumed.token_ids
@@ -311,30 +379,17 @@ class EngineCore:
     def _abort(self, session: int, request_id: str, index: int | None) -> None:
         group = self._groups.get((session, request_id))
         if group is None or (group.beam and index is not None):
-            return  # a search has no outputs to stop before it ends
+            return  # a beam search has no single outputs before it ends
         for sequence in group.live:
             if index is None or sequence.index == index:
                 self._scheduler.finish(group, sequence, FinishReason.ABORTED)
         if not group.live:
             self._forget(group, "aborted" if index is None else "finished")
 
-    def _open_session(self, session: int) -> None:
-        self._publish(PrefixChange(session, frozenset(self._scheduler.cache.published), ()))
-
-    def _close_session(self, session: int) -> None:
-        for group in [g for g in self._groups.values() if g.request.session == session]:
-            self._abort(session, group.request.request_id, None)
-
-    def _drain(self) -> None:
-        self._draining = True
-
-    def _stop(self) -> None:
-        self._stopped = True
-
     # Ends.
 
     def _expire(self) -> None:
-        """Fails requests past their deadline."""
+        """Fail requests past their deadline."""
         now = time.monotonic()
         late = [
             group
@@ -344,19 +399,27 @@ class EngineCore:
         for group in late:
             self._fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
 
-    def _fail_step(self) -> None:
-        """Fails all that had K/V or a token coming: nothing of a broken step can be trusted."""
-        coming = [g for g in self._scheduler.waiting if any(s.num_pending for s in g.sequences)]
-        for group in [*self._scheduler.running, *self._scheduler.swapped, *coming]:
-            self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
-        self._scheduler.cache.forget_contents()
+    def _fail_step(self, error: StepError) -> None:
+        """Fail the requests that a failed step may have harmed; end the core if it cannot go on.
 
-    def _check_health(self, error: StepError) -> None:
-        """Decides after a failed step whether the next one can succeed.
+        These are all that have K/V or placeholders: the contents of the cache are unknown now.
 
         Raises:
-            EngineFailedError: it cannot, or too many in a row have failed.
+            EngineFailedError: no later step can succeed, or too many in a row have failed.
         """
+        batch = error.batch
+        log.error(
+            "step failed",
+            tokens=batch.num_tokens,
+            sequences=len(batch.sequences),
+            exc_info=error,
+        )
+        self._pending = None
+        scheduler = self._scheduler
+        begun = [g for g in scheduler.waiting if any(s.num_placeholders for s in g.sequences)]
+        for group in [*scheduler.running, *scheduler.swapped, *begun]:
+            self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
+        scheduler.cache.forget_contents()
         self._failed_steps += 1
         if self._executor.device_lost():
             raise EngineFailedError("the device is lost: every later step would fail") from error
@@ -381,3 +444,12 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+@contextmanager
+def _step_errors(batch: Batch) -> Iterator[None]:
+    """Raise whatever the executor raises as a `StepError`."""
+    try:
+        yield
+    except Exception as error:
+        raise StepError(batch) from error

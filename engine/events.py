@@ -1,4 +1,4 @@
-"""What the core tells the sessions, step by step."""
+"""What the core publishes to the sessions, step by step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
-    """New tokens of one output; its last where `finish_reason` is set.
+class OutputEvent:
+    """New tokens of one output; the last ones if `finish_reason` is set.
 
-    A beam search's outputs come whole when it ends, best first, with a score.
+    A beam search gives all of each output when it ends, best first, with a score.
     """
 
     session: int
@@ -57,18 +57,18 @@ class Failure:
     field: str = ""
 
 
-Event = Started | Output | Failure
+Event = Started | OutputEvent | Failure
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixChange:
-    """What became of the prefix cache.
+    """A change of the prefix cache.
 
     Attributes:
-        session: who is told of all that is there; None for everyone, who is
-            told of what changed.
-        stored: keys of blocks that it came to hold.
-        evicted: keys of blocks that it holds no more.
+        session: the new session that gets the whole contents as `stored`; None for a change
+            that all sessions get.
+        stored: keys of blocks that the cache has come to hold.
+        evicted: keys of blocks that it does not hold any more.
     """
 
     session: int | None
@@ -87,8 +87,8 @@ class Load:
         cache: the KV cache's blocks.
         step_seconds: the last step's duration.
         draining: whether new requests are refused.
-        step_running_seconds: how long the step in progress has run, where that was told while
-            it ran; else 0.
+        step_running_seconds: how long the current step has run, in a load published while it
+            runs; else 0.
     """
 
     running: int

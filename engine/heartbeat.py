@@ -1,4 +1,4 @@
-"""Signs of life while a step runs, and the end of an engine whose step never ends."""
+"""Heartbeats while a step runs, and a limit on how long a step may run."""
 
 import asyncio
 import faulthandler
@@ -15,28 +15,28 @@ log = structlog.get_logger(__name__)
 
 CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
 SILENT_SECONDS = 1.5 * HEARTBEAT_SECONDS
-"""An idle core is silent for less."""
+"""An idle core publishes more often than this."""
 LONG_SECONDS = 30.0
-"""A step that runs for longer is logged, and one that runs for half of its timeout."""
+"""A step that runs for longer, or for half of its timeout, is logged."""
 
 
 async def watch(
-    core: EngineCore, tell: Callable[[Load], None], *, device: str, step_timeout: float | None
+    core: EngineCore, send: Callable[[Load], None], *, device: str, step_timeout: float | None
 ) -> None:
-    """Tell the load once a second while the core is silent, until cancelled.
+    """Send the load once a second while the core is silent, until cancelled.
 
-    The core is silent while a step runs. The event loop runs beside it, so a step that takes
-    long is no silence of the engine. A step that takes longer than `step_timeout` ends the
-    process with exit code 1, after a traceback of every thread on stderr: a thread that hangs
-    cannot be stopped, and would keep the process from exiting in any other way. The timer for
-    that is a thread without Python's lock, so it also ends a process whose lock is never
-    released.
+    The core publishes nothing while a step runs. The event loop runs beside it and sends
+    heartbeats, so routers do not take a long step for an engine that hangs. A step that takes
+    longer than `step_timeout` ends the process with exit code 1, after a traceback of every
+    thread on stderr: a thread that hangs cannot be stopped, and keeps the process from exiting
+    in any other way. The timer does not need Python's lock, so it also ends a process that
+    never releases the lock.
 
     Args:
-        core: whose silence is watched.
-        tell: called with the load and for how long the step has run.
+        core: the core to watch.
+        send: called with the load, which says for how long the step has run.
         device: "cpu", or a GPU's name.
-        step_timeout: in seconds; 0 for none, None for what suits the device.
+        step_timeout: in seconds; 0 for none, None for the device's default.
     """
     if step_timeout is None:
         step_timeout = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
@@ -51,10 +51,10 @@ async def watch(
                     faulthandler.dump_traceback_later(limit, exit=True)
             silence = time.monotonic() - reported
             if silence > SILENT_SECONDS:
-                tell(replace(core.load, step_running_seconds=silence))
+                send(replace(core.load, step_running_seconds=silence))
             if silence >= min(LONG_SECONDS, step_timeout / 2 or LONG_SECONDS) and not logged:
                 logged = True
-                log.warning("a step takes long", seconds=round(silence), limit=step_timeout)
+                log.warning("step takes long", seconds=round(silence), limit=step_timeout)
             await asyncio.sleep(HEARTBEAT_SECONDS)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -1,4 +1,4 @@
-"""EngineService while its engine is still being loaded, and after."""
+"""EngineService while the model is being loaded, and after."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -14,21 +14,21 @@ Context = grpc.aio.ServicerContext[Any, Any]
 RETRY_SECONDS = 1.0
 
 
-class EngineFront(engine_pb2_grpc.EngineServiceServicer):
-    """Passes calls on to the engine; answers UNAVAILABLE until there is one.
+class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
+    """Answers UNAVAILABLE until the model is loaded; then passes calls on.
 
     Attributes:
-        engine: Who serves; None while the model is being loaded.
+        loaded: The service that answers calls; None while the model is being loaded.
     """
 
     def __init__(self) -> None:
-        self.engine: engine_pb2_grpc.EngineServiceServicer | None = None
+        self.loaded: engine_pb2_grpc.EngineServiceServicer | None = None
 
     async def Session(  # noqa: N802 - the contract's name
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         """Carry one router's requests and tokens."""
-        session: Any = self._loaded().Session(request_iterator, context)  # type: ignore[arg-type]
+        session: Any = self._service().Session(request_iterator, context)  # type: ignore[arg-type]
         async with aclosing(session) as responses:
             async for response in responses:
                 yield response
@@ -36,17 +36,17 @@ class EngineFront(engine_pb2_grpc.EngineServiceServicer):
     async def GetEngineInfo(  # noqa: N802 - the contract's name
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
-        """Tell what is served and how loaded it is."""
-        answer: Any = self._loaded().GetEngineInfo(request, context)  # type: ignore[arg-type]
+        """Return what is served and its load."""
+        answer: Any = self._service().GetEngineInfo(request, context)  # type: ignore[arg-type]
         info: engine_pb2.GetEngineInfoResponse = await answer
         return info
 
-    def _loaded(self) -> engine_pb2_grpc.EngineServiceServicer:
-        """Return the engine.
+    def _service(self) -> engine_pb2_grpc.EngineServiceServicer:
+        """Return the loaded service.
 
         Raises:
             rpc.RpcError: UNAVAILABLE while there is none.
         """
-        if self.engine is None:
+        if self.loaded is None:
             raise rpc.unavailable("the engine is loading its model; try again", RETRY_SECONDS)
-        return self.engine
+        return self.loaded

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
 from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.scheduler import Counters, Scheduler
+from octavo.engine.scheduling.preemption import Counters
+from octavo.engine.scheduling.scheduler import Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -16,7 +17,7 @@ _QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineMetrics:
-    """Everything an engine counts, in a registry of its own."""
+    """An engine's metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -33,7 +34,7 @@ class EngineMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"octavo_engine_{name}", text, buckets=buckets, registry=self.registry)
 
-        text = "What runs, and where: version, model, device, dtype."
+        text = "Version, model, device and dtype."
         self.info = Info("octavo_engine", text, registry=self.registry)
         self.requests = counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
@@ -47,11 +48,11 @@ class EngineMetrics:
         self.swap_space_full = counter(
             "swap_space_full", "Preemptions that recompute because swap space was full."
         )
-        self.fallen_blocks = counter(
-            "fallen_blocks", "Prefix blocks copied to CPU swap space when evicted."
+        self.offloaded_blocks = counter(
+            "offloaded_blocks", "Prefix blocks copied to CPU swap space when evicted."
         )
-        self.returned_blocks = counter(
-            "returned_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
+        self.restored_blocks = counter(
+            "restored_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
         )
         self.queue_seconds = histogram(
             "queue_seconds", "Time from arrival to first admission.", _QUEUE_SECONDS
@@ -79,7 +80,7 @@ class EngineMetrics:
     def observe_step(
         self, batch: Batch, seconds: float, *, compiled: bool, eager_steps: int = 0
     ) -> None:
-        """Counts a step.
+        """Count a step.
 
         Args:
             batch: what it computed.
@@ -93,12 +94,12 @@ class EngineMetrics:
         self.compiled.set(compiled and not eager)
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
-        self.batch_sequences.set(len(batch.slices))
+        self.batch_sequences.set(len(batch.sequences))
 
     def show(self, load: Callable[[], Load]) -> None:
-        """Has the gauges of groups and blocks read a core's load whenever they are read.
+        """Make the gauges of groups and blocks read the core's load when they are scraped.
 
-        To set all of them after every step would take 0.1 ms of each.
+        Setting them all after every step would take 0.1 ms of it.
         """
 
         def show(gauge: Gauge, read: Callable[[Load], int]) -> None:
@@ -117,7 +118,7 @@ class EngineMetrics:
         show(self.swap_blocks.labels("free"), lambda load: load.cache.free_swap_blocks)
 
     def observe_counters(self, scheduler: Scheduler) -> None:
-        """Counts what happened since the last call."""
+        """Count preemptions and prefix copies since the last call."""
         seen, now = self._seen, scheduler.counters
         if now != seen:
             self.preemptions.labels("swap").inc(now.preemptions_swap - seen.preemptions_swap)
@@ -128,6 +129,6 @@ class EngineMetrics:
             self._seen = replace(now)
         before, cache = self._seen_cache, scheduler.cache.counters
         if cache != before:
-            self.fallen_blocks.inc(cache.fallen_blocks - before.fallen_blocks)
-            self.returned_blocks.inc(cache.returned_blocks - before.returned_blocks)
+            self.offloaded_blocks.inc(cache.offloaded_blocks - before.offloaded_blocks)
+            self.restored_blocks.inc(cache.restored_blocks - before.restored_blocks)
             self._seen_cache = replace(cache)

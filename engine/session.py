@@ -1,4 +1,4 @@
-"""One router's stream: protobuf to commands, events to protobuf."""
+"""One router's stream: turn its messages into commands, and events into its messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -8,8 +8,9 @@ import grpc
 from octavo.common.background import start
 from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
+from octavo.engine.commands import Abort, CloseSession, OpenSession, Submit
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, Failure, Load, Output, PrefixChange, Started
+from octavo.engine.events import Event, Failure, Load, OutputEvent, PrefixChange, Started
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
@@ -18,40 +19,40 @@ Translate = Callable[[engine_pb2.Submit], Request]
 
 
 class Session:
-    """Requests in, and one message per step out.
+    """Receives a router's requests and sends one message per step.
 
-    What a router is slow to read is merged into one message, so what is held
-    back for it is no more than its requests' tokens and the prefix cache's keys.
+    Steps that a router is slow to read are merged into one message. So a session keeps no more
+    than its requests' tokens and the prefix cache's keys.
     """
 
     def __init__(self, core: EngineCore, translate: Translate) -> None:
         self._core = core
         self._translate = translate
         self._pending = engine_pb2.SessionResponse()
-        self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # the pending ones
-        self._prefixes: dict[bytes, bool] | None = None  # those to tell of, and if they are stored
+        self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # in `_pending`
+        self._prefixes: dict[bytes, bool] | None = None  # changes to send: stored, or evicted
         self._ready = asyncio.Event()
         self._closing = False
         self._failed = False
 
     async def run(
-        self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]
+        self, session: int, messages: AsyncIterator[engine_pb2.SessionRequest]
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
-        """Serves until the router ends the stream, or `close`; then its requests are stopped.
+        """Serve until the router ends the stream or `close` is called; then stop its requests.
 
         Raises:
             RpcError: INTERNAL after `fail`.
         """
-        reader = start(self._read(session, orders), f"session-{session}")
+        reader = start(self._read(session, messages), f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
-        self._core.open_session(session)
+        self._core.send(OpenSession(session))
         try:
             while not (reader.done() or (self._closing and not self._pending.HasField("load"))):
                 await self._ready.wait()
                 self._ready.clear()
                 if self._failed:
-                    message = "the engine lost events of this session; its log has the details"
-                    raise RpcError(grpc.StatusCode.INTERNAL, message)
+                    lost = "the engine lost events of this session; its log has the details"
+                    raise RpcError(grpc.StatusCode.INTERNAL, lost)
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
                 self._entries.clear()
                 self._put_prefixes(response)
@@ -61,26 +62,26 @@ class Session:
                 reader.result()
         finally:
             reader.cancel()
-            self._core.close_session(session)
+            self._core.send(CloseSession(session))
 
     def close(self) -> None:
-        """Ends the stream after what is to be said yet: the engine stops."""
+        """End the stream once what is pending has been sent: the engine stops."""
         self._closing = True
         self._ready.set()
 
     def fail(self) -> None:
-        """Ends the stream at once with INTERNAL: what was to be said is lost."""
+        """End the stream at once with INTERNAL: what was pending is lost."""
         self._failed = True
         self._ready.set()
 
-    async def _read(self, session: int, orders: AsyncIterator[engine_pb2.SessionRequest]) -> None:
-        async for order in orders:
-            match order.WhichOneof("command"):
+    async def _read(self, session: int, messages: AsyncIterator[engine_pb2.SessionRequest]) -> None:
+        async for message in messages:
+            match message.WhichOneof("command"):
                 case "submit":
-                    self._submit(order.submit)
+                    self._submit(message.submit)
                 case "abort":
-                    index = order.abort.index if order.abort.HasField("index") else None
-                    self._core.abort(session, order.abort.request_id, index)
+                    index = message.abort.index if message.abort.HasField("index") else None
+                    self._core.send(Abort(session, message.abort.request_id, index))
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         try:
@@ -96,14 +97,14 @@ class Session:
             self._pending.load.CopyFrom(to_load(self._core.load))
             self._ready.set()
             return
-        self._core.submit(request)
+        self._core.send(Submit(request))
 
     def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
-        """Puts a step's events into the next message."""
+        """Put a step's events into the next message."""
         pending = self._pending
         for event in events:
             match event:
-                case Output():
+                case OutputEvent():
                     key = event.request_id, event.index
                     if key not in self._entries:
                         self._entries[key] = pending.outputs.add(
@@ -120,10 +121,10 @@ class Session:
         self._ready.set()
 
     def add_prefixes(self, change: PrefixChange) -> None:
-        """Puts what became of the prefix cache into the next message that `add` completes.
+        """Put a change of the prefix cache into the next message that `add` completes.
 
-        Nothing counts before the session was told of all that is there. Of a
-        block that came and went, or went and came, nothing is said.
+        Changes are ignored until the session has got the whole contents. A block that was
+        stored and evicted since the last message, or the reverse, is not mentioned.
         """
         if change.session is not None:
             self._prefixes = {}
@@ -142,7 +143,7 @@ class Session:
             self._prefixes.clear()
 
 
-def _add_tokens(output: engine_pb2.SequenceOutput, event: Output) -> None:
+def _add_tokens(output: engine_pb2.SequenceOutput, event: OutputEvent) -> None:
     output.token_ids.extend(event.token_ids)
     if event.logprob is not None:
         output.logprobs.append(_to_logprob(event.logprob))
@@ -160,7 +161,7 @@ def _to_logprob(logprob: TokenLogprob) -> sampling_pb2.TokenLogprob:
 
 
 def to_load(load: Load) -> engine_pb2.Load:
-    """The load as the contract has it."""
+    """Return a load as its protobuf message."""
     return engine_pb2.Load(
         running=load.running,
         waiting=load.waiting,

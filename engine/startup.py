@@ -26,7 +26,7 @@ from octavo.engine.memory.cache_tensors import (
 from octavo.engine.memory.swap import staging_memory
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
-from octavo.engine.scheduling.batch import Batch, Slice
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request, SamplingParams
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
@@ -224,8 +224,8 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
         sequence = Sequence(0, 0, list(request.prompt), size + 1)
         group = SequenceGroup(request, [sequence])
         blocks = list(range(first, first := first + -(-size // block_size)))
-        samplers = [sequence] * seqs if not batch else []
-        batch.slices.append(Slice(group, sequence, 0, size, blocks, samplers))
+        sampled = [sequence] * seqs if not batch else []
+        batch.sequences.append(ScheduledSequence(group, sequence, 0, size, blocks, sampled))
     return batch
 
 

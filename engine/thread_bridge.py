@@ -11,65 +11,65 @@ from octavo.engine.events import Event, Load, PrefixChange
 log = structlog.get_logger(__name__)
 
 
-class Handover:
-    """Gives the event loop what the core tells, in order, and in one go however much it is.
+class ThreadBridge:
+    """Passes what the core publishes to the event loop, in order.
 
-    A loop that is behind, as with many sessions or too few CPUs, is told of
-    many steps as if they were one. A call into it for each step would wait in
-    its queue without end, and so would what the calls carry.
+    The loop takes everything that has gathered in one call. If each step had a call of its own,
+    calls would pile up in the queue of a loop that is behind, as with many sessions or too few
+    CPUs.
 
     Args:
         loop: the event loop.
-        spread: called in it with each change of the prefix cache.
-        distribute: called in it with events, after the changes of their steps,
-            and the newest load.
-        fail: called in it after an exception in either: what they were to hand over is
-            lost, so no session can go on.
+        on_prefixes: called in the loop with each change of the prefix cache.
+        on_events: called in the loop with events, after the prefix changes of their steps, and
+            the newest load.
+        on_error: called in the loop after an exception in one of the two: what they were to
+            pass on is lost, so no session can go on.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        spread: Callable[[PrefixChange], None],
-        distribute: Callable[[list[Event], Load], None],
-        fail: Callable[[], None],
+        on_prefixes: Callable[[PrefixChange], None],
+        on_events: Callable[[list[Event], Load], None],
+        on_error: Callable[[], None],
     ) -> None:
         self._loop = loop
-        self._spread = spread
-        self._distribute = distribute
-        self._fail = fail
-        self._told: deque[PrefixChange | tuple[list[Event], Load]] = deque()
-        self._called = False
+        self._on_prefixes = on_prefixes
+        self._on_events = on_events
+        self._on_error = on_error
+        self._published: deque[PrefixChange | tuple[list[Event], Load]] = deque()
+        self._scheduled = False
 
-    def publish(self, change: PrefixChange) -> None:
-        """Called by the core's thread before the `deliver` of the same step."""
-        self._told.append(change)
+    def publish_prefixes(self, change: PrefixChange) -> None:
+        """Queue a change, in the core's thread; `publish` of the same step follows."""
+        self._published.append(change)
 
-    def deliver(self, events: list[Event], load: Load) -> None:
-        """Called by the core's thread after every step."""
-        self._told.append((events, load))
-        if not self._called:
-            self._called = True
+    def publish(self, events: list[Event], load: Load) -> None:
+        """Queue a step's events, in the core's thread, and wake the event loop."""
+        self._published.append((events, load))
+        if not self._scheduled:
+            self._scheduled = True
             self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        self._called = False  # first: what comes from now on has a call of its own
+        self._scheduled = False  # first: what is published from now on gets its own call
         try:
-            self._hand_over()
+            self._pass_on()
         except Exception:
             log.exception("events lost on their way to the sessions")
-            self._told.clear()  # all of it is for sessions that end now
-            self._fail()
+            self._published.clear()  # all of it is for sessions that end now
+            self._on_error()
 
-    def _hand_over(self) -> None:
+    def _pass_on(self) -> None:
         events: list[Event] = []
         load = None
-        while self._told:
-            told = self._told.popleft()
-            if isinstance(told, PrefixChange):
-                self._spread(told)
+        while self._published:
+            published = self._published.popleft()
+            if isinstance(published, PrefixChange):
+                self._on_prefixes(published)
             else:
-                events += told[0]
-                load = told[1]
+                events += published[0]
+                load = published[1]
         if load is not None:
-            self._distribute(events, load)
+            self._on_events(events, load)

@@ -1,23 +1,23 @@
-"""The spans of one request on an engine, made all at once when it has ended."""
+"""The spans of one request on an engine, all made when it has ended."""
 
 import time
 
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 
 from octavo.common.tracing import epoch_clock, extract
-from octavo.engine.scheduling.sequence import Moment, SequenceGroup
+from octavo.engine.scheduling.sequence import GroupEvent, SequenceGroup
 
-PHASES = {Moment.PREFILL: "prefill", Moment.DECODE: "decode"}
+PHASES = {GroupEvent.PREFILL: "prefill", GroupEvent.DECODE: "decode"}
 SEARCH = "search"
-"""A beam search's only phase: its steps are all of one kind."""
+"""A beam search's only phase after the queue."""
 FAULTS = ("internal", "unavailable", "deadline_exceeded")
 
 
 class RequestTracer:
     """Turns the history of a group that ended into spans.
 
-    A request span holds one for each phase: the queue, the prefill, the decode.
-    What happened to the group meanwhile is the request span's events.
+    The request's span has a child for each phase: queue, prefill, decode. Preemptions and
+    swaps are events of the request's span.
     """
 
     def __init__(self, tracer: Tracer, model: str) -> None:
@@ -25,7 +25,7 @@ class RequestTracer:
         self._model = model
 
     def ended(self, group: SequenceGroup, outcome: str) -> None:
-        """Makes the spans of a group that has just ended so."""
+        """Make the spans of a group that has just ended."""
         request, now, epoch_ns = group.request, time.monotonic(), epoch_clock()
         span = self._tracer.start_span(
             "request",
@@ -46,14 +46,14 @@ class RequestTracer:
         )
         context = set_span_in_context(span)
         phase, since = "queue", request.arrival
-        for moment, at in group.history:
-            if moment in PHASES:
+        for event, at in group.history:
+            if event in PHASES:
                 self._tracer.start_span(phase, context, start_time=epoch_ns(since)).end(
                     epoch_ns(at)
                 )
-                phase, since = SEARCH if group.beam else PHASES[moment], at
+                phase, since = SEARCH if group.beam else PHASES[event], at
             else:
-                span.add_event(moment.value, timestamp=epoch_ns(at))
+                span.add_event(event.value, timestamp=epoch_ns(at))
         self._tracer.start_span(phase, context, start_time=epoch_ns(since)).end(epoch_ns(now))
         if outcome in FAULTS:
             span.set_attribute("error.type", outcome)

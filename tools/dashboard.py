@@ -279,8 +279,8 @@ SECTIONS = [
             Panel(
                 "Prefix blocks to swap space and back",
                 {
-                    "fallen": rate("octavo_engine_fallen_blocks_total", ENGINE),
-                    "returned": rate("octavo_engine_returned_blocks_total", ENGINE),
+                    "offloaded": rate("octavo_engine_offloaded_blocks_total", ENGINE),
+                    "restored": rate("octavo_engine_restored_blocks_total", ENGINE),
                 },
                 "ops",
                 "Many fall and few return: swap space that does not pay.",

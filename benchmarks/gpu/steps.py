@@ -77,14 +77,14 @@ def _decoding(
     """A stepper whose sequences all decode, and will for as long as is needed."""
     from tests.engine.stepper import Stepper  # noqa: PLC0415 - as in `_build`
 
-    stepper = Stepper(parts, ahead=ahead)
+    stepper = Stepper(parts, async_scheduling=ahead)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     generator = torch.Generator().manual_seed(0)
     vocab_size = stepper.parts.limits.vocab_size
     for seed in range(sequences):
         tokens = torch.randint(3, vocab_size, (prompt,), generator=generator).tolist()
         stepper.submit(tokens, OUTPUT, seed=seed, **sampling)
-    while any(sequence.num_drawn < WARM_STEPS for sequence in _sequences(stepper)):
+    while any(sequence.num_known_output < WARM_STEPS for sequence in _sequences(stepper)):
         stepper.step()
     return stepper
 

@@ -10,7 +10,7 @@ from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.measure import MemoryUse, Recorder, RunResult
 from benchmarks.memory_study.traces import Trace
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.scheduling.batch import Batch, Draw, StepResult
+from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import BeamSearch, Request, SamplingParams
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -103,23 +103,23 @@ class PagedSystem:
         assert batch, "nothing can run and requests wait: the scheduler is stuck"
         self._computed_tokens += batch.num_tokens
         moved = len(batch.transfers.swap_in) + len(batch.transfers.swap_out)
-        read = sum(part.end for part in batch.slices)
+        read = sum(part.end for part in batch.sequences)
         return cost.transfer_seconds(moved * self._cache.block_size) + cost.step_seconds(
             tokens=batch.num_tokens, context=read * cost.PAGED_READ
         )
 
     def _update(self, batch: Batch) -> list[SequenceGroup]:
         """Draws and books the step's tokens; returns the groups that are now complete."""
-        result = StepResult([])
-        for part in batch.slices:
-            if part.group.beam and part.samplers:
+        output = SamplerOutput([])
+        for part in batch.sequences:
+            if part.group.beam and part.sampled:
                 tokens = self._continuer.draw(part.group.beam.candidates_for(0))
-                result.continuations[part.sequence.id] = tokens
+                output.continuations[part.sequence.id] = tokens
             else:
-                result.draws.extend(Draw(part.group, s, s.index) for s in part.samplers)
-        self._scheduler.book(batch)
-        self._scheduler.update(batch, result)
-        groups = dict.fromkeys(part.group for part in batch.slices)
+                output.tokens.extend(SampledToken(part.group, s, s.index) for s in part.sampled)
+        self._scheduler.advance(batch)
+        self._scheduler.update(batch, output)
+        groups = dict.fromkeys(part.group for part in batch.sequences)
         return [group for group in groups if group.state is GroupState.FINISHED]
 
     def _memory(self, batch: Batch) -> MemoryUse:
@@ -130,7 +130,7 @@ class PagedSystem:
         blocks when admitted, so what chunks of it are still to fill is reserved.
         """
         size, pool = self._cache.block_size, self._cache.device
-        ends = {part.sequence.id: part.end for part in batch.slices}
+        ends = {part.sequence.id: part.end for part in batch.sequences}
         filled: dict[int, int] = {}
         promised: dict[int, int] = {}
         logical = requests = 0

@@ -1,4 +1,4 @@
-"""The paged KV cache's books: which block holds what. Knows no tensors."""
+"""The paged KV cache's bookkeeping: which block holds what. It knows no tensors."""
 
 from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from octavo.engine.kv_cache.manager import CacheCounters, CacheStats, KVCacheManager, Span

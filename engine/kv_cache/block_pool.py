@@ -1,8 +1,8 @@
-"""A pool of physical blocks: allocate, share, release, and remember contents.
+"""A pool of physical blocks: allocate, share, release, and keep contents for reuse.
 
 Every block is in exactly one of three states: free (holds nothing), cached
-(holds published contents that no block table refers to; evicted, least
-recently used first, when free blocks run out) or in use (held by as many
+(holds published contents and is in no block table; the least recently used is evicted
+first when free blocks run out) or in use (held by as many
 block-table entries as its reference count says).
 """
 
@@ -54,15 +54,15 @@ class BlockPool:
         return self._num_shared
 
     def references(self, block: int) -> int:
-        """How many block-table entries hold `block`."""
+        """Return how many block-table entries hold `block`."""
         return self._references[block]
 
     def is_idle(self, block: int) -> bool:
-        """Whether no block-table entry holds `block`."""
+        """Return whether no block-table entry holds `block`."""
         return self._references[block] == 0
 
     def allocate(self) -> int:
-        """Gives a block that the caller alone holds; its contents are undefined.
+        """Return a block that only the caller holds; its contents are undefined.
 
         Raises:
             OutOfBlocksError: every block is in use.
@@ -72,10 +72,10 @@ class BlockPool:
         return block
 
     def allocate_together(self, count: int) -> list[int]:
-        """Gives `count` blocks, side by side where free ones are; otherwise as `allocate`.
+        """Return `count` blocks, adjacent ones where enough adjacent ones are free.
 
         Raises:
-            OutOfBlocksError: fewer are available; none is taken.
+            OutOfBlocksError: fewer are available; none is allocated.
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks needed, {self.num_available} available")
@@ -83,7 +83,7 @@ class BlockPool:
             self._free.append(self._evict())
         runs = _runs(sorted(self._free))
         fitting = next((run for run in runs if len(run) >= count), None)
-        # Without a run that is long enough, the longest: so they are few.
+        # Without a run that is long enough, take the longest runs, so that they are few.
         longest_first = [fitting] if fitting else sorted(runs, key=len, reverse=True)
         blocks = list(chain.from_iterable(longest_first))[:count]
         self._free = sorted(set(self._free).difference(blocks), reverse=True)
@@ -95,7 +95,7 @@ class BlockPool:
         return self._free.pop() if self._free else self._evict()
 
     def _evict(self) -> int:
-        """Forgets what the cached block that was used longest ago holds."""
+        """Forget the contents of the least recently used cached block, and return the block."""
         if not self._cached:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
         block, _ = self._cached.popitem(last=False)
@@ -106,14 +106,14 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Adds a holder to a block that is in use or cached."""
+        """Add a holder to a block that is in use or cached."""
         if self._references[block] == 0:
-            del self._cached[block]  # a KeyError here is a free block: a broken caller
+            del self._cached[block]  # a KeyError: the block is free, the caller is wrong
         self._references[block] += 1
         self._num_shared += self._references[block] == 2
 
     def release(self, block: int) -> None:
-        """Takes a holder away; the last one leaves the block cached or free."""
+        """Remove a holder; without holders the block is cached if published, else free."""
         assert self._references[block] > 0, f"block {block} was released twice"
         self._references[block] -= 1
         self._num_shared -= self._references[block] == 1
@@ -123,8 +123,8 @@ class BlockPool:
             else:
                 self._free.append(block)
 
-    def restore(self, block: int) -> None:
-        """Takes a `release` back; `block` must not have been given away since."""
+    def undo_release(self, block: int) -> None:
+        """Undo a `release`; `block` must not have been allocated since."""
         if self._references[block] == 0 and block not in self._cached:
             self._free.remove(block)
             self._cached[block] = None
@@ -132,24 +132,23 @@ class BlockPool:
 
     @property
     def next_evicted(self) -> tuple[int, bytes] | None:
-        """The cached block, with its key, that `allocate` would evict now."""
+        """The cached block that `allocate` would evict now, with its key."""
         if self._free or not self._cached:
             return None
         block = next(iter(self._cached))
         return block, self._key_of[block]
 
-    def keep(self, key: bytes) -> int | None:
-        """Finds a place, in use by nobody, for contents that nobody holds.
+    def reserve_cached(self, key: bytes) -> int | None:
+        """Publish a cached block under `key`, for the caller to fill.
 
         Returns:
-            A cached block under `key`, for the caller to fill; None where there
-            was one already, which is now the last to be evicted, or where every
-            block is in use.
+            The block. None if one is already published under `key`, which is now the last to
+            be evicted, or if every block is in use.
         """
-        kept = self._block_of.get(key)
-        if kept is not None:
-            if self.is_idle(kept):
-                self._cached.move_to_end(kept)
+        existing = self._block_of.get(key)
+        if existing is not None:
+            if self.is_idle(existing):
+                self._cached.move_to_end(existing)
             return None
         if not self.num_available:
             return None
@@ -160,10 +159,10 @@ class BlockPool:
         return block
 
     def publish(self, block: int, key: bytes) -> None:
-        """Makes a full block that is in use findable by its contents' key.
+        """Make a full block that is in use findable by its contents' key.
 
-        Where another block is already published under `key`, that one stays
-        and this one remains private.
+        If another block is already published under `key`, that one stays and this one
+        remains private.
         """
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
@@ -171,25 +170,25 @@ class BlockPool:
             self._changed.add(key)
 
     def find(self, key: bytes) -> int | None:
-        """The block published under `key`, in use or cached."""
+        """Return the block published under `key`, in use or cached."""
         return self._block_of.get(key)
 
     def mark_hit(self, key: bytes) -> None:
-        """Notes that what is published under `key`, if anything, was found by a reader."""
+        """Mark what is published under `key`, if anything, as reused by a request."""
         if key in self._block_of:
             self._hit.add(key)
 
     def was_hit(self, key: bytes) -> bool:
-        """Whether what is published under `key` was found by a reader."""
+        """Return whether what is published under `key` was reused by a request."""
         return key in self._hit
 
     def take_changed(self) -> set[bytes]:
-        """The keys published or dropped since the last call."""
+        """Return the keys published or dropped since the last call."""
         changed, self._changed = self._changed, set()
         return changed
 
     def forget_contents(self) -> None:
-        """Unpublishes everything: no block's contents can be trusted any more."""
+        """Unpublish everything: no block's contents can be trusted any more."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._changed.update(self._block_of)
@@ -198,7 +197,7 @@ class BlockPool:
         self._hit.clear()
 
     def check(self) -> None:
-        """Asserts that free, cached and in-use blocks partition the pool."""
+        """Assert that free, cached and in-use blocks partition the pool."""
         free, cached = set(self._free), set(self._cached)
         idle = {block for block, count in enumerate(self._references) if count == 0}
         assert len(free) == len(self._free), "a block is twice in the free list"
@@ -213,7 +212,7 @@ class BlockPool:
 
 
 def _runs(blocks: list[int]) -> list[list[int]]:
-    """Rising numbers, cut where they do not follow on each other."""
+    """Split rising numbers into runs of consecutive ones."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][-1] + 1:

@@ -7,14 +7,14 @@ from octavo.common.prefix import ROOT_KEY
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """Where a sequence's K/V lies.
+    """The blocks that hold a sequence's K/V.
 
     Attributes:
         blocks: physical block of each logical block; of the device's pool, or
             of the swap pool while `swapped`.
         num_tokens: how many tokens, from the front, the blocks are for.
-        root: what its keys begin from.
-        keys: keys of the leading full blocks that were named so far.
+        root: the parent of the first block's key.
+        keys: keys of the leading full blocks that are published so far.
         swapped: whether the blocks are in CPU swap space.
     """
 

@@ -1,21 +1,20 @@
-"""The one door to the paged KV cache: block tables, sharing, swap, prefixes.
+"""The manager of the paged KV cache: block tables, sharing, swap, prefixes.
 
 Blocks of `block_size` tokens are mapped to sequences by block tables, as in
 "Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (Kwon et al., SOSP 2023, section 4). All methods either do the
-whole of what they say or raise and change nothing.
+PagedAttention" (Kwon et al., SOSP 2023, section 4). A method that raises changes nothing.
 
-Swap space has two uses. It holds preempted sequences; what they leave of it
-caches prefix blocks that the device evicted, which a later match brings back by
-copy. A preempted sequence evicts those, never the reverse. Only a prefix that was
-hit falls there: one that a sequence was admitted with since it was computed. To
-copy what nobody reads twice would only slow the steps. A prefix counts as hit
-until neither memory has it.
+Swap space has two uses. It holds preempted sequences. The rest of it caches prefix
+blocks that the device evicted (offloaded), which a later match copies back (restored).
+A preempted sequence evicts these, never the reverse. Only a prefix that was hit is
+offloaded: one that a sequence was admitted with since it was computed. Copying what is
+read only once would slow the steps for nothing. A prefix counts as hit until neither
+memory has it.
 
 Copies are ordered at once and done before the step computes, all `swap_out`
-before all `swap_in` before all `copies`. So a device block may leave and be
-given away in the same step, but a swap block that is read in a step stays in
-use until its copy has been taken (`_reading`), lest it be overwritten first.
+before all `swap_in` before all `copies`. So a device block may be swapped out and
+allocated again in the same step. A swap block that is read in a step stays in use until
+its copy has been taken (`_reading`), so that nothing overwrites it first.
 Sequences that got blocks in a step keep them until its copies are taken.
 """
 
@@ -41,7 +40,7 @@ class Span(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A full block of a prompt that was found, in swap space if `swapped`."""
+    """A full block of a prompt that is cached, in swap space if `swapped`."""
 
     key: bytes
     block: int
@@ -53,12 +52,12 @@ class CacheCounters:
     """Events since the start, for metrics and tests.
 
     Attributes:
-        fallen_blocks: prefix blocks, once hit, copied to swap space when evicted.
-        returned_blocks: prefix blocks copied back instead of recomputed.
+        offloaded_blocks: prefix blocks copied to swap space when evicted.
+        restored_blocks: prefix blocks copied back instead of recomputed.
     """
 
-    fallen_blocks: int = 0
-    returned_blocks: int = 0
+    offloaded_blocks: int = 0
+    restored_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +109,24 @@ class KVCacheManager:
         self._tables: dict[int, BlockTable] = {}
         self.counters = CacheCounters()
         self._transfers = Transfers()
-        self._falling: dict[int, int] = {}  # swap block: the evicted device block that goes there
+        self._offloading: dict[int, int] = {}  # swap block: the evicted device block copied there
         self.published: set[bytes] = set()
         self._reading: list[int] = []  # swap blocks held until the copies from them are taken
 
-    # What there is.
+    # State.
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens take."""
+        """Return how many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
     def table(self, sequence_id: int) -> list[int]:
-        """The device blocks of a sequence, to read and not to change."""
+        """Return the device blocks of a sequence; do not change them."""
         table = self._tables[sequence_id]
         assert not table.swapped, f"sequence {sequence_id} is swapped out"
         return table.blocks
 
     def holds(self, sequence_id: int) -> bool:
-        """Whether a sequence has a block table, on the device or swapped out."""
+        """Return whether a sequence has a block table, on the device or swapped out."""
         return sequence_id in self._tables
 
     @property
@@ -145,9 +144,9 @@ class KVCacheManager:
         )
 
     def _wasted_slots(self) -> int:
-        """Unused places in device blocks, by a look at each table's last: the others are full.
+        """Return the unused slots in device blocks. Only a table's last block can have some.
 
-        Sequences that share their last block waste what the longest leaves.
+        Of sequences that share their last block, the longest counts.
         """
         filled: dict[int, int] = {}
         for table in self._tables.values():
@@ -158,42 +157,42 @@ class KVCacheManager:
         return len(filled) * self.block_size - sum(filled.values())
 
     def take_transfers(self) -> Transfers:
-        """The copies gathered since the last call, which the caller must do."""
+        """Return the copies ordered since the last call; the caller must do them."""
         while self._reading:
             self.swap.release(self._reading[-1])
             self._reading.pop()
         transfers, self._transfers = self._transfers, Transfers()
-        transfers.swap_out += [(block, kept) for kept, block in self._falling.items()]
-        self.counters.fallen_blocks += len(self._falling)
-        self._falling.clear()
+        transfers.swap_out += [(block, kept) for kept, block in self._offloading.items()]
+        self.counters.offloaded_blocks += len(self._offloading)
+        self._offloading.clear()
         return transfers
 
     def forget_contents(self) -> None:
-        """Drops copies not yet taken and unpublishes everything: nothing can be trusted."""
+        """Drop copies not yet taken and unpublish everything: no contents can be trusted."""
         self.take_transfers()
         self.device.forget_contents()
         self.swap.forget_contents()
 
     def _allocate(self) -> int:
-        """A device block; a prefix block that is evicted for it falls if it was hit."""
+        """Allocate a device block; a prefix block evicted for it is offloaded if it was hit."""
         if (evicted := self.device.next_evicted) is not None and self.device.was_hit(evicted[1]):
             block, key = evicted
-            if (kept := self.swap.keep(key)) is not None:
+            if (kept := self.swap.reserve_cached(key)) is not None:
                 self.swap.mark_hit(key)
-                self._falling[kept] = block
+                self._offloading[kept] = block
         return self.device.allocate()
 
     def _allocate_in_swap(self, count: int) -> list[int]:
-        """Blocks of swap space, in a row if it may be: so they cross the bus in few copies."""
+        """Allocate blocks of swap space, adjacent ones if possible, so that copies are few."""
         blocks = self.swap.allocate_together(count)
         for block in blocks:
-            self._falling.pop(block, None)  # what was to fall there was just evicted
+            self._offloading.pop(block, None)  # what was to be offloaded there was just evicted
         return blocks
 
     # Prefixes.
 
     def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> list[Hit]:
-        """Blocks that already hold the front of `token_ids`.
+        """Return the blocks that already hold the front of `token_ids`.
 
         The last token is never among them: its logits must be computed.
         """
@@ -212,7 +211,7 @@ class KVCacheManager:
         return hits
 
     def publish(self, sequence_id: int, token_ids: Tokens[int], num_computed: int) -> None:
-        """Makes a sequence's full, computed blocks findable by other requests.
+        """Make a sequence's full, computed blocks findable by other requests.
 
         Args:
             sequence_id: the sequence; on the device.
@@ -229,16 +228,16 @@ class KVCacheManager:
             self._publish(self.device, table.blocks[i], table.keys[i])
 
     def _publish(self, pool: BlockPool, block: int, key: bytes) -> None:
-        """Makes a block findable; what one pool knows to be hit is hit in the other too."""
+        """Make a block findable; a key that was hit in one pool is marked hit in the other."""
         pool.publish(block, key)
         if self.device.was_hit(key) or self.swap.was_hit(key):
             pool.mark_hit(key)
 
     def take_changes(self) -> tuple[set[bytes], set[bytes]]:
-        """Brings `published`, the keys of prefix blocks in either pool, up to date.
+        """Update `published`, the keys of prefix blocks in either pool.
 
         Returns:
-            The keys that came, and those that are gone, since the last call.
+            The keys added, and the keys removed, since the last call.
         """
         changed = self.device.take_changed() | self.swap.take_changed()
         held = {
@@ -246,22 +245,22 @@ class KVCacheManager:
             for key in changed
             if self.device.find(key) is not None or self.swap.find(key) is not None
         }
-        came, gone = held - self.published, (changed - held) & self.published
-        self.published ^= came | gone
-        return came, gone
+        added, removed = held - self.published, (changed - held) & self.published
+        self.published ^= added | removed
+        return added, removed
 
     # A sequence's blocks.
 
     def admit(
         self, sequence_id: int, token_ids: Tokens[int], *, reuse: bool = True, salt: str = ""
     ) -> int:
-        """Gives a new sequence blocks for all its tokens, cached ones first.
+        """Allocate blocks for all tokens of a new sequence; use cached ones where possible.
 
         Args:
-            sequence_id: not yet known here.
+            sequence_id: a new id.
             token_ids: its tokens.
             reuse: look the prefix up in the cache.
-            salt: what its blocks are found by, beside their tokens.
+            salt: only blocks of sequences with the same salt are shared.
 
         Returns:
             How many tokens, from the front, already have K/V.
@@ -291,23 +290,23 @@ class KVCacheManager:
                 self._reading.append(hit.block)
                 self._transfers.swap_in.append((hit.block, block))
                 self._publish(self.device, block, hit.key)
-                self.counters.returned_blocks += 1
+                self.counters.restored_blocks += 1
             self.device.mark_hit(hit.key)
             self.swap.mark_hit(hit.key)
         return len(hits) * self.block_size
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
-        """Available blocks that `admit` would take."""
+        """Return how many of the available blocks `admit` would take."""
         hits = self.find_prefix(token_ids, salt) if reuse else []
         return self._blocks_beside(hits, len(token_ids))
 
     def _blocks_beside(self, hits: list[Hit], num_tokens: int) -> int:
-        """Available blocks for `num_tokens` tokens, beside those that others hold already."""
+        """Return how many available blocks `num_tokens` tokens take, those in use not counted."""
         held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in hits)
         return self.blocks_for(num_tokens) - held
 
     def extend(self, spans: Iterable[Span]) -> None:
-        """Makes spans of tokens writable: grows tables, copies shared blocks.
+        """Make spans of tokens writable: grow block tables, copy shared blocks.
 
         Raises:
             OutOfBlocksError: not enough blocks are available for all of them.
@@ -328,7 +327,7 @@ class KVCacheManager:
             table.num_tokens = max(table.num_tokens, end)
 
     def _blocks_to_extend(self, writes: list[tuple[Span, list[int]]]) -> int:
-        """Blocks that spans take; of those who write a shared block the last need not copy."""
+        """Return how many blocks spans take; the last writer of a shared block need not copy it."""
         grown, written = 0, list[int]()
         for span, shared in writes:
             blocks = self.table(span.sequence_id)
@@ -340,13 +339,13 @@ class KVCacheManager:
         return grown + sum(min(n, self.device.references(block) - 1) for block, n in writers)
 
     def _shared(self, span: Span) -> list[int]:
-        """Logical blocks that a span's tokens touch and others hold too."""
+        """Return the logical blocks that a span writes and that other tables hold too."""
         blocks, references = self.table(span.sequence_id), self.device.references
         reach = range(span.start // self.block_size, min(self.blocks_for(span.end), len(blocks)))
         return [i for i in reach if references(blocks[i]) > 1]
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
-        """Gives a new sequence its parent's first `num_tokens` tokens, shared."""
+        """Share a parent's first `num_tokens` tokens with a new sequence."""
         assert child_id not in self._tables
         parent = self._tables[parent_id]
         assert not parent.swapped
@@ -360,7 +359,7 @@ class KVCacheManager:
         self._tables[child_id] = BlockTable(blocks, num_tokens, parent.root, keys)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
-        """Releases the blocks after a sequence's first `num_tokens` tokens."""
+        """Release the blocks after a sequence's first `num_tokens` tokens."""
         blocks = self.table(sequence_id)
         while len(blocks) > self.blocks_for(num_tokens):
             self.device.release(blocks.pop())
@@ -368,7 +367,7 @@ class KVCacheManager:
         table.num_tokens = min(table.num_tokens, num_tokens)
 
     def free(self, sequence_id: int) -> None:
-        """Lets go of all that a sequence holds, wherever it is."""
+        """Release all blocks of a sequence, on the device or in swap space."""
         table = self._tables.pop(sequence_id)
         pool = self.swap if table.swapped else self.device
         for block in reversed(table.blocks):  # so that a prefix is evicted from its end
@@ -377,7 +376,7 @@ class KVCacheManager:
     # Swap.
 
     def swap_out(self, sequence_ids: Iterable[int]) -> None:
-        """Moves sequences to swap space; blocks they share stay shared there.
+        """Move sequences to swap space; blocks that they share stay shared there.
 
         Raises:
             OutOfBlocksError: swap space has not enough blocks.
@@ -385,7 +384,7 @@ class KVCacheManager:
         self._transfers.swap_out += self._move(sequence_ids, self.device, self.swap)
 
     def swap_in(self, sequence_ids: Iterable[int]) -> None:
-        """Moves sequences back to the device.
+        """Move sequences back to the device.
 
         Raises:
             OutOfBlocksError: the device has not enough blocks.
@@ -395,16 +394,16 @@ class KVCacheManager:
         self._transfers.swap_in += moved
 
     def blocks_to_swap(self, sequence_ids: Iterable[int]) -> int:
-        """Distinct blocks that sequences hold, the most that a swap moves."""
+        """Return how many distinct blocks sequences hold, the most that a swap copies."""
         return len({block for id_ in sequence_ids for block in self._tables[id_].blocks})
 
     def _move(
         self, sequence_ids: Iterable[int], source: BlockPool, target: BlockPool
     ) -> list[tuple[int, int]]:
-        """Changes the pool that sequences' blocks are in.
+        """Move sequences' blocks from one pool to the other.
 
         Returns:
-            The copies to do: not those of blocks whose contents `target` has.
+            The copies to do; blocks whose contents `target` has already need none.
         """
         tables = [self._tables[id_] for id_ in sequence_ids]
         assert all(table.swapped is (source is self.swap) for table in tables)
@@ -439,7 +438,7 @@ class KVCacheManager:
             for table in tables:
                 for block in reversed(table.blocks):  # so that a prefix is evicted from its end
                     source.release(block)
-                    undo.callback(source.restore, block)
+                    undo.callback(source.undo_release, block)
             undo.pop_all()
         for table in tables:
             table.blocks = [moved[block] for block in table.blocks]
@@ -455,12 +454,14 @@ class KVCacheManager:
             raise OutOfBlocksError(f"{needed} blocks needed, {pool.num_available} available")
 
     def check(self) -> None:
-        """Asserts the invariants of the pools and of every block table."""
+        """Assert the invariants of the pools and of every block table."""
         for pool, swapped in ((self.device, False), (self.swap, True)):
             pool.check()
             held = [0] * pool.num_blocks
             for table in self._tables.values():
-                assert len(table.blocks) == self.blocks_for(table.num_tokens), "a table wastes"
+                assert len(table.blocks) == self.blocks_for(table.num_tokens), (
+                    "a table has more blocks than its tokens need"
+                )
                 if table.swapped is swapped:
                     for block in table.blocks:
                         held[block] += 1
@@ -471,7 +472,7 @@ class KVCacheManager:
             )
 
     def check_idle(self) -> None:
-        """Asserts that nothing is in use."""
+        """Assert that no block is in use."""
         assert not self._tables, f"sequences left: {list(self._tables)[:8]}"
         assert self.device.num_in_use == 0
         assert self.swap.num_in_use == 0

@@ -1,4 +1,4 @@
-"""Copies of blocks that a step begins with."""
+"""Block copies that a step begins with."""
 
 from dataclasses import dataclass, field
 

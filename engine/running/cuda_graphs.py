@@ -1,9 +1,9 @@
-"""Decodes as CUDA graphs: the host gives the GPU a whole step of the model at once.
+"""Decode steps as CUDA graphs: the host launches a whole step of the model at once.
 
-A graph is recorded for each of a ladder of batch sizes, over inputs that stay where
-they are; a step copies its own in, padded to the next rung. A padded row is a
-sequence of no tokens: it attends to nothing, is written nowhere, and its logits are
-cut off. Steps with chunks of prompts, and batches beyond the ladder, run as ever.
+A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step
+copies its inputs there, padded to the next size. A padded row is a sequence of no tokens: it
+attends to nothing, writes no K/V, and its logits are cut off. Steps with chunks of prompts,
+and larger batches, are launched kernel by kernel.
 """
 
 from collections.abc import Callable
@@ -22,28 +22,28 @@ from octavo.kernels.metadata import AttentionMetadata
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
-"""Turns work whose inputs stay where they are into what does it again."""
+"""Records work on inputs at fixed addresses; returns what replays it."""
 
 WARM_UPS = 2
 MAX_BATCH = 256
-"""Where a step's own work is long enough to hide what launching it takes."""
+"""Above this size, a step takes longer to compute than to launch."""
 
 
-def ladder(max_num_seqs: int) -> list[int]:
-    """The batch sizes that are recorded, rising: padding adds 7 rows, or a quarter, at most.
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to record, rising: padding adds at most 7 rows, or a quarter.
 
-    From 2: one token alone would not run compiled, see `compilation.jit`.
+    They start at 2: one token alone would not run compiled, see `compilation.jit`.
     """
     most = min(max(max_num_seqs, 2), MAX_BATCH)
-    rungs = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
-    return [*(rung for rung in rungs if rung < most), most]
+    sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
+    return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedDecode:
     """One recorded batch size.
 
-    A graph holds addresses. It keeps none of the tensors alive that it reads, so they are
+    A graph holds addresses and does not keep the tensors alive that it reads, so they are
     kept here.
 
     Attributes:
@@ -58,10 +58,10 @@ class RecordedDecode:
 
 
 class DecodeGraphs:
-    """A model's decodes, recorded.
+    """A model's recorded decode steps.
 
-    All sizes write their logits to one buffer: an output for each size would take 0.8 GB
-    where the vocabulary has 128k tokens.
+    All sizes write their logits to one buffer: one per size would take 0.8 GB for a
+    vocabulary of 128k tokens.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DecodeGraphs:
         plan: Plan,
         record: Record,
     ) -> None:
-        """Records a graph for each size.
+        """Record a graph for each size.
 
         Args:
             step: the model.
@@ -86,8 +86,8 @@ class DecodeGraphs:
             sizes: of batches, rising.
             max_model_len: most tokens of a sequence.
             block_size: of the cache.
-            device: where the model is.
-            plan: makes attention's plans.
+            device: the model's device.
+            plan: plans attention.
             record: records; `cuda_recorder` on a GPU.
         """
         most = sizes[-1]
@@ -129,12 +129,12 @@ class DecodeGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Logits of a step, one row a sequence; none if it is not all decodes, or too many.
+        """Return a step's logits, one row per sequence; None if not all are decodes, or too many.
 
         The logits are overwritten by the next step.
         """
         count = inputs.token_ids.shape[1]
-        decodes = inputs.metadata.max_query_len == 1 and len(inputs.sampled) == count
+        decodes = inputs.metadata.max_query_len == 1 and len(inputs.logit_rows) == count
         if not decodes or inputs.scored or count > self._sizes[-1]:
             return None
         size = next(size for size in self._sizes if size >= count)
@@ -150,13 +150,13 @@ class DecodeGraphs:
 
 
 def cuda_recorder(*, check_inputs: bool = False) -> Record:
-    """Return what records CUDA graphs that share their memory.
+    """Return a recorder of CUDA graphs that share their memory.
 
     Args:
         check_inputs: raise at a replay if a tensor that PyTorch saw the graph read was freed.
-            For tests of uncompiled models. PyTorch sees them by a mode in which compiled
-            steps run uncompiled, and looks at each one before each replay. It has no effect
-            before PyTorch 2.13.
+            It is for tests of uncompiled models: PyTorch finds the tensors in a mode in which
+            compiled steps run uncompiled, and checks each before each replay. It has no
+            effect before PyTorch 2.13.
     """
     pool = torch.cuda.graph_pool_handle()
     options: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
         options["check_input_liveness"] = True
 
     def record(work: Replay) -> Replay:
-        for _ in range(WARM_UPS):  # what is compiled or allocated once is so before
+        for _ in range(WARM_UPS):  # so that nothing is compiled or allocated while it records
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -189,7 +189,7 @@ def graph_memory(
     """Return the bytes of the device that graphs of all `sizes` take.
 
     It records two of them. The largest takes the memory that all sizes share, and the
-    smallest only what each graph takes of its own.
+    smallest only the memory that each graph takes for itself.
 
     Args:
         sizes: of batches, rising.

@@ -1,4 +1,4 @@
-"""The executor: does a batch's copies, runs the model on it and draws tokens."""
+"""The executor: copies a batch's blocks, runs the model on it and samples tokens."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,33 +12,31 @@ from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
-from octavo.engine.running.cuda_graphs import DecodeGraphs, Record, graph_memory, ladder
-from octavo.engine.running.inputs import StepInputs, idle_inputs, prepare
-from octavo.engine.running.pending_step import Launched
+from octavo.engine.running.cuda_graphs import DecodeGraphs, Record, graph_memory, graph_sizes
+from octavo.engine.running.inputs import StepInputs, idle_inputs, make_inputs
+from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import (
-    Drawer,
+    PendingTokens,
     Report,
-    are_plain,
-    choose_rows,
     continue_beams,
-    draw_plainly,
     sample,
+    take_argmax,
 )
-from octavo.engine.scheduling.batch import Batch, Draw, StepResult
+from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.kernels.host import to_device
 from octavo.kernels.ops import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
-"""Rows of prompt logits turned into log-probabilities at a time."""
+"""Rows of prompt logits that are turned into log-probabilities at a time."""
 
 
 class Executor:
     """A model and the tensors of its paged KV cache.
 
     Attributes:
-        cache: those tensors.
+        cache: the cache's tensors.
     """
 
     def __init__(self, loaded: LoadedStep, cache: CacheTensors) -> None:
@@ -52,65 +50,61 @@ class Executor:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether steps go on by themselves once they are launched."""
+        """Whether `launch` returns before the step is computed."""
         return self._device.type == "cuda"
 
     @torch.inference_mode()
-    def launch(
-        self,
-        batch: Batch,
-        *,
-        after: Launched | None = None,
-        launching: Callable[[], None] = lambda: None,
-    ) -> Launched:
-        """Has one step run: on a GPU by itself from then on, on a CPU before this returns.
+    def prepare(self, batch: Batch, previous: PendingStep | None = None) -> StepInputs | None:
+        """Copy a batch's blocks and lay its sequences out as tensors.
 
         Args:
-            batch: what it computes.
-            after: the step before it, if not all that it draws was known to who made the
-                batch: such tokens are taken from there.
-            launching: called when the model is about to run: for what may go on
-                meanwhile, in threads that then have the interpreter to themselves.
+            batch: what to compute.
+            previous: the step before it, if its tokens are not collected yet: it fills this
+                step's placeholders in.
 
         Returns:
-            Launched: its result has a token for each of the batch's samplers, and the
-                prompt log-probabilities that were asked for.
+            The step's inputs; None for a batch that only copies blocks.
         """
         self.cache.apply(batch.transfers)
-        if not batch.slices:
-            launching()
-            return Launched()
-        inputs = self._prepare(batch)
-        if after is not None:
-            after.fill_in(batch, inputs.token_ids)
-        rows, drawers = [], []
-        beam_rows, beams = [], []
-        for i, row in inputs.sampled.items():
-            part = batch.slices[i]
-            if part.group.beam:
-                beam_rows.append(row)
-                beams.append(Drawer(part.group, part.sequence))
-                continue
-            rows += [row] * len(part.samplers)
-            drawers += [Drawer(part.group, sequence) for sequence in part.samplers]
-        only_plain = not (beams or inputs.scored) and are_plain(drawers)
-        launching()
-        if only_plain and (tokens := self._most_likely(inputs)) is not None:
-            return Launched(draw_plainly([tokens[row] for row in rows], drawers))
-        logits = self._forward(inputs)
-        prompt_logprobs = {
-            i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()
-        }
-        drawn = sample(_rows(logits, rows), drawers) if drawers else list[Draw]()
-        continuations = continue_beams(_rows(logits, beam_rows), beams) if beams else {}
-        return Launched(drawn, continuations, prompt_logprobs)
+        if not batch.sequences:
+            return None
+        inputs = make_inputs(
+            batch, block_size=self._block_size, device=self._device, plan=self._plan
+        )
+        if previous is not None:
+            previous.fill_placeholders(batch, inputs.token_ids)
+        return inputs
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Runs one step by itself; see `launch`."""
-        return self.launch(batch).result()
+    @torch.inference_mode()
+    def launch(self, batch: Batch, inputs: StepInputs | None) -> PendingStep:
+        """Run the model and sample tokens.
+
+        On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
+        the step is computed; other threads have the interpreter meanwhile.
+
+        Args:
+            batch: what to compute.
+            inputs: what `prepare` made of it.
+        """
+        if inputs is None:
+            return PendingStep(batch)
+        sampled, beams = inputs.sampled, inputs.beams
+        only_argmax = not (beams or inputs.scored) and take_argmax(sampled)
+        if only_argmax and (token_ids := self._most_likely(inputs)) is not None:
+            chosen = torch.tensor([token_ids[row.row] for row in sampled], dtype=torch.int64)
+            return PendingStep(batch, PendingTokens(chosen, sampled))
+        logits = self._forward(inputs)
+        scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
+        tokens = sample(logits, sampled)
+        continuations = continue_beams(logits, beams) if beams else {}
+        return PendingStep(batch, tokens, continuations, scores)
+
+    def execute(self, batch: Batch) -> SamplerOutput:
+        """Run one step by itself, and wait for it."""
+        return self.launch(batch, self.prepare(batch)).collect()
 
     def device_lost(self) -> bool:
-        """Return whether the device computes nothing any more, as after some CUDA errors.
+        """Return whether the device cannot compute any more, as after some CUDA errors.
 
         Such an error is sticky: every later call in this process fails with it.
         """
@@ -124,24 +118,24 @@ class Executor:
 
     @property
     def compiled(self) -> bool:
-        """Whether steps run compiled by now."""
+        """Whether steps run compiled now."""
         return self._loaded.compiled
 
     @property
     def eager_steps(self) -> int:
-        """How many steps since the start ran uncompiled although the model is compiled."""
+        """Steps since the start that ran uncompiled although the model is compiled."""
         return self._loaded.eager_steps - self._eager_before
 
     def take_copy_times(self) -> list[CopyTime]:
-        """How long swaps took, of those that are known to have ended since the last call."""
+        """Return how long swaps took that have ended since the last call."""
         return self.cache.take_copy_times()
 
     @torch.inference_mode()
     def warm_up(self, max_model_len: int) -> None:
-        """Launches each kernel that a step may need: Triton compiles it then, for seconds.
+        """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        A decode alone, a decode beside a prompt's chunk, draws of their tokens, and a copy
-        of a block, while the cache holds nothing yet.
+        These are a decode alone, a decode beside a prompt's chunk, the sampling of their
+        tokens, and a copy of a block. Call it while the cache is empty.
 
         Args:
             max_model_len: most tokens of a sequence.
@@ -164,7 +158,7 @@ class Executor:
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
-        """Has steps that only decode replayed from now on; see `cuda_graphs`.
+        """Record steps that only decode, to replay them from now on; see `cuda_graphs`.
 
         Args:
             max_num_seqs: most sequences in a batch.
@@ -174,7 +168,7 @@ class Executor:
         Raises:
             RuntimeError: the device cannot record the model.
         """
-        self._decodes = self._record(ladder(max_num_seqs), max_model_len, record)
+        self._decodes = self._record(graph_sizes(max_num_seqs), max_model_len, record)
 
     @torch.inference_mode()
     def measure_decodes(
@@ -192,7 +186,7 @@ class Executor:
             RuntimeError: the device cannot record the model.
         """
         return graph_memory(
-            ladder(max_num_seqs),
+            graph_sizes(max_num_seqs),
             lambda sizes, record: self._record(sizes, max_model_len, record),
             record,
             free,
@@ -211,18 +205,15 @@ class Executor:
             record=record,
         )
 
-    def _prepare(self, batch: Batch) -> StepInputs:
-        return prepare(batch, block_size=self._block_size, device=self._device, plan=self._plan)
-
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits `[num_rows, vocab_size]` of the wanted tokens."""
+        """Return logits `[num_rows, vocab_size]` of the wanted tokens."""
         if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
             return logits
         with self._attending(inputs):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _most_likely(self, inputs: StepInputs) -> list[int] | None:
-        """The most likely one for each of those tokens; None where that must be looked for."""
+        """Return the most likely next token of each wanted token; None if the step gives logits."""
         step = self._loaded.step
         if not isinstance(step, CompiledStep):
             return None
@@ -233,10 +224,11 @@ class Executor:
         return attending(PagedStep(inputs.metadata, self.cache.layers, self._loaded.kv_scales))
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
-        """Prompt log-probabilities of one slice, a few rows at a time to bound memory."""
-        part = batch.slices[i]
-        count = part.group.request.sampling.prompt_logprobs or 0
-        targets = [part.sequence.token_ids[position + 1] for position in part.scored]
+        """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""
+        scheduled = batch.sequences[i]
+        count = scheduled.group.request.sampling.prompt_logprobs or 0
+        token_ids = scheduled.sequence.token_ids
+        targets = [token_ids[position + 1] for position in scheduled.scored]
         scores: list[TokenLogprob] = []
         for first in range(0, len(targets), SCORED_ROWS):
             chunk = targets[first : first + SCORED_ROWS]
@@ -244,8 +236,3 @@ class Executor:
             tokens = to_device(np.array(chunk), self._device)
             scores += Report(rows, tokens, [count] * len(chunk)).logprobs()
         return scores
-
-
-def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Those rows; the tensor itself if they are all of it in order."""
-    return logits if rows == list(range(len(logits))) else choose_rows(logits, rows)

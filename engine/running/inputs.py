@@ -1,4 +1,4 @@
-"""Turns a batch into the tensors that one step of the model takes."""
+"""Turn a batch into the tensors that one step of the model takes."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,17 +6,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.batch import Batch
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 
 Plan = Callable[[np.ndarray, np.ndarray], AttentionPlan | None]
-"""Makes attention's plan of a step from its queries and tokens of each sequence."""
+"""Plans a step's attention from each sequence's number of queries and of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's tensors, all sequences laid end to end.
+    """One step's tensors, all sequences laid end to end, and what its logits are for.
 
     Attributes:
         token_ids: `[1, num_tokens]` int64.
@@ -24,48 +25,55 @@ class StepInputs:
         logit_rows: `[num_rows]` int64, the tokens whose logits are wanted; the first
             where none are.
         metadata: for attention.
-        sampled: row of the logits to draw from, for slices that draw.
-        scored: first row of the prompt's logits, for slices that want them.
+        sampled: the sequences to sample for.
+        beams: the beams to find continuations of.
+        scored: first row of the prompt's logits, by index in the batch of the scheduled
+            sequence, for those that want prompt log-probabilities.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     metadata: AttentionMetadata
-    sampled: dict[int, int]
+    sampled: list[SamplingRow]
+    beams: list[SamplingRow]
     scored: dict[int, int]
 
 
-def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) -> StepInputs:
-    """Lays a batch out flat.
+def make_inputs(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) -> StepInputs:
+    """Lay a batch's sequences end to end.
 
-    By lists: a decode's few numbers are sooner written one by one than arrays are made of
-    them and computed with.
+    It builds lists: for a decode's few numbers they are faster than array operations.
     """
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     rows: list[int] = []
     starts = [0]
-    sampled: dict[int, int] = {}
+    sampled: list[SamplingRow] = []
+    beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
-    width = max(len(part.blocks) for part in batch.slices)
-    tables = np.zeros((len(batch.slices), width), np.int32)
-    for i, part in enumerate(batch.slices):
-        offset = len(tokens) - part.start
-        tokens += part.sequence.token_ids[part.start : part.end]
-        positions += range(part.start, part.end)
-        slots += _slots(part.blocks, part.start, part.end, block_size)
+    width = max(len(scheduled.blocks) for scheduled in batch.sequences)
+    tables = np.zeros((len(batch.sequences), width), np.int32)
+    for i, scheduled in enumerate(batch.sequences):
+        group, blocks = scheduled.group, scheduled.blocks
+        start, end = scheduled.start, scheduled.end
+        offset = len(tokens) - start
+        tokens += scheduled.sequence.token_ids[start:end]
+        positions += range(start, end)
+        slots += _slots(blocks, start, end, block_size)
         starts.append(len(tokens))
-        tables[i, : len(part.blocks)] = part.blocks
-        if part.scored:
+        tables[i, : len(blocks)] = blocks
+        if scheduled.scored:
             scored[i] = len(rows)
-            rows.extend(offset + position for position in part.scored)
-        if part.samplers:
-            sampled[i] = len(rows)
+            rows.extend(offset + position for position in scheduled.scored)
+        if scheduled.sampled:
+            (beams if group.beam else sampled).extend(
+                SamplingRow(group, sequence, len(rows)) for sequence in scheduled.sampled
+            )
             rows.append(len(tokens) - 1)
-    ends = [part.end for part in batch.slices]
-    counts = [part.end - part.start for part in batch.slices]
+    ends = [scheduled.end for scheduled in batch.sequences]
+    counts = [scheduled.end - scheduled.start for scheduled in batch.sequences]
     seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
     laid = to_device(np.array((tokens, positions, slots)), device)
     metadata = AttentionMetadata(
@@ -83,12 +91,13 @@ def prepare(batch: Batch, *, block_size: int, device: torch.device, plan: Plan) 
         logit_rows=to_device(np.array(rows or [0]), device),
         metadata=metadata,
         sampled=sampled,
+        beams=beams,
         scored=scored,
     )
 
 
 def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable[int]:
-    """Where a sequence's tokens [start, end) go: `block * block_size + offset` of each."""
+    """Return the slots of a sequence's tokens [start, end): `block * block_size + offset` each."""
     first, offset = divmod(start, block_size)
     if end == start + 1:
         return (blocks[first] * block_size + offset,)
@@ -100,13 +109,13 @@ def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable
 def idle_inputs(
     query_lens: np.ndarray, *, longest: int, device: torch.device, plan: Plan
 ) -> StepInputs:
-    """A step that leaves no trace: it reads the cache's first block and writes nothing.
+    """Return the inputs of a step that reads the cache's first block and writes nothing.
 
     Args:
         query_lens: `[num_seqs]` int32; tokens of each sequence, none before them.
-        longest: tokens that attention is planned for, as if sequences had so many.
-        device: where the cache is.
-        plan: makes attention's plan.
+        longest: tokens per sequence that attention is planned for.
+        device: the cache's device.
+        plan: plans attention.
     """
     count = len(query_lens)
     starts = np.concatenate([[0], query_lens]).cumsum(dtype=np.int32)
@@ -121,4 +130,4 @@ def idle_inputs(
         max_seq_len=most,
         plan=plan(query_lens, np.full(count, longest)),
     )
-    return StepInputs(tokens, tokens, tokens[0, :count], metadata, sampled={}, scored={})
+    return StepInputs(tokens, tokens, tokens[0, :count], metadata, sampled=[], beams=[], scored={})

@@ -1,8 +1,8 @@
-"""Uniform draws that depend on a seed and a position alone.
+"""Uniform random numbers that depend on a seed and a position alone.
 
 SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014) read at any index: no state to keep, so a draw is the
-same whatever shares the batch, and after preemption or on another engine.
+Generators", OOPSLA 2014) read at any index: it keeps no state, so a number is
+the same whatever shares the batch, and after preemption or on another engine.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def uniforms(
     seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """One draw from [0, 1) for each (seed, stream, position).
+    """Return one number from [0, 1) for each (seed, stream, position).
 
     Args:
         seeds: `[n]`, the requests' seeds.
         streams: `[n]`, which of a request's outputs.
-        positions: `[n]`, tokens drawn before in that output.
+        positions: `[n]`, tokens sampled before in that output.
     """
     with np.errstate(over="ignore"):
         keys = _mix(seeds + _GOLDEN * (streams + np.uint64(1)))
@@ -28,7 +28,7 @@ def uniforms(
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: every input bit reaches every output bit."""
+    """Apply SplitMix64's finalizer: every input bit reaches every output bit."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

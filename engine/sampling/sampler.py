@@ -1,8 +1,8 @@
-"""Draws the next token of every sequence of a batch at once.
+"""Sample the next token of every sequence of a batch at once.
 
-The order is the contract's: logit bias, penalties, stopping tokens held back
-before `min_tokens`, temperature, top-k, top-p, min-p, each on what the one
-before it left. Log-probabilities are those of the model's own distribution.
+The order is the contract's: logit bias, penalties, stop tokens masked before
+`min_tokens`, temperature, top-k, top-p, min-p, each applied to what the one before it
+left. Log-probabilities are those of the model's own distribution.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.engine.sampling.random_numbers import uniforms
-from octavo.engine.scheduling.batch import Continuations, Draw
+from octavo.engine.scheduling.batch import Continuations, SampledToken
 from octavo.engine.scheduling.request import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.kernels.host import AsyncCopy, to_device
@@ -22,58 +22,68 @@ from octavo.kernels.ops import argmax, draw_tokens, score_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 
-class Drawer(NamedTuple):
-    """A sequence to draw for, and its group."""
+class SamplingRow(NamedTuple):
+    """A sequence to sample a token for.
+
+    Attributes:
+        group: the sequence's group.
+        sequence: the sequence.
+        row: the row of the step's logits to sample from.
+    """
 
     group: SequenceGroup
     sequence: Sequence
+    row: int
 
     @property
     def params(self) -> SamplingParams:
-        """How to draw."""
+        """The request's sampling parameters."""
         return self.group.request.sampling
 
 
-class Sampled:
-    """Tokens drawn for the rows of a step, which may be on their way to the host still.
+class PendingTokens:
+    """Tokens sampled in a step, which may still be on their way to the host.
 
     Args:
-        tokens: `[len(drawers)]` int64.
-        drawers: whose each is.
-        reports: of those that want log-probabilities, by their places.
+        token_ids: `[len(rows)]` int64, kept alive until they are collected.
+        rows: the sequence that each token is for.
+        reports: log-probabilities, and the places among `rows` that asked for them.
     """
 
     def __init__(
         self,
-        tokens: torch.Tensor,
-        drawers: Rows[Drawer],
+        token_ids: torch.Tensor,
+        rows: Rows[SamplingRow],
         reports: tuple[list[int], "Report"] | None = None,
     ) -> None:
-        self.tokens = tokens
-        self.drawers = drawers
-        self._arriving = AsyncCopy(tokens)
+        self.token_ids = token_ids
+        self.rows = rows
+        self._arriving = AsyncCopy(token_ids)
         self._reports = reports
 
-    def draws(self) -> list[Draw]:
-        """Waits until they are there."""
-        tokens = self._arriving.tolist()
+    def collect(self) -> list[SampledToken]:
+        """Wait until the tokens have arrived, and return them."""
+        token_ids = self._arriving.tolist()
         logprobs: dict[int, TokenLogprob] = {}
         if self._reports is not None:
             places, report = self._reports
             logprobs = dict(zip(places, report.logprobs(), strict=True))
         return [
-            Draw(drawer.group, drawer.sequence, token, logprobs.get(i))
-            for i, (drawer, token) in enumerate(zip(self.drawers, tokens, strict=True))
+            SampledToken(row.group, row.sequence, token_id, logprobs.get(i))
+            for i, (row, token_id) in enumerate(zip(self.rows, token_ids, strict=True))
         ]
 
 
+NO_TOKENS = PendingTokens(torch.empty(0, dtype=torch.int64), ())
+
+
 class Report:
-    """Rows' tokens and their most likely alternatives, on their way to the host.
+    """Log-probabilities of rows' tokens and of the most likely ones, on their way to the host.
 
     Args:
         logits: `[n, vocab_size]`, as the model gave them.
         tokens: `[n]` int64, the token to report in each row.
-        counts: `[n]`, how many alternatives.
+        counts: `[n]`, how many of the most likely tokens to report.
     """
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> None:
@@ -82,7 +92,7 @@ class Report:
         self._columns = [AsyncCopy(column) for column in (tokens, *scores)]
 
     def logprobs(self) -> list[TokenLogprob]:
-        """One for each row; waits until they are there."""
+        """Wait until they have arrived, and return one for each row."""
         columns = (column.tolist() for column in self._columns)
         return [
             TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
@@ -90,96 +100,95 @@ class Report:
         ]
 
 
-def sample(logits: torch.Tensor, drawers: Rows[Drawer]) -> Sampled:
-    """Draws one token for each row.
+def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
+    """Sample one token for each row.
 
-    On a GPU it waits for nothing.
+    On a GPU it does not wait for the device.
 
     Args:
-        logits: `[len(drawers), vocab_size]`, as the model gave them; may be
-            changed.
-        drawers: whose row each is.
+        logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
+        rows: what to sample.
     """
-    if are_plain(drawers):
-        return Sampled(argmax(logits), drawers)
+    if not rows:
+        return NO_TOKENS
+    logits = _select_logits(logits, rows)
+    if take_argmax(rows):
+        return PendingTokens(argmax(logits), rows)
     logits = logits.float().contiguous()
-    reporting = [i for i, d in enumerate(drawers) if d.params.logprobs is not None]
-    some = len(reporting) < len(drawers)
+    reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    some = len(reporting) < len(rows)
     own = logits
-    if reporting and (some or any(map(_changes_logits, drawers))):
-        own = choose_rows(logits, reporting)  # a copy, before they are changed
-    _bias(logits, drawers)
-    _penalise(logits, drawers)
-    _hold_back(logits, drawers)
-    tokens = draw_tokens(logits, _draws(drawers))
+    if reporting and (some or any(map(_changes_logits, rows))):
+        own = _copy_rows(logits, reporting)  # a copy, before they are changed
+    _add_bias(logits, rows)
+    _penalize(logits, rows)
+    _mask_stop_tokens(logits, rows)
+    tokens = draw_tokens(logits, _sampling_tensors(rows))
     if not reporting:
-        return Sampled(tokens, drawers)
-    reported = choose_rows(tokens, reporting) if some else tokens
-    report = Report(own, reported, [drawers[i].params.logprobs or 0 for i in reporting])
-    return Sampled(tokens, drawers, (reporting, report))
+        return PendingTokens(tokens, rows)
+    reported = _copy_rows(tokens, reporting) if some else tokens
+    report = Report(own, reported, [rows[i].params.logprobs or 0 for i in reporting])
+    return PendingTokens(tokens, rows, (reporting, report))
 
 
-def choose_rows(rows: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
-    """A copy of some rows."""
-    return rows.index_select(0, to_device(np.array(chosen, np.int64), rows.device))
+def _select_logits(logits: torch.Tensor, rows: Rows[SamplingRow]) -> torch.Tensor:
+    """Return the logits of `rows`; the tensor itself if they are all its rows in order."""
+    chosen = [row.row for row in rows]
+    return logits if chosen == list(range(len(logits))) else _copy_rows(logits, chosen)
 
 
-def continue_beams(logits: torch.Tensor, beams: Rows[Drawer]) -> dict[int, Continuations]:
-    """Finds each running beam's most likely next tokens, as many as its search looks at.
+def _copy_rows(tensor: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
+    return tensor.index_select(0, to_device(np.array(chosen, np.int64), tensor.device))
+
+
+def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, Continuations]:
+    """Find each beam's most likely next tokens, as many as its search looks at.
 
     Args:
-        logits: `[len(beams), vocab_size]`, as the model gave them.
-        beams: whose row each is; groups must have a search.
+        logits: `[num_rows, vocab_size]`, as the model gave them.
+        beams: running beams, at least one.
 
     Returns:
         Tokens and log-probabilities, most likely first, by sequence id.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    _hold_back(logprobs, beams)
+    logprobs = torch.log_softmax(_select_logits(logits, beams).float(), dim=-1)
+    _mask_stop_tokens(logprobs, beams)
     counts = [
-        group.beam.candidates_for(len(group.request.stopping)) for group, _ in beams if group.beam
+        beam.group.beam.candidates_for(len(beam.group.request.stopping))
+        for beam in beams
+        if beam.group.beam
     ]
     top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    rows = zip(beams, counts, top.indices.tolist(), top.values.tolist(), strict=True)
+    columns = zip(beams, counts, top.indices.tolist(), top.values.tolist(), strict=True)
     return {
         beam.sequence.id: list(zip(ids[:count], values[:count], strict=True))
-        for beam, count, ids, values in rows
+        for beam, count, ids, values in columns
     }
 
 
-def are_plain(drawers: Rows[Drawer]) -> bool:
-    """Whether all draw the most likely token, and want to know no more."""
-    return all(map(_is_plain, drawers))
+def take_argmax(rows: Rows[SamplingRow]) -> bool:
+    """Return whether all take the most likely token of the model, and report nothing more."""
+    return all(map(_takes_argmax, rows))
 
 
-def draw_plainly(most_likely: Rows[int], drawers: Rows[Drawer]) -> list[Draw]:
-    """Draws for drawers that are plain.
-
-    Args:
-        most_likely: `[len(drawers)]`, tokens.
-        drawers: whose each is.
-    """
-    return [Draw(d.group, d.sequence, t) for d, t in zip(drawers, most_likely, strict=True)]
+def _takes_argmax(row: SamplingRow) -> bool:
+    params = row.params
+    return params.greedy and params.logprobs is None and not _changes_logits(row)
 
 
-def _is_plain(drawer: Drawer) -> bool:
-    params = drawer.params
-    return params.greedy and params.logprobs is None and not _changes_logits(drawer)
-
-
-def _changes_logits(drawer: Drawer) -> bool:
-    params = drawer.params
-    early = drawer.sequence.num_output < drawer.group.request.min_tokens
+def _changes_logits(row: SamplingRow) -> bool:
+    params = row.params
+    early = row.sequence.num_output < row.group.request.min_tokens
     return params.penalised or bool(params.logit_bias) or early
 
 
 # Changes to the logits, in place.
 
 
-def _bias(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
+def _add_bias(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
     places, values = list[int](), list[float]()
-    for i, drawer in enumerate(drawers):
-        biases = drawer.params.logit_bias
+    for i, row in enumerate(rows):
+        biases = row.params.logit_bias
         places += [i * logits.shape[1] + token for token in biases]
         values += biases.values()
     if places:
@@ -187,33 +196,33 @@ def _bias(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
         logits.view(-1).index_add_(0, to_device(np.array(places), logits.device), added)
 
 
-def _penalise(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
-    """The penalties of the CTRL paper (repetition) and the OpenAI API (the others)."""
-    rows = [i for i, drawer in enumerate(drawers) if drawer.params.penalised]
-    if not rows:
+def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+    """Apply the penalties of the CTRL paper (repetition) and the OpenAI API (the others)."""
+    penalized = [i for i, row in enumerate(rows) if row.params.penalised]
+    if not penalized:
         return
-    flat, chosen = logits.view(-1), [drawers[i] for i in rows]
-    starts = [i * logits.shape[1] for i in rows]
-    anywhere = _Occurrences(flat, starts, [d.sequence.token_ids for d in chosen])
-    repetition = anywhere.each([d.params.repetition_penalty for d in chosen])
+    flat, chosen = logits.view(-1), [rows[i] for i in penalized]
+    starts = [i * logits.shape[1] for i in penalized]
+    anywhere = _Occurrences(flat, starts, [row.sequence.token_ids for row in chosen])
+    repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
     before = flat[anywhere.places]
     # Where a token occurs twice, the same is written twice. The smallest penalties would
     # make logits infinite, and those have no softmax.
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
-    in_output = [d.sequence.token_ids[d.sequence.num_prompt :] for d in chosen]
+    in_output = [row.sequence.token_ids[row.sequence.num_prompt :] for row in chosen]
     outputs = _Occurrences(flat, starts, in_output)
-    flat[outputs.places] -= outputs.each([d.params.presence_penalty for d in chosen])
-    frequency = outputs.each([d.params.frequency_penalty for d in chosen])
+    flat[outputs.places] -= outputs.each([row.params.presence_penalty for row in chosen])
+    frequency = outputs.each([row.params.frequency_penalty for row in chosen])
     flat.scatter_add_(0, outputs.places, -frequency)  # once for each
 
 
 class _Occurrences:
-    """All occurrences of tokens in some rows' sequences.
+    """Every occurrence of a token in some rows' sequences.
 
     Args:
         flat: the logits of all rows, end to end.
-        starts: where each row's begin.
+        starts: where each row's logits begin.
         token_lists: the tokens in each row's sequence.
 
     Attributes:
@@ -227,30 +236,30 @@ class _Occurrences:
         self.places = to_device(tokens + np.repeat(starts, self._lengths), flat.device)
 
     def each(self, values: Rows[float]) -> torch.Tensor:
-        """A row's value for each of its occurrences."""
+        """Return each row's value once for each of its occurrences."""
         repeated = np.repeat(np.array(values, np.float32), self._lengths)
         return to_device(repeated, self._like.device)
 
 
-def _hold_back(logits: torch.Tensor, drawers: Rows[Drawer]) -> None:
-    """Stopping tokens are impossible before `min_tokens`."""
+def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+    """Make stop tokens impossible before `min_tokens`."""
     places = [
         i * logits.shape[1] + token
-        for i, (group, sequence) in enumerate(drawers)
-        if sequence.num_output < group.request.min_tokens
-        for token in group.request.stopping
+        for i, row in enumerate(rows)
+        if row.sequence.num_output < row.group.request.min_tokens
+        for token in row.group.request.stopping
     ]
     if places:
         logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
 
 
-def _draws(drawers: Rows[Drawer]) -> SamplingTensors:
-    """How to draw for each, with the uniform number that is its own."""
-    params = [drawer.params for drawer in drawers]
+def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:
+    """Return each row's sampling parameters, with the random number that is its own."""
+    params = [row.params for row in rows]
     keys = (
         [p.seed for p in params],
-        [d.sequence.index for d in drawers],
-        [d.sequence.num_output for d in drawers],
+        [row.sequence.index for row in rows],
+        [row.sequence.num_output for row in rows],
     )
     return SamplingTensors(
         temperatures=np.array([p.temperature for p in params]),

@@ -1,5 +1,6 @@
-"""What the scheduler tells the executor to do in one step, and what it gets back."""
+"""What one step computes, and what it gives back."""
 
+import time
 from dataclasses import dataclass, field
 
 from octavo.engine.kv_cache import Transfers
@@ -7,18 +8,18 @@ from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogp
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """The tokens [start, end) of one sequence, to compute in this step.
+class ScheduledSequence:
+    """The tokens [start, end) of one sequence, computed in one step.
 
     Attributes:
         group: the sequence's group.
-        sequence: whose tokens.
+        sequence: the sequence.
         start: the first token without K/V.
         end: one past the last token to compute.
         blocks: the sequence's block table, long enough for `end` tokens.
-        samplers: sequences that draw their next token from the logits of
-            token `end - 1`: none within a prefill, the sequence itself at its
-            end, all siblings where they share the prompt.
+        sampled: sequences whose next token is sampled from the logits of token `end - 1`:
+            none within a prefill, the sequence itself at its end, all siblings where they
+            share the prompt.
     """
 
     group: SequenceGroup
@@ -26,11 +27,11 @@ class Slice:
     start: int
     end: int
     blocks: list[int]
-    samplers: list[Sequence]
+    sampled: list[Sequence]
 
     @property
     def scored(self) -> range:
-        """Its tokens whose logits give prompt log-probabilities, each of the next token."""
+        """Tokens whose logits give prompt log-probabilities, each of the token after it."""
         if not self.group.wants_prompt_logprobs:
             return range(0)
         first = max(self.start, len(self.group.prompt_logprobs))
@@ -39,33 +40,47 @@ class Slice:
 
 @dataclass(slots=True)
 class Batch:
-    """One step.
+    """The work of one step.
 
     Attributes:
-        slices: what to compute, all at once.
-        transfers: copies to do before that.
+        sequences: what to compute, all at once.
+        transfers: block copies to do before that.
+        created: when scheduling it began, in `time.perf_counter()` seconds.
     """
 
-    slices: list[Slice] = field(default_factory=list)
+    sequences: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
+    created: float = field(default_factory=time.perf_counter)
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return sum(part.end - part.start for part in self.slices)
+        return sum(scheduled.end - scheduled.start for scheduled in self.sequences)
+
+    @property
+    def can_overlap(self) -> bool:
+        """Whether the next step can be scheduled before this step's tokens are known.
+
+        Penalties and beams depend on which tokens these are. A prompt that is scored must
+        know how far it has been scored.
+        """
+        return not any(
+            group.beam or group.request.sampling.penalised or group.wants_prompt_logprobs
+            for group in (scheduled.group for scheduled in self.sequences)
+        )
 
     def __bool__(self) -> bool:
-        return bool(self.slices) or bool(self.transfers)
+        return bool(self.sequences) or bool(self.transfers)
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """A token drawn for a sequence.
+class SampledToken:
+    """A token sampled for a sequence.
 
     Attributes:
         group: the sequence's group.
-        sequence: whose.
-        token_id: which.
+        sequence: the sequence.
+        token_id: the token.
         logprob: where asked for.
     """
 
@@ -80,16 +95,15 @@ Continuations = list[tuple[int, float]]
 
 
 @dataclass(slots=True)
-class StepResult:
-    """What a step computed.
+class SamplerOutput:
+    """What one step gives.
 
     Attributes:
-        draws: the tokens drawn.
-        continuations: of each beam that has come to its last token, by
-            sequence id.
-        prompt_logprobs: for slices that wanted them, by index in the batch.
+        tokens: the sampled tokens.
+        continuations: of each beam that has reached its last token, by sequence id.
+        prompt_logprobs: of scheduled sequences that asked for them, by index in the batch.
     """
 
-    draws: list[Draw]
+    tokens: list[SampledToken]
     continuations: dict[int, Continuations] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

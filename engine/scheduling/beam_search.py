@@ -1,10 +1,9 @@
 """Beam search: which hypotheses go on, which are finished, and when it ends.
 
-Pure bookkeeping over scores; blocks are forked and freed by the scheduler. The
-rules are those of transformers' `generate(num_beams=...)`, so that outputs and
-scores are the same: a hypothesis' score is the sum of its tokens' natural-log
-probabilities divided by its length to the power of `length_penalty`, its
-end-of-sequence token counted.
+This keeps scores only; `fork_beams.py` forks and frees the blocks. The rules are those of
+transformers' `generate(num_beams=...)`, so outputs and scores are the same: a hypothesis'
+score is the sum of its tokens' natural-log probabilities divided by its length to the power
+of `length_penalty`, its end-of-sequence token counted.
 """
 
 from collections.abc import Collection
@@ -15,11 +14,11 @@ from octavo.engine.scheduling.request import BeamSearch
 
 
 class Candidate(NamedTuple):
-    """A way to go on: one running beam and one more token.
+    """A running beam and one more token.
 
     Attributes:
         score: the sum of log-probabilities, the token's included.
-        beam: the place of the beam among the running ones.
+        beam: index of the beam among the running ones.
         token_id: the token.
     """
 
@@ -46,7 +45,7 @@ class BeamState:
     """One search.
 
     Attributes:
-        params: as asked for.
+        params: the request's.
         scores: of the running beams, in the order of the group's sequences.
         hypotheses: the best finished ones, best first; at most `params.width`.
     """
@@ -56,7 +55,7 @@ class BeamState:
     hypotheses: list[Hypothesis] = field(default_factory=list)
 
     def candidates_for(self, num_stopping: int) -> int:
-        """Candidates to look at: enough to go on with if the best ones all end."""
+        """Return how many candidates to look at: enough to go on if the best ones all end."""
         return max(2, 1 + num_stopping) * self.params.width
 
     def advance(
@@ -67,7 +66,7 @@ class BeamState:
         stopping: Collection[int],
         max_tokens: int,
     ) -> list[Candidate]:
-        """Takes one step.
+        """Advance the search by one token.
 
         Args:
             outputs: each running beam's tokens so far, without the prompt.
@@ -77,7 +76,7 @@ class BeamState:
             max_tokens: the length at which every hypothesis is finished.
 
         Returns:
-            How to go on, best first; empty when the search is over.
+            The beams to go on with, best first; empty when the search is over.
         """
         length = len(outputs[0]) + 1
         ranked = sorted(
@@ -103,7 +102,7 @@ class BeamState:
         return [] if self._over(length) else running
 
     def _finish(self, found: list[Hypothesis]) -> None:
-        """Keeps the best `width` of the finished; the full list of an early stop is final."""
+        """Keep the best `width` finished hypotheses; with early stopping a full list is final."""
         if self._full and self.params.early_stopping:
             return
         merged = sorted([*self.hypotheses, *found], key=lambda hypothesis: -hypothesis.score)
@@ -114,7 +113,7 @@ class BeamState:
         return len(self.hypotheses) == self.params.width
 
     def _over(self, length: int) -> bool:
-        """Whether nothing is left to run or no running beam can come out better."""
+        """Return whether no beam runs, or no running beam can beat the finished ones."""
         if not self.scores:
             return True
         if not self._full:

@@ -1,4 +1,4 @@
-"""Decides, before every step, which tokens of which sequences to compute.
+"""Choose, before every step, which tokens of which sequences to compute.
 
 Continuous batching (Orca, OSDI 2022) with one token budget for decodes and
 chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
@@ -8,75 +8,65 @@ preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 import itertools
 from bisect import insort
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
-from octavo.engine.scheduling.batch import Batch, Continuations, Draw, Slice, StepResult
-from octavo.engine.scheduling.beam_search import Candidate
+from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
+from octavo.engine.scheduling.fork_beams import advance_search
+from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt
 from octavo.engine.scheduling.request import FinishReason
-from octavo.engine.scheduling.sequence import GroupState, Moment, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 MAX_SCORED_TOKENS = 1024
-"""Prompt tokens with log-probabilities in a step, all requests together. Each takes a row of
-logits, of the vocabulary's size: so this bounds a step's memory, and its time on a CPU."""
+"""Most prompt tokens with log-probabilities in a step, all requests together. Each takes a row
+of logits, of the vocabulary's size: this bounds a step's memory, and its time on a CPU."""
 WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
-the next few decodes do not at once preempt it again."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Events since the start, for metrics and tests."""
-
-    preemptions_swap: int = 0
-    preemptions_recompute: int = 0
-    swap_space_full: int = 0
-    swap_ins: int = 0
+the next few decodes do not preempt it again at once."""
 
 
 class Scheduler:
-    """Three queues - waiting, running, swapped - and the rules between them.
+    """Three queues of sequence groups - waiting, running, swapped - and the rules between them.
 
-    Groups are kept in the order of `SequenceGroup.order`; a step serves running
-    groups first, then brings swapped ones back, then admits waiting ones. When
-    blocks run out, the running group that is last in order is preempted whole.
+    Each queue is sorted by `SequenceGroup.order`. A step serves running groups first, then
+    swaps groups in, then admits waiting ones. When blocks run out, `preemption` chooses the
+    running group that gives up its blocks.
     """
 
     def __init__(
         self,
         cache: KVCacheManager,
-        preemption: PreemptionPolicy,
+        policy: PreemptionPolicy,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
     ) -> None:
         self.cache = cache
-        self.preemption = preemption
+        self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_tokens = max_scored_tokens
-        self._scored_left = max_scored_tokens  # of the step that is being made
+        self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self.counters = Counters()
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
-        self._fork_ids = itertools.count(-1, -1)  # never the ids of sequences that were submitted
+        self._fork_ids = itertools.count(-1, -1)  # submitted sequences count from 0 up
         self._watermark = int(WATERMARK * cache.device.num_blocks)
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queues a new group."""
+        """Queue a new group."""
         _insert(self.waiting, group)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no group is left."""
         return not (self.running or self.swapped or self.waiting)
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """Every group that is not finished."""
+        """Yield every group that is not finished."""
         yield from self.running
         yield from self.swapped
         yield from self.waiting
@@ -84,87 +74,91 @@ class Scheduler:
     # One step.
 
     def schedule(self) -> Batch:
-        """Chooses the next step's work and gives it blocks."""
+        """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
         self._scored_left = self.max_scored_tokens
-        preempted = self._serve_running(batch)
+        preempted = self._schedule_running(batch)
         if not preempted:
-            self._resume_swapped(batch)
+            self._swap_in(batch)
             if not self.swapped:
                 self._admit_waiting(batch)
         batch.transfers = self.cache.take_transfers()
         return batch
 
-    def book(self, batch: Batch) -> None:
-        """Takes a step that was launched as done, but for what it draws.
+    def advance(self, batch: Batch) -> None:
+        """Count what a launched step computes as computed, with placeholders for its tokens.
 
-        So the next one can be scheduled before that is known. Whatever touches blocks does
-        so in the order in which it was launched.
+        So the next step can be scheduled before these tokens are known: the device works on
+        the blocks in the order in which steps are launched.
         """
-        for part in batch.slices:
-            part.sequence.num_computed = part.end
-            self._publish(part.sequence)
-            self._fork_siblings(part)
-            if part.group.beam is None:
-                for sequence in part.samplers:
-                    sequence.expect()
+        for scheduled in batch.sequences:
+            scheduled.sequence.num_computed = scheduled.end
+            self._publish_prefix(scheduled.sequence)
+            self._fork_siblings(scheduled)
+            if scheduled.group.beam is None:
+                for sequence in scheduled.sampled:
+                    sequence.append_placeholder()
 
-    def update(self, batch: Batch, result: StepResult) -> list[Draw]:
-        """Takes what a step that was booked has drawn.
+    def update(self, batch: Batch, output: SamplerOutput) -> list[SampledToken]:
+        """Fill a step's sampled tokens in, and finish the sequences that they complete.
 
-        A sequence that is complete by its new token has its finish reason
-        afterwards, and no blocks.
+        A finished sequence has its finish reason set and its blocks freed.
 
         Returns:
-            The draws, without those for sequences that have ended since the step was launched.
+            The tokens, without those of sequences that ended after the step was launched.
         """
-        for i, found in result.prompt_logprobs.items():
-            batch.slices[i].group.prompt_logprobs.extend(found)
-        for group in _searching(batch):
-            if all(sequence.id in result.continuations for sequence in group.live):
-                self._advance(group, result.continuations)
-        taken = []
-        for draw in result.draws:
-            group, sequence = draw.group, draw.sequence
+        for i, logprobs in output.prompt_logprobs.items():
+            batch.sequences[i].group.prompt_logprobs.extend(logprobs)
+        self._advance_searches(batch, output)
+        used = []
+        for sampled in output.tokens:
+            group, sequence = sampled.group, sampled.sequence
             if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
                 continue
-            taken.append(draw)
-            sequence.take(draw.token_id)
-            reason = group.request.finish_reason(draw.token_id, sequence.num_drawn)
+            used.append(sampled)
+            sequence.fill_placeholder(sampled.token_id)
+            reason = group.request.finish_reason(sampled.token_id, sequence.num_known_output)
             if reason is not None:
                 self.finish(group, sequence, reason)
-            elif sequence.num_computed >= sequence.num_known:  # the next step is booked already
+            elif sequence.num_computed >= sequence.num_known:  # the next step is launched already
                 self._publish_late(group, sequence)
-        return taken
+        return used
 
-    def _publish(self, sequence: Sequence) -> None:
+    def _advance_searches(self, batch: Batch, output: SamplerOutput) -> None:
+        for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam):
+            if all(beam.id in output.continuations for beam in group.live) and not advance_search(
+                group, output.continuations, self.cache, self._fork_ids
+            ):
+                self.remove(group)
+
+    def _publish_prefix(self, sequence: Sequence) -> None:
         known = min(sequence.num_computed, sequence.num_known)
         self.cache.publish(sequence.id, sequence.token_ids, known)
 
     def _publish_late(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Publishes a block whose last token was not known when it was computed."""
+        """Publish a block whose last token was a placeholder when it was computed."""
         if group.state is GroupState.RUNNING and self.cache.holds(sequence.id):
-            self._publish(sequence)
+            self._publish_prefix(sequence)
 
     # Ends.
 
     def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
-        """Completes one output, frees what it holds, and the group with its last."""
+        """End one output and free its blocks; the last output ends the group."""
         sequence.finish_reason = reason
-        sequence.expect_nothing()
+        sequence.drop_placeholders()
         if self.cache.holds(sequence.id):
             self.cache.free(sequence.id)
         if not group.live:
             self.remove(group)
-        elif group.state is not GroupState.WAITING and not self._ready(group):
-            self._leave_queue(group)  # the lead ended before its siblings could share the prompt
+        elif group.state is not GroupState.WAITING and not self._with_blocks(group):
+            self._leave_queue(group)  # the lead ended before its siblings shared the prompt
             group.state = GroupState.WAITING
             _insert(self.waiting, group)
 
     def remove(self, group: SequenceGroup) -> None:
-        """Forgets a group, wherever it is, and frees all that it holds."""
+        """Remove a group from its queue, and free all its blocks."""
         for sequence in group.sequences:
-            sequence.expect_nothing()
+            sequence.drop_placeholders()
             if self.cache.holds(sequence.id):
                 self.cache.free(sequence.id)
         self._leave_queue(group)
@@ -179,61 +173,30 @@ class Scheduler:
         if group.state in queues:
             queues[group.state].remove(group)
 
-    # Beam search.
-
-    def _advance(self, group: SequenceGroup, continuations: dict[int, Continuations]) -> None:
-        """Takes a search one token on: forks, keeps and frees beams by what they lead to."""
-        assert group.beam is not None
-        beams, request = group.sequences, group.request
-        chosen = group.beam.advance(
-            [beam.token_ids[beam.num_prompt :] for beam in beams],
-            [continuations[beam.id] for beam in beams],
-            stopping=request.stopping,
-            max_tokens=request.max_tokens,
-        )
-        if not chosen:
-            self.remove(group)
-            return
-        tails = [beams[candidate.beam].token_ids for candidate in chosen]
-        tails = [[*tail, c.token_id] for tail, c in zip(tails, chosen, strict=True)]
-        group.sequences = [
-            self._continue(beams[c.beam], chosen[:i], c) for i, c in enumerate(chosen)
-        ]
-        for sequence, tokens in zip(group.sequences, tails, strict=True):
-            sequence.token_ids = tokens
-        for beam in beams:
-            if beam not in group.sequences:
-                self.cache.free(beam.id)
-
-    def _continue(self, beam: Sequence, before: list[Candidate], candidate: Candidate) -> Sequence:
-        """The beam itself for the first candidate that goes on from it, a fork for others."""
-        if all(earlier.beam != candidate.beam for earlier in before):
-            return beam
-        child = replace(beam, id=next(self._fork_ids))
-        self.cache.fork(beam.id, child.id, beam.num_computed)
-        return child
-
     # Running groups.
 
-    def _serve_running(self, batch: Batch) -> bool:
-        """Gives every running group its next tokens; preempts where blocks lack.
+    def _schedule_running(self, batch: Batch) -> bool:
+        """Schedule the next tokens of every running group; preempt where blocks run out.
 
-        Decodes always fit the budget, so it is the prefills that share what
-        they leave. Blocks are given in order, and taken from the end: a group
-        is never preempted after it was put into this step's batch.
+        Decodes always fit the budget, so prefills share what decodes leave. Blocks are
+        allocated in order, and victims are taken from the end: no group is preempted after
+        it was put into this step's batch.
+
+        Returns:
+            Whether a group was preempted.
         """
-        wanted = [self._wanted(group) for group in self.running]
-        decodes = sum(count == 1 for counts in wanted for _, count in counts)
+        counts = [self._count_tokens(group) for group in self.running]
+        decodes = sum(count == 1 for group_counts in counts for _, count in group_counts)
         budget = self.max_num_batched_tokens - decodes
         preempted = False
         position = 0
         while position < len(self.running):
             group = self.running[position]
-            spans, used = _next_spans(wanted[position], budget)
+            spans, used = _next_spans(counts[position], budget)
             try:
                 self.cache.extend(spans)
             except OutOfBlocksError:
-                self._preempt(self.running[-1])
+                self._preempt(choose_victim(self.running))
                 preempted = True
                 continue
             budget -= used
@@ -241,24 +204,29 @@ class Scheduler:
             position += 1
         return preempted
 
-    def _wanted(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """How many tokens each of a group's sequences could compute now; 1 is a decode.
+    def _preempt(self, group: SequenceGroup) -> None:
+        self.running.remove(group)
+        preempt(group, self.cache, self.policy, self.counters)
+        _insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
 
-        Where a prompt is scored, only as many as the step can still score; maybe none.
+    def _count_tokens(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
+        """Return how many tokens each of a group's sequences could compute now; 1 is a decode.
 
-        Beams that catch up after preemption stop before their last tokens,
-        which are computed together: a search goes on only as a whole.
+        Where a prompt is scored, that is no more than the step can still score, maybe 0.
+
+        Beams that are recomputed after a preemption stop before their last tokens, which are
+        computed in one step: a beam search advances only as a whole.
         """
         ends = self._prefill_ends(group)
-        catching_up = (
+        recomputing = (
             group.beam is not None
             and 1 < len(ends) == len(group.live)
             and any(sequence.num_uncomputed > 1 for sequence, _ in ends)
         )
-        return [(s, self._scorable(group, s, end - int(catching_up))) for s, end in ends]
+        return [(s, self._limit_scored(group, s, end - int(recomputing))) for s, end in ends]
 
-    def _scorable(self, group: SequenceGroup, sequence: Sequence, end: int) -> int:
-        """Returns how many tokens up to `end` can be computed, and takes those scored off the step.
+    def _limit_scored(self, group: SequenceGroup, sequence: Sequence, end: int) -> int:
+        """Return how many tokens up to `end` can be computed within the step's limit on scores.
 
         Tokens that were scored before a preemption are not scored again.
         """
@@ -272,88 +240,57 @@ class Scheduler:
             self._scored_left -= scored
         return end - start
 
-    def _ready(self, group: SequenceGroup) -> list[Sequence]:
-        """Live sequences that have blocks; siblings wait for the lead's prefill."""
+    def _with_blocks(self, group: SequenceGroup) -> list[Sequence]:
+        """Return the live sequences that have blocks; siblings wait for the lead's prefill."""
         return [s for s in group.live if self.cache.holds(s.id)]
 
     def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """Where the prefill of each that is ready ends: the prompt's end, while siblings wait.
+        """Return where each sequence's prefill ends: at the prompt's end, while siblings wait.
 
-        The last token of all that it may have is never computed: nothing follows it.
+        The last token that an output may have is never computed: no token follows it.
         """
-        ready = self._ready(group)
-        if len(ready) < len(group.live):
-            return [(s, s.num_prompt) for s in ready]
+        sequences = self._with_blocks(group)
+        if len(sequences) < len(group.live):
+            return [(s, s.num_prompt) for s in sequences]
         others = group.request.max_tokens - 1
-        return [(s, min(s.num_tokens, s.num_prompt + others)) for s in ready]
+        return [(s, min(s.num_tokens, s.num_prompt + others)) for s in sequences]
 
     def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
         by_id = {sequence.id: sequence for sequence in group.sequences}
-        apart = [s for s in group.live if not self.cache.holds(s.id)]
+        siblings = [s for s in group.live if not self.cache.holds(s.id)]
         for id_, start, end in spans:
             sequence = by_id[id_]
-            sharing = [sequence, *apart]
-            samplers = [s for s in sharing if s.num_tokens == end]
-            table = list(self.cache.table(id_))
-            batch.slices.append(Slice(group, sequence, start, end, table, samplers))
+            sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
+            blocks = list(self.cache.table(id_))
+            batch.sequences.append(ScheduledSequence(group, sequence, start, end, blocks, sampled))
 
-    def _fork_siblings(self, part: Slice) -> None:
-        """Once the lead has computed the prompt, its siblings share its blocks."""
-        if part.end != part.sequence.num_prompt:
+    def _fork_siblings(self, lead: ScheduledSequence) -> None:
+        """Share the lead's blocks with its siblings once it has computed the prompt."""
+        if lead.end != lead.sequence.num_prompt:
             return
-        for sibling in part.group.live:
+        for sibling in lead.group.live:
             if not self.cache.holds(sibling.id):
-                self.cache.fork(part.sequence.id, sibling.id, part.end)
-                sibling.num_computed = part.end
-
-    # Preemption.
-
-    def _preempt(self, group: SequenceGroup) -> None:
-        """Takes all blocks from a running group, to swap space or altogether."""
-        self.running.remove(group)
-        ready = self._ready(group)
-        for sequence in ready:
-            self.cache.trim(sequence.id, sequence.num_computed)
-        ids = [sequence.id for sequence in ready]
-        blocks = self.cache.blocks_to_swap(ids)
-        tokens = sum(sequence.num_computed for sequence in ready)
-        if blocks and self.preemption.prefers_swap(blocks=blocks, tokens=tokens):
-            try:
-                self.cache.swap_out(ids)
-            except OutOfBlocksError:
-                self.counters.swap_space_full += 1
-            else:
-                self.counters.preemptions_swap += 1
-                group.note(Moment.SWAPPED_OUT)
-                group.state = GroupState.SWAPPED
-                _insert(self.swapped, group)
-                return
-        self.counters.preemptions_recompute += 1
-        group.note(Moment.DROPPED)
-        for sequence in ready:
-            self.cache.free(sequence.id)
-            sequence.num_computed = 0
-        group.state = GroupState.WAITING
-        _insert(self.waiting, group)
+                self.cache.fork(lead.sequence.id, sibling.id, lead.end)
+                sibling.num_computed = lead.end
 
     # Swapped and waiting groups.
 
     def _room(self, batch: Batch) -> tuple[int, int]:
-        """Sequences and tokens that the batch can still take."""
+        """Return how many sequences and tokens the batch can still take."""
         seqs = self.max_num_seqs - sum(g.num_slots for g in self.running)
         return seqs, self.max_num_batched_tokens - batch.num_tokens
 
     def _fits(self, blocks: int, slack: int) -> bool:
-        """Whether a group may take `blocks` blocks now.
+        """Return whether a group may take `blocks` blocks now.
 
-        Beside others it must leave `slack` for its own next tokens and the
+        If others run, it must leave `slack` blocks for its own next tokens, and the
         watermark; alone it may take all.
         """
         if self.running:
             blocks += slack + self._watermark
         return blocks <= self.cache.device.num_available
 
-    def _resume_swapped(self, batch: Batch) -> None:
+    def _swap_in(self, batch: Batch) -> None:
         while self.swapped:
             group = self.swapped[0]
             ends = self._prefill_ends(group)
@@ -369,8 +306,8 @@ class Scheduler:
             del self.swapped[0]
             self.cache.swap_in(ids)
             self.counters.swap_ins += 1
-            group.note(Moment.SWAPPED_IN)
-            self._run(batch, group, tokens)
+            group.record(GroupEvent.SWAPPED_IN)
+            self._start(batch, group, tokens)
 
     def _admit_waiting(self, batch: Batch) -> None:
         while self.waiting:
@@ -386,27 +323,27 @@ class Scheduler:
                 return
             del self.waiting[0]
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
-            if not group.started:
-                group.started = True
+            if not group.admitted:
+                group.admitted = True
                 group.cached_tokens = min(lead.num_computed, lead.num_prompt)
-            self._run(batch, group, tokens)
+            self._start(batch, group, tokens)
 
-    def _run(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
-        """Puts a group that just got blocks into the running queue and the batch."""
+    def _start(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
+        """Put a group that just got blocks into the running queue and the batch."""
         group.state = GroupState.RUNNING
         ends = self._prefill_ends(group)
         self.cache.extend(Span(s.id, s.num_computed, end) for s, end in ends)
-        wanted = self._wanted(group)
-        decodes = sum(count == 1 for _, count in wanted)
-        spans, _ = _next_spans(wanted, budget - decodes)
+        counts = self._count_tokens(group)
+        decodes = sum(count == 1 for _, count in counts)
+        spans, _ = _next_spans(counts, budget - decodes)
         _insert(self.running, group)
         self._add(batch, group, spans)
 
 
-def _next_spans(wanted: list[tuple[Sequence, int]], budget: int) -> tuple[list[Span], int]:
-    """What to compute of a group, and how much of the prefill budget that takes."""
+def _next_spans(counts: list[tuple[Sequence, int]], budget: int) -> tuple[list[Span], int]:
+    """Return what to compute of a group, and how much of the prefill budget that takes."""
     spans, used = [], 0
-    for sequence, count in wanted:
+    for sequence, count in counts:
         taken = count if count == 1 else min(count, budget - used)
         used += taken if count > 1 else 0
         if taken > 0:
@@ -417,8 +354,3 @@ def _next_spans(wanted: list[tuple[Sequence, int]], budget: int) -> tuple[list[S
 
 def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:
     insort(queue, group, key=attrgetter("order"))
-
-
-def _searching(batch: Batch) -> list[SequenceGroup]:
-    """The batch's groups that do beam search, once each."""
-    return list(dict.fromkeys(part.group for part in batch.slices if part.group.beam))

@@ -1,4 +1,4 @@
-"""Sequences, and the groups of them that are scheduled as one."""
+"""Sequences, and the groups in which they are scheduled together."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ from octavo.common.priority import effective_arrival
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 
-UNKNOWN = -1
-"""In a token's place until the step that draws it has told."""
+PLACEHOLDER = -1
+"""Token id of a token that is not known yet: a step that was launched samples it."""
 
 
 @dataclass(slots=True, eq=False)
 class TokenLogprob:
-    """A token's natural-log probability and the most likely ones at its place."""
+    """A token's natural-log probability, and the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -23,17 +23,17 @@ class TokenLogprob:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One output in the making: the prompt's tokens, then its own.
+    """One output of a request: the prompt's tokens, then its own.
 
     Attributes:
-        id: unique in the engine; the KV cache's name for it.
-        index: its place among the request's outputs, from 0.
+        id: unique in the engine; the KV cache knows the sequence by it.
+        index: which of the request's outputs it is, from 0.
         token_ids: prompt and output.
-        num_prompt: how many of them are the prompt's.
-        num_computed: how many of them, from the front, have K/V in the cache, or will
-            once the steps that were launched are done.
-        num_pending: how many, at the end, are `UNKNOWN`: being drawn.
-        finish_reason: set once it is complete.
+        num_prompt: number of prompt tokens.
+        num_computed: number of tokens, from the front, that have K/V in the cache, or will have
+            when the launched steps are computed.
+        num_placeholders: number of tokens, at the end, that are `PLACEHOLDER`.
+        finish_reason: set once the output is complete.
     """
 
     id: int
@@ -41,7 +41,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt: int
     num_computed: int = 0
-    num_pending: int = 0
+    num_placeholders: int = 0
     finish_reason: FinishReason | None = None
 
     @property
@@ -61,32 +61,32 @@ class Sequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens of prompt and output that are not being drawn."""
-        return len(self.token_ids) - self.num_pending
+        """Tokens of prompt and output without placeholders."""
+        return len(self.token_ids) - self.num_placeholders
 
     @property
-    def num_drawn(self) -> int:
-        """Tokens of the output that are known."""
+    def num_known_output(self) -> int:
+        """Tokens of the output without placeholders."""
         return self.num_known - self.num_prompt
 
-    def expect(self) -> None:
-        """Gets one token longer, by one that is being drawn."""
-        self.token_ids.append(UNKNOWN)
-        self.num_pending += 1
+    def append_placeholder(self) -> None:
+        """Append a token that a launched step samples."""
+        self.token_ids.append(PLACEHOLDER)
+        self.num_placeholders += 1
 
-    def take(self, token_id: int) -> None:
-        """Learns the first of the tokens that are being drawn."""
-        self.token_ids[-self.num_pending] = token_id
-        self.num_pending -= 1
+    def fill_placeholder(self, token_id: int) -> None:
+        """Replace the first placeholder by the sampled token."""
+        self.token_ids[-self.num_placeholders] = token_id
+        self.num_placeholders -= 1
 
-    def expect_nothing(self) -> None:
-        """Gives up the tokens that are being drawn."""
+    def drop_placeholders(self) -> None:
+        """Remove all placeholders; their tokens will not be used."""
         del self.token_ids[self.num_known :]
-        self.num_pending = 0
+        self.num_placeholders = 0
 
 
 class GroupState(Enum):
-    """Where a sequence group is."""
+    """The queue that a sequence group is in."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -94,8 +94,8 @@ class GroupState(Enum):
     FINISHED = auto()
 
 
-class Moment(Enum):
-    """What happens to a sequence group once or rarely, by the names that traces show."""
+class GroupEvent(Enum):
+    """Events in the life of a sequence group, by their names in traces."""
 
     PREFILL = "prefill begins"
     DECODE = "first token"
@@ -106,45 +106,45 @@ class Moment(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """All outputs of one request: admitted, preempted and resumed as a gang.
+    """All outputs of one request: admitted, preempted and resumed together.
 
     Attributes:
-        request: what was asked.
+        request: the request.
         sequences: one for each output, by index, finished ones included; in a
             beam search the running beams, best first.
-        state: where the group is.
-        started: whether it was ever admitted.
-        announced: whether the router was told so.
-        decoding: whether a token was drawn for it here.
+        state: the queue that the group is in.
+        admitted: whether it was ever admitted.
+        start_reported: whether its `Started` event was made.
+        decoding: whether this engine has sampled a token for it.
         cached_tokens: prompt tokens found in the prefix cache when first
             admitted.
-        prompt_logprobs: of the prompt's second token on, as far as computed.
-        beam: the search whose running beams the sequences are, or None.
-        history: what happened to it when, by the monotonic clock.
+        prompt_logprobs: from the prompt's second token on, as far as computed.
+        beam: the beam search whose running beams the sequences are, or None.
+        history: its events with their times, in `time.monotonic()` seconds.
     """
 
     request: Request
     sequences: list[Sequence]
     state: GroupState = GroupState.WAITING
-    started: bool = False
-    announced: bool = False
+    admitted: bool = False
+    start_reported: bool = False
     decoding: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     beam: BeamState | None = None
-    history: list[tuple[Moment, float]] = field(default_factory=list)
+    history: list[tuple[GroupEvent, float]] = field(default_factory=list)
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._tie = self.sequences[0].id  # beams come and go; the order must not change
 
-    def note(self, moment: Moment) -> None:
-        """Adds to the history."""
-        self.history.append((moment, time.monotonic()))
+    def record(self, event: GroupEvent) -> None:
+        """Append an event to the history."""
+        self.history.append((event, time.monotonic()))
 
     @property
     def order(self) -> tuple[float, int]:
-        """The key that queues and preemption go by; lower is served sooner.
+        """The key that queues and preemption sort by; lower is served sooner.
 
         See `effective_arrival`.
         """
@@ -157,7 +157,7 @@ class SequenceGroup:
 
     @property
     def num_slots(self) -> int:
-        """Places it takes in the running batch: for a search, those it can come to need."""
+        """Sequences it counts as in the running batch; a beam search counts its full width."""
         return self.beam.params.width if self.beam else len(self.live)
 
     @property

@@ -1,4 +1,4 @@
-"""How a preempted group gives up its blocks: swapped out, or dropped and recomputed."""
+"""Choose how a preempted group gives up its blocks: swapped out, or recomputed."""
 
 from typing import Literal
 
@@ -8,10 +8,10 @@ _SMOOTHING = 0.1
 
 
 class PreemptionPolicy:
-    """Compares what the two ways cost, from measured rates.
+    """Compares the costs of the two from measured rates.
 
-    Swapping copies a group's blocks twice; recomputing runs its tokens through
-    the model once more. Until both rates have been seen, `auto` swaps.
+    Swapping copies a group's blocks twice; recomputing runs its tokens through the model once
+    more. `auto` swaps until both rates have been measured.
     """
 
     def __init__(self, mode: PreemptionMode) -> None:
@@ -20,15 +20,15 @@ class PreemptionPolicy:
         self._seconds_per_token: float | None = None
 
     def observe_transfer(self, blocks: int, seconds: float) -> None:
-        """Learns from a swap of `blocks` blocks."""
+        """Update the rate of copies from a swap of `blocks` blocks."""
         self._seconds_per_block = _smooth(self._seconds_per_block, seconds / blocks)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Learns from a step that computed `tokens` tokens, most of them prefill."""
+        """Update the rate of prefill from a step of `tokens` tokens, most of them prefill."""
         self._seconds_per_token = _smooth(self._seconds_per_token, seconds / tokens)
 
     def prefers_swap(self, *, blocks: int, tokens: int) -> bool:
-        """Whether to swap a group that holds `blocks` blocks and `tokens` computed tokens."""
+        """Return whether to swap a group of `blocks` blocks and `tokens` computed tokens."""
         if self.mode != "auto":
             return self.mode == "swap"
         if self._seconds_per_block is None or self._seconds_per_token is None:

@@ -159,7 +159,7 @@ def _serve_preempting(
     engine: Stepper, mode: PreemptionMode, prompts: Tokens[list[int]]
 ) -> list[SequenceGroup]:
     """Serve all at once; every other one with the log-probabilities of its prompt."""
-    engine.scheduler.preemption = PreemptionPolicy(mode)
+    engine.scheduler.policy = PreemptionPolicy(mode)
     engine.cache.forget_contents()
     before = preemptions(engine)
     groups = [
@@ -230,7 +230,7 @@ def _errors(group: SequenceGroup, engine: Stepper, eager: torch.Tensor) -> list[
     """
     (sequence,) = group.sequences
     told = dict(enumerate(group.prompt_logprobs, 1))
-    drawn = [draw.logprob for draw in engine.draws if draw.group is group]
+    drawn = [token.logprob for token in engine.sampled if token.group is group]
     told |= dict(enumerate(drawn, sequence.num_prompt))
     assert len(drawn) == OUTPUT_TOKENS
     assert len(told) in {OUTPUT_TOKENS, sequence.num_tokens - 1}

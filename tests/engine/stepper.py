@@ -3,23 +3,35 @@
 import itertools
 import time
 
-from octavo.engine.pipeline import Pipeline
-from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.commands import Submit
+from octavo.engine.core import EngineCore
+from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request, SamplingParams
-from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.startup import Parts
 
 
 class Stepper:
-    """Runs requests to the end and keeps what was seen on the way."""
+    """Runs requests to the end and keeps what was seen on the way.
 
-    def __init__(self, parts: Parts, *, ahead: bool = False) -> None:
+    Attributes:
+        batches: what was scheduled, step by step.
+        sampled: the tokens sampled, without dropped ones.
+    """
+
+    def __init__(self, parts: Parts, *, async_scheduling: bool = False) -> None:
         self.parts = parts
-        self.pipeline = Pipeline(parts.scheduler, parts.executor, ahead=ahead)
         self.scheduler = parts.scheduler
         self.cache = parts.scheduler.cache
-        self.batches = []
-        self.draws = []
+        self.core = EngineCore(
+            parts.scheduler,
+            parts.executor,
+            EngineMetrics(),
+            lambda _events, _load: None,
+            max_waiting=1 << 20,
+            async_scheduling=async_scheduling,
+        )
+        self.batches = record_batches(parts.scheduler)
+        self.sampled = []
         self._ids = itertools.count()
 
     def submit(
@@ -37,24 +49,37 @@ class Stepper:
             arrival=time.monotonic(),
             beam=beam,
         )
-        sequences = [
-            Sequence(next(self._ids), i, list(prompt), len(prompt))
-            for i in range(request.sampling.n)
-        ]
-        beam = BeamState(request.beam) if request.beam else None
-        group = SequenceGroup(request, sequences, beam=beam)
-        self.scheduler.submit(group)
-        return group
+        return submit(self.core, request)
 
     def step(self):
-        """A step; without `ahead`, returns its batch."""
-        done = self.pipeline.step(scheduled=self.batches.append)
-        if done is not None:
-            self.draws += done.result.draws
+        """Compute a step; without async scheduling, return its batch."""
+        output = self.core.step()
+        if output is not None:
+            self.sampled += output.tokens
         self.cache.check()
         return self.batches[-1]
 
     def run(self):
-        while self.pipeline.running or not self.scheduler.idle:
+        while self.core.working:
             self.step()
         self.cache.check_idle()
+
+
+def record_batches(scheduler):
+    """Return a list that gets every batch that the scheduler makes from now on."""
+    batches, schedule = [], scheduler.schedule
+
+    def recorded():
+        batch = schedule()
+        if batch:
+            batches.append(batch)
+        return batch
+
+    scheduler.schedule = recorded
+    return batches
+
+
+def submit(core, request):
+    """Submit a request to a core that runs in this thread; return its group."""
+    core.handle(Submit(request))
+    return core._groups[request.session, request.request_id]

@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
+from octavo.engine.commands import Abort, CloseSession, Drain, OpenSession, Stop, Submit
 from octavo.engine.core import EngineCore, EngineFailedError
-from octavo.engine.events import Failure, FailureCode, Output, Started
+from octavo.engine.events import Failure, FailureCode, OutputEvent, Started
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
 from octavo.engine.server import _drain
@@ -26,6 +27,7 @@ class Listener:
     def __init__(self):
         self.events = defaultdict(list)
         self.load = None
+        self.opened = set()
         self._changed = threading.Condition()
 
     def __call__(self, events, load):
@@ -33,6 +35,11 @@ class Listener:
             self.load = load
             for event in events:
                 self.events[event.request_id].append(event)
+            self._changed.notify_all()
+
+    def hear_prefixes(self, change):
+        with self._changed:
+            self.opened.add(change.session)
             self._changed.notify_all()
 
     def wait(self, condition):
@@ -43,7 +50,7 @@ class Listener:
         return sum(map(len, self.events.values())) > count
 
     def outputs(self, request_id):
-        return [e for e in self.events[request_id] if isinstance(e, Output)]
+        return [e for e in self.events[request_id] if isinstance(e, OutputEvent)]
 
     def ended(self, request_id):
         last = self.events[request_id][-1:]
@@ -53,12 +60,13 @@ class Listener:
 class Running:
     """A core at work on a tiny model."""
 
-    def __init__(self, model, *, begin=True, ahead=False, **settings):
+    def __init__(self, model, *, begin=True, async_scheduling=False, **settings):
         self.parts = build(
             EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
         )
-        self.ahead = ahead
+        self.async_scheduling = async_scheduling
         self.error = None
+        self.sessions = itertools.count(1000)
         self.heard = Listener()
         self.metrics = EngineMetrics()
         self.core = EngineCore(
@@ -67,7 +75,8 @@ class Running:
             self.metrics,
             self.heard,
             max_waiting=50,
-            ahead=ahead,
+            async_scheduling=async_scheduling,
+            publish_prefixes=self.heard.hear_prefixes,
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
         if begin:
@@ -83,7 +92,7 @@ class Running:
             time.monotonic(),
             deadline=deadline,
         )
-        self.core.submit(request)
+        self.core.send(Submit(request))
 
     def run_until_it_fails(self):
         def run():
@@ -96,9 +105,9 @@ class Running:
         self.thread.start()
 
     def wait_idle(self):
-        taken = threading.Event()
-        self.core._commands.put(taken.set)
-        assert taken.wait(PATIENCE)
+        session = next(self.sessions)
+        self.core.send(OpenSession(session))
+        self.heard.wait(lambda: session in self.heard.opened)  # so all before it are handled
         self.heard.wait(lambda: self.core.idle)
         cache = self.parts.scheduler.cache
         cache.check()
@@ -110,17 +119,17 @@ class Running:
         )
 
 
-@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+@pytest.fixture(params=[False, True], ids=["one by one", "async"])
 def running(tiny_model, request):
     started = []
 
     def start(**settings):
-        started.append(Running(tiny_model, ahead=request.param, **settings))
+        started.append(Running(tiny_model, async_scheduling=request.param, **settings))
         return started[-1]
 
     yield start
     for engine in started:
-        engine.core.stop()
+        engine.core.send(Stop())
         engine.thread.join(PATIENCE)
         assert not engine.thread.is_alive()
 
@@ -170,26 +179,39 @@ def test_aborts_at_every_moment_leave_nothing(running, mode):
     for i in range(30):
         if i % 2:
             engine.heard.wait(partial(engine.heard.has, 8 * i))
-        engine.core.abort(0, str(i), None)
+        engine.core.send(Abort(0, str(i)))
     engine.wait_idle()
     assert engine.outcome("aborted") > 0
 
 
-def test_an_aborted_output_leaves_its_siblings(running):
+def send_in_step(engine, monkeypatch, number, command):
+    """Send a command while the engine computes its step of that number, counted from 1."""
+    launch, steps = engine.parts.executor.launch, itertools.count(1)
+
+    def launch_and_send(batch, inputs):
+        if next(steps) == number:
+            engine.core.send(command)
+        return launch(batch, inputs)
+
+    monkeypatch.setattr(engine.parts.executor, "launch", launch_and_send)
+
+
+def test_an_aborted_output_leaves_its_siblings(running, monkeypatch):
     engine = running()
-    engine.submit("a", max_tokens=30, n=3, temperature=1.0)
-    engine.heard.wait(lambda: engine.heard.outputs("a"))
-    engine.core.abort(0, "a", 1)
+    send_in_step(engine, monkeypatch, 10, Abort(0, "a", 1))
+    engine.submit("a", tokens=10, max_tokens=30, n=3, temperature=1.0)
     engine.wait_idle()
-    finished = {o.index for o in engine.heard.outputs("a") if o.finish_reason}
-    assert finished == {0, 2}
+    outputs = engine.heard.outputs("a")
+    assert {o.index for o in outputs if o.finish_reason} == {0, 2}
+    counts = [sum(o.index == index for o in outputs) for index in range(3)]
+    assert counts == [30, 9 if engine.async_scheduling else 10, 30]
 
 
 def test_a_closed_session_takes_only_its_own_requests(running):
     engine = running()
     engine.submit("theirs", max_tokens=200, session=1)
     engine.submit("ours", max_tokens=30, session=2)
-    engine.core.close_session(1)
+    engine.core.send(CloseSession(1))
     engine.wait_idle()
     assert not engine.heard.ended("theirs")
     assert engine.heard.ended("ours")
@@ -231,11 +253,11 @@ def test_a_step_that_fails_beside_another_leaves_nothing(running, monkeypatch, m
     executor, scheduler = engine.parts.executor, engine.parts.scheduler
     launch = executor.launch
 
-    def fail(batch, **others):
+    def fail(batch, inputs):
         preempted = [*scheduler.swapped, *(group for group in scheduler.waiting if group.history)]
-        awaited = [group for group in preempted if any(s.num_pending for s in group.sequences)]
-        if not (awaited if engine.ahead else preempted):
-            return launch(batch, **others)
+        awaited = [group for group in preempted if any(s.num_placeholders for s in group.sequences)]
+        if not (awaited if engine.async_scheduling else preempted):
+            return launch(batch, inputs)
         monkeypatch.undo()
         raise RuntimeError("out of memory")
 
@@ -290,7 +312,7 @@ def test_a_lost_device_ends_the_core_at_once_and_nobody_waits(running, monkeypat
 
 def test_whatever_ends_the_core_nobody_waits(running, monkeypatch):
     engine = running(begin=False)
-    monkeypatch.setattr(engine.parts.scheduler, "book", fail)
+    monkeypatch.setattr(engine.parts.scheduler, "advance", fail)
     engine.submit("a", max_tokens=3)
     engine.run_until_it_fails()
     engine.thread.join(PATIENCE)
@@ -317,7 +339,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(running):
     engine = running()
     engine.submit("a", max_tokens=50)
     engine.heard.wait(lambda: engine.heard.outputs("a"))
-    engine.core.drain()
+    engine.core.send(Drain())
     engine.submit("b")
     engine.wait_idle()
     assert engine.heard.ended("a")
@@ -332,16 +354,15 @@ async def test_draining_waits_for_what_came_before_it(tiny_model):
     await asyncio.sleep(0.1)
     engine.thread.start()
     await drain
-    engine.core.stop()
+    engine.core.send(Stop())
     await asyncio.to_thread(engine.thread.join)
     assert engine.heard.outputs("a")[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_stopping_fails_what_is_left(running):
+def test_stopping_fails_what_is_left(running, monkeypatch):
     engine = running()
+    send_in_step(engine, monkeypatch, 10, Stop())
     engine.submit("a", max_tokens=400)
-    engine.heard.wait(lambda: engine.heard.outputs("a"))
-    engine.core.stop()
     engine.thread.join(PATIENCE)
     assert engine.heard.events["a"][-1].code is FailureCode.UNAVAILABLE
     engine.parts.scheduler.cache.check_idle()

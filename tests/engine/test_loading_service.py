@@ -7,7 +7,7 @@ import pytest
 
 from octavo.common.listening import listen
 from octavo.common.rpc import create_server
-from octavo.engine.loading_service import EngineFront
+from octavo.engine.loading_service import LoadingEngineService
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = "octavo.v1.EngineService"
@@ -33,8 +33,8 @@ class Engine(engine_pb2_grpc.EngineServiceServicer):
 
 
 async def test_calls_are_refused_until_there_is_an_engine():
-    front = EngineFront()
-    add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, front)
+    loading = LoadingEngineService()
+    add = partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, loading)
     server, _ = await create_server({SERVICE: add}, max_message_bytes=1 << 20)
     address = listen(server, "127.0.0.1", 0, None)
     await server.start()
@@ -48,7 +48,7 @@ async def test_calls_are_refused_until_there_is_an_engine():
             with pytest.raises(grpc.aio.AioRpcError, match="is loading its model") as caught:
                 await call
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        front.engine = engine = Engine()
+        loading.loaded = engine = Engine()
         info = await stub.GetEngineInfo(engine_pb2.GetEngineInfoRequest())
         assert info.model == "m"
         session = stub.Session(iter([asked]))

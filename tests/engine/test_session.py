@@ -9,6 +9,7 @@ import pytest
 
 from octavo.common.prefix import reusable_keys, short_key
 from octavo.common.rpc import RpcError
+from octavo.engine.commands import Stop
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.session import Session, to_load
@@ -21,43 +22,43 @@ from octavo.v1.sampling_pb2 import FinishReason
 
 @pytest.fixture
 async def open_session(tiny_model):
-    """Opens session 0 of a core at work on a tiny model, with orders put in a queue."""
+    """Opens session 0 of a core at work on a tiny model, with messages put in a queue."""
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=64, swap_space=0))
     loop = asyncio.get_running_loop()
-    orders: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
+    messages: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
 
-    def deliver(events, load):
+    def publish(events, load):
         loop.call_soon_threadsafe(session.add, events, to_load(load))
 
-    def publish(change):
+    def publish_prefixes(change):
         loop.call_soon_threadsafe(session.add_prefixes, change)
 
     async def read():
         while True:
-            yield await orders.get()
+            yield await messages.get()
 
     core = EngineCore(
         parts.scheduler,
         parts.executor,
         EngineMetrics(),
-        deliver,
+        publish,
         max_waiting=50,
-        publish=publish,
+        publish_prefixes=publish_prefixes,
     )
     translate = partial(to_request, session=0, limits=parts.limits, eos_token_ids=())
     session = Session(core, translate)
     thread = threading.Thread(target=core.run, daemon=True)
     thread.start()
     stream = session.run(0, read())
-    yield core, orders, stream
+    yield core, messages, stream
     await stream.aclose()
-    core.stop()
+    core.send(Stop())
     await asyncio.to_thread(thread.join)
     parts.scheduler.cache.check_idle()
 
 
 async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
-    core, orders, stream = open_session
+    core, messages, stream = open_session
     await anext(stream)
     submit = engine_pb2.Submit(
         request_id="r",
@@ -66,7 +67,7 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
         stop={"max_tokens": 20},
         output={"logprobs": 2, "prompt_logprobs": 1},
     )
-    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
     first = await anext(stream)
     while not first.started:
         first = await anext(stream)
@@ -89,11 +90,11 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
 
 
 async def test_a_new_session_hears_what_the_cache_holds(open_session):
-    _, orders, stream = open_session
+    _, messages, stream = open_session
     submit = engine_pb2.Submit(
         request_id="r", prompt_token_ids=range(10, 50), stop={"max_tokens": 1}
     )
-    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
     stored = set()
     async for response in stream:
         stored.update(response.prefixes.stored)
@@ -103,14 +104,14 @@ async def test_a_new_session_hears_what_the_cache_holds(open_session):
 
 
 async def test_what_is_to_be_said_is_said_before_a_session_closes(open_session):
-    core, orders, stream = open_session
+    core, messages, stream = open_session
     session = stream.ag_frame.f_locals["self"]
     await anext(stream)
     submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[5] * 9, stop={"max_tokens": 400})
-    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
     while not (await anext(stream)).started:
         pass
-    core.stop()
+    core.send(Stop())
     async with asyncio.timeout(30):
         while not session._pending.failures:
             await asyncio.sleep(0.01)
@@ -120,11 +121,11 @@ async def test_what_is_to_be_said_is_said_before_a_session_closes(open_session):
 
 
 async def test_a_session_whose_events_are_lost_ends_with_a_status(open_session):
-    core, orders, stream = open_session
+    core, messages, stream = open_session
     session = stream.ag_frame.f_locals["self"]
     await anext(stream)
     submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[5] * 9, stop={"max_tokens": 400})
-    orders.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
     while not (await anext(stream)).started:
         pass
     session.fail()

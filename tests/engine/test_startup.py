@@ -89,8 +89,8 @@ def test_a_budget_below_the_batch_is_refused(tiny_model):
 def test_the_largest_step_has_all_the_logits_that_a_step_may_have():
     batch = largest_batch(8192, 256, 16)
     assert batch.num_tokens == 8192
-    assert sum(len(part.scored) for part in batch.slices) == MAX_SCORED_TOKENS
-    assert sum(len(part.samplers) for part in batch.slices) == 256
-    assert sorted(block for part in batch.slices for block in part.blocks) == list(range(512))
+    assert sum(len(each.scored) for each in batch.sequences) == MAX_SCORED_TOKENS
+    assert sum(len(each.sampled) for each in batch.sequences) == 256
+    assert sorted(block for each in batch.sequences for block in each.blocks) == list(range(512))
     small = largest_batch(100, 8, 16)
-    assert (small.num_tokens, len(small.slices[0].scored)) == (100, 100)
+    assert (small.num_tokens, len(small.sequences[0].scored)) == (100, 100)

@@ -8,7 +8,7 @@ import pytest
 
 from octavo.engine.events import Load, PrefixChange, Started
 from octavo.engine.kv_cache import CacheStats
-from octavo.engine.thread_bridge import Handover
+from octavo.engine.thread_bridge import ThreadBridge
 
 STEPS = 1000
 
@@ -19,7 +19,7 @@ def load(step: int) -> Load:
 
 async def test_a_loop_that_is_behind_gets_all_in_one_go():
     told = []
-    handover = Handover(
+    bridge = ThreadBridge(
         asyncio.get_running_loop(),
         told.append,
         lambda events, load: told.append((events, load)),
@@ -30,8 +30,8 @@ async def test_a_loop_that_is_behind_gets_all_in_one_go():
 
     def step():
         for i in range(STEPS):
-            handover.publish(changes[i])
-            handover.deliver([started[i]], load(i))
+            bridge.publish_prefixes(changes[i])
+            bridge.publish([started[i]], load(i))
 
     core = threading.Thread(target=step)
     core.start()
@@ -41,7 +41,7 @@ async def test_a_loop_that_is_behind_gets_all_in_one_go():
     assert spread == changes
     assert events == started
     assert newest.running == STEPS - 1
-    handover.deliver([], load(7))
+    bridge.publish([], load(7))
     await asyncio.sleep(0)
     assert told[-1] == ([], load(7))
 
@@ -56,11 +56,11 @@ async def test_nothing_is_left_behind_while_both_run():
         if load.running == STEPS - 1:
             done.set()
 
-    handover = Handover(asyncio.get_running_loop(), lambda _: None, distribute, pytest.fail)
+    bridge = ThreadBridge(asyncio.get_running_loop(), lambda _: None, distribute, pytest.fail)
 
     def step():
         for i in range(STEPS):
-            handover.deliver([Started(0, str(i), 0)], load(i))
+            bridge.publish([Started(0, str(i), 0)], load(i))
             if i % 100 == 0:
                 time.sleep(0.001)
 
@@ -80,8 +80,8 @@ async def test_what_cannot_be_handed_over_is_said_and_the_next_is_handed_over():
         told.append(load.running)
 
     loop = asyncio.get_running_loop()
-    handover = Handover(loop, lambda _: None, distribute, lambda: told.append("failed"))
+    bridge = ThreadBridge(loop, lambda _: None, distribute, lambda: told.append("failed"))
     for step in range(2):
-        handover.deliver([Started(0, str(step), 0)], load(step))
+        bridge.publish([Started(0, str(step), 0)], load(step))
         await asyncio.sleep(0)
     assert told == ["failed", 1]

@@ -325,7 +325,7 @@ def test_without_a_compiler(tmp_path):
     script = (
         "import logging; logging.basicConfig()\n"
         "import torch\n"
-        "from kernels import ops\n"
+        "from octavo.kernels import ops\n"
         "cache = torch.zeros(2, 1, 2, 1, 8, 32)\n"
         "for _ in range(2):\n"
         "    ops.write_kv(torch.ones(1, 1, 32), torch.ones(1, 1, 32), cache[:, 0, 0],\n"

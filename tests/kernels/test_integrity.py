@@ -150,7 +150,7 @@ def test_a_process_survives_damaged_kernels(tmp_path):
     shutil.copy(kept, copy)
     replace(copy, CHANGES["cut in half"])
     environment = os.environ | {"OCTAVO_CACHE_DIR": str(tmp_path)}
-    script = "from kernels import cpu; cpu.run_step"
+    script = "from octavo.kernels import cpu; cpu.run_step"
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0
     integrity.verify_seal(copy)

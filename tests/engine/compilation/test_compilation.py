@@ -70,7 +70,7 @@ def outputs(stepper):
     groups += [stepper.submit(range(7, 7 + length), 6, logprobs=3) for length in LENGTHS]
     stepper.run()
     drawn = {group.request.request_id: [] for group in groups}
-    for draw in stepper.draws:
+    for draw in stepper.sampled:
         drawn[draw.group.request.request_id].append((draw.token_id, draw.logprob.logprob))
     return list(drawn.values())
 
@@ -142,7 +142,7 @@ def test_a_greedy_step_gives_the_logits_greatest(kept):
         for length in LENGTHS:
             stepper.submit(range(7, 7 + length), 20, **reported)
         stepper.run()
-        drawn.append([draw.token_id for draw in stepper.draws])
+        drawn.append([token.token_id for token in stepper.sampled])
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) > 10
 

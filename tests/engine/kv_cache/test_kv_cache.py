@@ -264,17 +264,17 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     cached_prefix(cache, tokens)
     blocks = [hit.block for hit in cache.find_prefix([*tokens, 0])]
     cache.admit(1, [99] * 13)  # evicts all three
-    fallen = cache.take_transfers().swap_out
-    assert [block for block, _ in fallen] == blocks[::-1]
+    offloaded = cache.take_transfers().swap_out
+    assert [block for block, _ in offloaded] == blocks[::-1]
     assert cache.stats.cached_swap_blocks == 3
     cache.free(1)
     assert cache.admit(2, [*tokens, 0]) == 12
     returned = cache.take_transfers()
-    places = dict(fallen)
+    places = dict(offloaded)
     assert returned.swap_in == [
         (places[old], new) for old, new in zip(blocks, cache.table(2), strict=False)
     ]
-    assert (cache.counters.fallen_blocks, cache.counters.returned_blocks) == (3, 3)
+    assert (cache.counters.offloaded_blocks, cache.counters.restored_blocks) == (3, 3)
     cache.free(2)
     cache.admit(3, [98] * 13)
     assert not cache.take_transfers().swap_out  # swap space has them still
@@ -407,8 +407,8 @@ class Contents(RuleBasedStateMachine):
     def transfer(self):
         self.forget_what_is_gone()
         moves = self.cache.take_transfers()
-        event(f"prefixes fall: {self.cache.counters.fallen_blocks > 0}")
-        event(f"prefixes return: {self.cache.counters.returned_blocks > 0}")
+        event(f"prefixes offloaded: {self.cache.counters.offloaded_blocks > 0}")
+        event(f"prefixes restored: {self.cache.counters.restored_blocks > 0}")
         for pairs, source, target in (
             (moves.swap_out, self.device, self.swap),
             (moves.swap_in, self.swap, self.device),
@@ -603,7 +603,15 @@ class Contents(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         call=st.sampled_from(
-            ["allocate", "allocate_together", "share", "release", "find", "is_idle", "keep"]
+            [
+                "allocate",
+                "allocate_together",
+                "share",
+                "release",
+                "find",
+                "is_idle",
+                "reserve_cached",
+            ]
         ),
         of_device=st.booleans(),
         count=st.integers(0, 3),

@@ -11,7 +11,7 @@ import torch
 from octavo.engine import startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, ladder
+from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, graph_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels.metadata import AttentionPlan
@@ -23,7 +23,7 @@ VOCAB_SIZE = 16
 
 @pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 256, 1000])
 def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
-    rungs = ladder(most)
+    rungs = graph_sizes(most)
     assert rungs[-1] == min(max(most, 2), MAX_BATCH)
     assert rungs == sorted(set(rungs))
     for below, rung in itertools.pairwise(rungs):
@@ -240,4 +240,4 @@ def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model):
         max_num_seqs=256, max_model_len=128, record=record, free=lambda: GIB - used[0]
     )
     assert sizes == [256, 2]
-    assert taken == shared + own * len(ladder(256))
+    assert taken == shared + own * len(graph_sizes(256))

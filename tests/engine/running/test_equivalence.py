@@ -76,7 +76,7 @@ def test_with_ample_blocks(outputs, expected, prompts):
     assert got == expected
     counters = engine.scheduler.counters
     assert counters.preemptions_swap == counters.preemptions_recompute == 0
-    assert max(len(batch.slices) for batch in engine.batches) == PROMPTS
+    assert max(len(batch.sequences) for batch in engine.batches) == PROMPTS
 
 
 @pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
@@ -99,5 +99,5 @@ def test_with_chunked_prefill(outputs, expected, prompts):
     )
     assert got == expected
     assert max(batch.num_tokens for batch in engine.batches) == 64
-    mixed = [b for b in engine.batches if 1 < len(b.slices) < b.num_tokens]
+    mixed = [b for b in engine.batches if 1 < len(b.sequences) < b.num_tokens]
     assert mixed, "no step had both decodes and a prefill chunk"

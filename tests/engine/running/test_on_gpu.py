@@ -38,7 +38,7 @@ def engine(tiny_model, request):
     if INTERPRETED:
         request.getfixturevalue("on_triton")
 
-    def make(*, ahead=False, **settings):
+    def make(*, async_scheduling=False, **settings):
         settings = {"compile": "off", "num_blocks": 64, "swap_space": 0.01} | settings
         return Stepper(
             build(
@@ -50,7 +50,7 @@ def engine(tiny_model, request):
                     **settings,
                 )
             ),
-            ahead=ahead,
+            async_scheduling=async_scheduling,
         )
 
     return make
@@ -82,7 +82,7 @@ def run(engine):
     ]
     engine.run()
     mixed = [
-        {part.end - part.start == 1 for part in batch.slices} == {True, False}
+        {each.end - each.start == 1 for each in batch.sequences} == {True, False}
         for batch in engine.batches
     ]
     assert any(mixed), "no step had both decodes and a chunk of a prompt"
@@ -94,9 +94,9 @@ def test_greedy_tokens_are_those_of_transformers(engine, expected):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a CPU compiles in another way: see test_jit.py")
-@pytest.mark.parametrize("ahead", [False, True])
-def test_so_they_are_when_it_is_compiled(engine, expected, ahead):
-    compiled = engine(ahead=ahead, compile="auto")
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_so_they_are_when_it_is_compiled(engine, expected, async_scheduling):
+    compiled = engine(async_scheduling=async_scheduling, compile="auto")
     assert compiled.parts.executor.compiled
     assert run(compiled) == expected
 
@@ -111,16 +111,16 @@ def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypa
     assert run(recorded) == expected
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_blocks_that_were_swapped_are_as_they_were(engine, expected, ahead):
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_blocks_that_were_swapped_are_as_they_were(engine, expected, async_scheduling):
     # Of 8 tokens each: too few for all at once.
     short = {"num_blocks": 11, "block_size": 8, "preemption": "swap"}
-    assert run(engine(ahead=ahead, **short)) == expected
+    assert run(engine(async_scheduling=async_scheduling, **short)) == expected
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels wait for everything")
 def test_the_host_never_waits_for_the_gpu_but_for_what_it_drew(engine):
-    ahead = engine(ahead=True)
+    ahead = engine(async_scheduling=True)
     ways = (
         {},
         {"temperature": 0.8, "top_p": 0.9, "logit_bias": {7: 1.0}},

@@ -63,7 +63,7 @@ def test_logprobs_agree_with_transformers(stepper, prompt, true_logprobs):
     engine.run()
     tokens = group.sequences[0].token_ids
     truth = true_logprobs(tokens)[len(prompt) - 1 :]
-    assert_agrees([draw.logprob for draw in engine.draws], truth, tokens[len(prompt) - 1 :])
+    assert_agrees([token.logprob for token in engine.sampled], truth, tokens[len(prompt) - 1 :])
 
 
 @pytest.mark.parametrize("batched", [512, 32])

@@ -19,7 +19,7 @@ from transformers import (
 
 from octavo.engine.sampling import sampler
 from octavo.engine.sampling.random_numbers import uniforms
-from octavo.engine.sampling.sampler import Drawer
+from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.request import Request, SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.kernels.cpu.fallback_draws import CANDIDATES
@@ -29,17 +29,18 @@ DRAWS = 20_000
 PROMPT = (1, 2, 3)
 
 
-def drawer(output=(), *, index=0, min_tokens=0, eos=(), **params):
+def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), **params):
     sampling = SamplingParams(**params)
     request = Request(
         0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos)
     )
     sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
-    return Drawer(SequenceGroup(request, [sequence]), sequence)
+    return SamplingRow(SequenceGroup(request, [sequence]), sequence, 0)
 
 
-def sample(logits, drawers):
-    return sampler.sample(logits, drawers).draws()
+def sample(logits, rows):
+    rows = [row._replace(row=i) for i, row in enumerate(rows)]
+    return sampler.sample(logits, rows).collect()
 
 
 def logits_of(seed, vocab=VOCAB, scale=2.0):
@@ -50,8 +51,8 @@ def draw_many(logits, count=DRAWS, **params):
     """Draws `count` times with as many seeds, in batches of mixed company."""
     tokens = []
     for seeds in (range(at, min(at + 500, count)) for at in range(0, count, 500)):
-        drawers = [drawer(seed=seed, **params) for seed in seeds]
-        tokens += [d.token_id for d in sample(logits.repeat(len(drawers), 1), drawers)]
+        rows = [sampling_row(seed=seed, **params) for seed in seeds]
+        tokens += [d.token_id for d in sample(logits.repeat(len(rows), 1), rows)]
     return np.bincount(tokens, minlength=len(logits))
 
 
@@ -127,8 +128,8 @@ def test_a_seed_gives_the_same_token_in_any_company(seed, top_k, top_p, min_p, t
     others = itertools.cycle(
         [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_p": 0.99999}, {"logprobs": 3}]
     )
-    company = [drawer(seed=i, **next(others)) for i in range(8)]
-    company[row] = drawer(seed=seed, **params)
+    company = [sampling_row(seed=i, **next(others)) for i in range(8)]
+    company[row] = sampling_row(seed=seed, **params)
     alone = sample(logits[row : row + 1].clone(), [company[row]])
     together = sample(logits.clone(), company)
     assert together[row].token_id == alone[0].token_id
@@ -152,14 +153,14 @@ def test_greedy_takes_the_lowest_of_the_greatest(vocab, dtype):
     logits[1, [vocab - 1, vocab - 3]] = 9.0
     logits[2] = -3.0
     expected = [row.tolist().index(row.max().item()) for row in logits]
-    draws = sample(logits, [drawer(temperature=0.0) for _ in expected])
+    draws = sample(logits, [sampling_row(temperature=0.0) for _ in expected])
     assert [draw.token_id for draw in draws] == expected
 
 
 def test_repetition_penalty_is_transformers():
     logits = logits_of(3)
     ours = logits.clone()[None]
-    sample(ours, [drawer(output=(4, 5, 5), repetition_penalty=1.7, temperature=0.0)])
+    sample(ours, [sampling_row(output=(4, 5, 5), repetition_penalty=1.7, temperature=0.0)])
     ids = torch.tensor([[*PROMPT, 4, 5, 5]])
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(ids, logits[None].clone())
     torch.testing.assert_close(ours, theirs)
@@ -167,7 +168,7 @@ def test_repetition_penalty_is_transformers():
 
 def test_presence_and_frequency_penalties_count_the_output_alone():
     logits = torch.zeros(1, VOCAB)
-    sample(logits, [drawer(output=(4, 5, 5), presence_penalty=0.5, frequency_penalty=0.25)])
+    sample(logits, [sampling_row(output=(4, 5, 5), presence_penalty=0.5, frequency_penalty=0.25)])
     expected = torch.zeros(1, VOCAB)
     expected[0, 4], expected[0, 5] = -0.75, -1.0
     torch.testing.assert_close(logits, expected)
@@ -175,40 +176,40 @@ def test_presence_and_frequency_penalties_count_the_output_alone():
 
 def test_each_row_has_its_own_penalties():
     logits = torch.stack([logits_of(seed) for seed in range(4)])
-    drawers = [
-        drawer(output=(4, 5, 5), repetition_penalty=1.7),
-        drawer(output=(4, 5, 5)),
-        drawer(output=(9, 9, 9, 8), frequency_penalty=0.5),
-        drawer(output=(), presence_penalty=-1.0, repetition_penalty=0.5),
+    rows = [
+        sampling_row(output=(4, 5, 5), repetition_penalty=1.7),
+        sampling_row(output=(4, 5, 5)),
+        sampling_row(output=(9, 9, 9, 8), frequency_penalty=0.5),
+        sampling_row(output=(), presence_penalty=-1.0, repetition_penalty=0.5),
     ]
     expected = logits.clone()
     for i in (0, 3):
-        ids = torch.tensor([drawers[i].sequence.token_ids])
-        penalty = RepetitionPenaltyLogitsProcessor(drawers[i].params.repetition_penalty)
+        ids = torch.tensor([rows[i].sequence.token_ids])
+        penalty = RepetitionPenaltyLogitsProcessor(rows[i].params.repetition_penalty)
         expected[i] = penalty(ids, expected[i : i + 1])
     expected[2, 9] -= 1.5
     expected[2, 8] -= 0.5
-    sample(logits, drawers)
+    sample(logits, rows)
     torch.testing.assert_close(logits, expected)
 
 
 def test_bias_moves_a_token():
-    drawn = sample(torch.zeros(1, VOCAB), [drawer(temperature=0.0, logit_bias={11: 5.0})])
+    drawn = sample(torch.zeros(1, VOCAB), [sampling_row(temperature=0.0, logit_bias={11: 5.0})])
     assert drawn[0].token_id == 11
 
 
 def test_stopping_tokens_wait_for_min_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, 9] = 50.0
-    early = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4,))
-    late = drawer(temperature=0.0, min_tokens=2, eos=(9,), output=(4, 4))
+    early = sampling_row(temperature=0.0, min_tokens=2, eos=(9,), output=(4,))
+    late = sampling_row(temperature=0.0, min_tokens=2, eos=(9,), output=(4, 4))
     assert sample(logits.clone(), [early])[0].token_id != 9
     assert sample(logits.clone(), [late])[0].token_id == 9
 
 
 def test_logprobs_are_the_models_own():
     logits = logits_of(5)
-    biased = drawer(logit_bias={3: 100.0}, temperature=0.3, logprobs=4)
+    biased = sampling_row(logit_bias={3: 100.0}, temperature=0.3, logprobs=4)
     drawn = sample(logits.clone()[None], [biased])[0]
     own = torch.log_softmax(logits, -1)
     assert drawn.token_id == 3
@@ -220,16 +221,16 @@ def test_logprobs_are_the_models_own():
 
 def test_nothing_is_drawn_outside_the_vocabulary_even_from_nan():
     logits = torch.full((3, VOCAB), torch.nan)
-    drawers = [drawer(), drawer(top_p=0.5), drawer(temperature=0.0)]
-    assert all(0 <= draw.token_id < VOCAB for draw in sample(logits, drawers))
+    rows = [sampling_row(), sampling_row(top_p=0.5), sampling_row(temperature=0.0)]
+    assert all(0 <= draw.token_id < VOCAB for draw in sample(logits, rows))
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38, 1e-45])
 def test_the_smallest_temperature_is_greedy(params, temperature):
     logits = logits_of(6).repeat(2, 1)
-    drawers = [drawer(temperature=temperature, seed=seed, **params) for seed in range(2)]
-    chosen = [draw.token_id for draw in sample(logits.clone(), drawers)]
+    rows = [sampling_row(temperature=temperature, seed=seed, **params) for seed in range(2)]
+    chosen = [draw.token_id for draw in sample(logits.clone(), rows)]
     assert chosen == logits.argmax(-1).tolist()
 
 
@@ -237,11 +238,11 @@ def test_the_smallest_temperature_is_greedy(params, temperature):
 def test_the_smallest_repetition_penalty_takes_what_was_seen(params):
     logits = torch.full((1, VOCAB), 1.0)
     logits[0, [1, 2, 3]] = torch.tensor([-1.0, 5.0, -1.0])
-    drawn = sample(logits, [drawer(repetition_penalty=1e-40, **params)])
+    drawn = sample(logits, [sampling_row(repetition_penalty=1e-40, **params)])
     assert drawn[0].token_id == 2
 
 
 def test_the_smallest_top_p_is_greedy():
     logits = logits_of(7)[None]
-    drawn = sample(logits.clone(), [drawer(top_p=1e-45)])
+    drawn = sample(logits.clone(), [sampling_row(top_p=1e-45)])
     assert drawn[0].token_id == logits.argmax().item()

@@ -5,8 +5,9 @@ import threading
 import pytest
 
 from octavo.common.rpc import RpcError
+from octavo.engine.commands import Stop, Submit
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Failure, Output
+from octavo.engine.events import Failure, OutputEvent
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
@@ -46,12 +47,12 @@ class Engine:
         request = to_request(submit, session=0, limits=self.limits, eos_token_ids=[EOS])
         unfinished = set(range(request.num_outputs))
         unfinished -= {i for i, resumed in request.resume.items() if resumed.finished}
-        self.core.submit(request)
+        self.core.send(Submit(request))
         with self.changed:
             assert self.changed.wait_for(lambda: self._ended(request_id, unfinished), PATIENCE)
         outputs = {i: [] for i in range(request.num_outputs)}
         for event in self.events:
-            if event.request_id == request_id and isinstance(event, Output):
+            if event.request_id == request_id and isinstance(event, OutputEvent):
                 outputs[event.index].append(event)
         return outputs
 
@@ -65,7 +66,7 @@ class Engine:
 def engine(tiny_model):
     started = Engine(tiny_model)
     yield started
-    started.core.stop()
+    started.core.send(Stop())
     started.thread.join(PATIENCE)
     started.parts.scheduler.cache.check_idle()
 

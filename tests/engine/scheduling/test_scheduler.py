@@ -3,18 +3,22 @@
 import time
 
 import pytest
+import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octavo.common.limits import Limits, fitting_output
+from octavo.engine.commands import Abort
+from octavo.engine.core import EngineCore
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.pipeline import Pipeline
-from octavo.engine.running.pending_step import Launched
-from octavo.engine.scheduling.batch import Batch, Draw
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.sampling.sampler import PendingTokens, SamplingRow
 from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.sequence import UNKNOWN, GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+from tests.engine.stepper import record_batches, submit
 
 BLOCK_SIZE = 4
 
@@ -37,9 +41,9 @@ def scheduler(
     )
 
 
-def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), scored=False):
+def request(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), scored=False):
     arrival = float(id_) / 1e3 if arrival is None else arrival
-    request = Request(
+    return Request(
         0,
         str(id_),
         tuple(prompt),
@@ -49,8 +53,11 @@ def group(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), s
         priority=priority,
         eos_token_ids=frozenset(eos),
     )
+
+
+def group(id_, prompt, *args, n=1, **others):
     sequences = [Sequence(100 * id_ + i, i, list(prompt), len(prompt)) for i in range(n)]
-    return SequenceGroup(request, sequences)
+    return SequenceGroup(request(id_, prompt, *args, n=n, **others), sequences)
 
 
 class Memory:
@@ -70,14 +77,14 @@ class Memory:
         ):
             for a, b in pairs:
                 target[b] = list(source[a])
-        for part in batch.slices:
+        for part in batch.sequences:
             self.assert_holds(part, part.start, token_at)
-        for part in batch.slices:
+        for part in batch.sequences:
             for position in range(part.start, part.end):
                 block = part.blocks[position // BLOCK_SIZE]
                 assert self.pool.references(block) == 1, "a shared block is written"
                 self.device[block][position % BLOCK_SIZE] = token_at(part.sequence, position)
-        for part in batch.slices:
+        for part in batch.sequences:
             self.assert_holds(part, part.end, token_at)
 
     def assert_holds(self, part, count, token_at):
@@ -87,33 +94,65 @@ class Memory:
 
 
 class Machine:
-    """Stands for an executor: its draws are `choose`'s, its log-probabilities are positions."""
+    """Stands for an executor: `choose` samples, and log-probabilities are positions."""
+
+    compiled = False
+    eager_steps = 0
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
         self.choose = choose
         self.memory = memory
+        self.most_scored = 0
 
-    def launch(self, batch, *, after=None, launching=None):
-        drawn = {draw.sequence.id: draw.token_id for draw in after.drawn} if after else {}
+    def prepare(self, batch, previous):
+        return previous
+
+    def launch(self, batch, previous):
+        sampled = {token.sequence.id: token.token_id for token in tokens_of(previous)}
 
         def token_at(sequence, position):
             token = sequence.token_ids[position]
-            return drawn[sequence.id] if token == UNKNOWN else token
+            return sampled[sequence.id] if token == PLACEHOLDER else token
 
         if self.memory is not None:
             self.memory.execute(batch, token_at)
-        draws = [(part.group, s) for part in batch.slices for s in part.samplers]
-        scores = {i: list(part.scored) for i, part in enumerate(batch.slices) if part.scored}
-        drawn = [Draw(group, s, self.choose(s)) for group, s in draws]
-        return Launched(drawn, prompt_logprobs=scores)
+        rows = [SamplingRow(part.group, s, 0) for part in batch.sequences for s in part.sampled]
+        token_ids = torch.tensor([self.choose(row.sequence) for row in rows], dtype=torch.int64)
+        scores = {i: list(part.scored) for i, part in enumerate(batch.sequences) if part.scored}
+        self.most_scored = max(self.most_scored, sum(map(len, scores.values())))
+        return PendingStep(batch, PendingTokens(token_ids, rows), prompt_logprobs=scores)
+
+    def take_copy_times(self):
+        return []
+
+
+def tokens_of(pending):
+    return pending.tokens.collect() if pending else []
+
+
+def core_of(engine, machine, *, async_scheduling):
+    """A core that runs in this thread, and a list of the batches that it computes."""
+    batches = record_batches(engine)
+    core = EngineCore(
+        engine,
+        machine,
+        EngineMetrics(),
+        lambda _events, _load: None,
+        max_waiting=100,
+        async_scheduling=async_scheduling,
+    )
+    return core, batches
 
 
 def step(engine, choose=lambda sequence: 7, memory=None):
     """A step by itself."""
-    batches = []
-    Pipeline(engine, Machine(choose, memory)).step(scheduled=batches.append)
+    batch = engine.schedule()
+    if batch:
+        pending = Machine(choose, memory).launch(batch, None)
+        engine.advance(batch)
+        engine.update(batch, pending.collect())
     engine.cache.check()
-    return batches[0] if batches else Batch()
+    return batch
 
 
 requests = st.lists(
@@ -140,11 +179,11 @@ requests = st.lists(
     batched=st.integers(12, 40),
     scored=st.integers(1, 20),
     prefix_caching=st.booleans(),
-    ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_every_request_that_fits_is_finished(
-    requests, num_blocks, swap, mode, seqs, batched, scored, prefix_caching, ahead
+    requests, num_blocks, swap, mode, seqs, batched, scored, prefix_caching, async_scheduling
 ):
     engine = scheduler(
         num_blocks,
@@ -156,22 +195,24 @@ def test_every_request_that_fits_is_finished(
         prefix_caching=prefix_caching,
     )
     limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
-    pipeline = Pipeline(engine, Machine(), ahead=ahead)
+    machine = Machine()
+    core, batches = core_of(engine, machine, async_scheduling=async_scheduling)
     groups = []
     for prompt, output, n, priority, token, pause, score in requests:
         if output > fitting_output(prompt, n, limits):
             continue
         tokens = [token] * prompt
-        groups.append(group(len(groups), tokens, output, n=n, priority=priority, scored=score))
-        engine.submit(groups[-1])
+        asked = request(len(groups), tokens, output, n=n, priority=priority, scored=score)
+        groups.append(submit(core, asked))
         for _ in range(pause):
-            checked_step(engine, pipeline)
+            checked_step(engine, core, batches)
     for _ in range(3000):
-        if engine.idle and not pipeline.running:
+        if not core.working:
             break
-        checked_step(engine, pipeline)
+        checked_step(engine, core, batches)
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
+    assert machine.most_scored <= scored
     event(f"preemptions by swap: {engine.counters.preemptions_swap > 0}")
     event(f"preemptions by recompute: {engine.counters.preemptions_recompute > 0}")
     for done in groups:
@@ -195,11 +236,11 @@ def test_every_request_that_fits_is_finished(
     mode=st.sampled_from(["swap", "recompute"]),
     batched=st.integers(8, 24),
     prefix_caching=st.booleans(),
-    ahead=st.booleans(),
+    async_scheduling=st.booleans(),
 )
 @settings(max_examples=300, deadline=None)
 def test_outputs_that_end_at_any_moment_leave_the_others_whole(
-    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching, ahead
+    requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching, async_scheduling
 ):
     engine = scheduler(
         num_blocks, swap=swap, mode=mode, batched=batched, prefix_caching=prefix_caching
@@ -212,34 +253,32 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             # Tokens that tell places and, behind a common front, requests apart.
             tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
             coming.append(
-                group(number, tail, tokens, n=n, priority=priority, eos={9}, scored=score)
+                request(number, tail, tokens, n=n, priority=priority, eos={9}, scored=score)
             )
 
     def choose(sequence):
         number = sequence.id + 7 * sequence.num_output
         return 9 if number % eos_every == 0 else 100 + number % 5
 
-    pipeline = Pipeline(engine, Machine(choose, Memory(engine)), ahead=ahead)
+    machine = Machine(choose, Memory(engine))
+    core, batches = core_of(engine, machine, async_scheduling=async_scheduling)
     for now in range(3000):
         if coming and now % 3 == 0:
-            groups.append(coming.pop(0))
-            engine.submit(groups[-1])
+            groups.append(submit(core, coming.pop(0)))
         for when, number, index in ends:
             if when == now and number < len(groups):
-                for sequence in groups[number].live:
-                    if index in {None, sequence.index}:
-                        engine.finish(groups[number], sequence, FinishReason.ABORTED)
-                        engine.cache.check()
-        if not coming and engine.idle and not pipeline.running:
+                core.handle(Abort(0, str(number), index))
+                engine.cache.check()
+        if not coming and not core.working:
             break
-        checked_step(engine, pipeline)
+        checked_step(engine, core, batches)
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
     for done in groups:
         assert done.state is GroupState.FINISHED
         for sequence in done.sequences:
             output = sequence.token_ids[sequence.num_prompt :]
-            assert UNKNOWN not in output
+            assert PLACEHOLDER not in output
             full = len(output) == done.request.max_tokens
             assert 9 not in output[:-1], "it went on past its end"
             assert sequence.finish_reason in {
@@ -248,26 +287,21 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             }
 
 
-def checked_step(engine, pipeline):
+def checked_step(engine, core, batches):
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
-    batches = []
-
-    def check(batch):
-        batches.append(batch)
-        assert sum(len(part.scored) for part in batch.slices) <= engine.max_scored_tokens
-
-    done = pipeline.step(scheduled=check)
+    pending, number = core._pending, len(batches)
+    output = core.step()
     engine.cache.check()
-    assert batches or done or engine.idle, "a step did nothing though there was work"
-    batch = batches[0] if batches else Batch()
-    assert batch.num_tokens <= engine.max_num_batched_tokens
+    assert len(batches) > number or output or engine.idle, "a step did nothing though work is left"
+    for batch in batches[number:]:
+        assert batch.num_tokens <= engine.max_num_batched_tokens
+        for part in batch.sequences:
+            assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
+            for sequence in part.sampled:
+                known = before[id(part.group)][sequence.index]
+                dropped = sequence.finish_reason is not None and pending is not None
+                assert sequence.num_tokens == known + (not dropped)
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
-    for part in batch.slices:
-        assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
-        for sequence in part.samplers:
-            known = before[id(part.group)][sequence.index]
-            in_vain = sequence.finish_reason is not None and done.batch is not batch
-            assert sequence.num_tokens == known + (not in_vain)
 
 
 def test_decodes_come_first_and_prefill_takes_what_is_left():
@@ -275,9 +309,9 @@ def test_decodes_come_first_and_prefill_takes_what_is_left():
     engine.submit(group(0, range(4)))
     engine.submit(group(1, range(100, 140)))
     first = step(engine)
-    assert [(part.start, part.end) for part in first.slices] == [(0, 4), (0, 12)]
+    assert [(part.start, part.end) for part in first.sequences] == [(0, 4), (0, 12)]
     second = step(engine)
-    assert [(part.start, part.end) for part in second.slices] == [(4, 5), (12, 27)]
+    assert [(part.start, part.end) for part in second.sequences] == [(4, 5), (12, 27)]
 
 
 def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
@@ -285,9 +319,9 @@ def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
     for i in range(2):
         engine.submit(group(i, range(100 * i, 100 * i + 12), scored=True))
     engine.submit(group(2, range(500, 512)))
-    spans = [[(p.group.request.request_id, p.start, p.end) for p in step(engine).slices]]
+    spans = [[(p.group.request.request_id, p.start, p.end) for p in step(engine).sequences]]
     assert spans[0] == [("0", 0, 8), ("2", 0, 12)]
-    spans.append([(p.group.request.request_id, p.start, p.end) for p in step(engine).slices])
+    spans.append([(p.group.request.request_id, p.start, p.end) for p in step(engine).sequences])
     assert spans[1] == [("0", 8, 12), ("1", 0, 5), ("2", 12, 13)]
 
 
@@ -325,7 +359,7 @@ def test_swapped_groups_come_back_before_new_ones_start():
     newcomer = group(2, range(2), 1)
     engine.submit(newcomer)
     swapped = engine.swapped[0]
-    while not newcomer.started:
+    while not newcomer.admitted:
         step(engine)
     assert swapped.state in {GroupState.RUNNING, GroupState.FINISHED}
     assert engine.counters.swap_ins == 1

@@ -1,0 +1,63 @@
+"""Take a beam search one token further: fork, keep and free its beams' blocks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.scheduling.batch import Continuations
+from octavo.engine.scheduling.beam_search import Candidate
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+
+
+def advance_search(
+    group: SequenceGroup,
+    continuations: dict[int, Continuations],
+    cache: KVCacheManager,
+    fork_ids: Iterator[int],
+) -> bool:
+    """Replace a group's beams by those that the search goes on with.
+
+    Args:
+        group: its sequences are the running beams, best first.
+        continuations: of each beam, by sequence id.
+        cache: holds the beams' blocks.
+        fork_ids: ids for new sequences.
+
+    Returns:
+        Whether the search goes on; where it is over, the group is left as it was.
+    """
+    assert group.beam is not None
+    beams, request = group.sequences, group.request
+    chosen = group.beam.advance(
+        [beam.token_ids[beam.num_prompt :] for beam in beams],
+        [continuations[beam.id] for beam in beams],
+        stopping=request.stopping,
+        max_tokens=request.max_tokens,
+    )
+    if not chosen:
+        return False
+    outputs = [[*beams[c.beam].token_ids, c.token_id] for c in chosen]
+    group.sequences = [
+        _continue(beams[c.beam], chosen[:i], c, cache, fork_ids) for i, c in enumerate(chosen)
+    ]
+    for sequence, token_ids in zip(group.sequences, outputs, strict=True):
+        sequence.token_ids = token_ids
+    for beam in beams:
+        if beam not in group.sequences:
+            cache.free(beam.id)
+    return True
+
+
+def _continue(
+    beam: Sequence,
+    before: list[Candidate],
+    candidate: Candidate,
+    cache: KVCacheManager,
+    fork_ids: Iterator[int],
+) -> Sequence:
+    """Return the beam itself for its first candidate, and a fork of it for each other one."""
+    if all(earlier.beam != candidate.beam for earlier in before):
+        return beam
+    fork = replace(beam, id=next(fork_ids))
+    cache.fork(beam.id, fork.id, beam.num_computed)
+    return fork

@@ -1,0 +1,57 @@
+"""Who is preempted when blocks run out, and how: a whole group, swapped out or dropped.
+
+`swap_or_recompute.py` has the rule that chooses between the two.
+"""
+
+from dataclasses import dataclass
+
+from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup
+from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+
+
+@dataclass(slots=True)
+class Counters:
+    """Preemptions since the start, for metrics and tests."""
+
+    preemptions_swap: int = 0
+    preemptions_recompute: int = 0
+    swap_space_full: int = 0
+    swap_ins: int = 0
+
+
+def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:
+    """Return the running group that is last in order: the newest of the lowest priority."""
+    return running[-1]
+
+
+def preempt(
+    group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counters
+) -> None:
+    """Take all blocks from a group, all of its sequences together.
+
+    The group's state is SWAPPED afterwards where its blocks were copied to swap space, and
+    WAITING where they were dropped and its tokens are to be computed again.
+    """
+    sequences = [sequence for sequence in group.live if cache.holds(sequence.id)]
+    for sequence in sequences:
+        cache.trim(sequence.id, sequence.num_computed)
+    ids = [sequence.id for sequence in sequences]
+    blocks = cache.blocks_to_swap(ids)
+    tokens = sum(sequence.num_computed for sequence in sequences)
+    if blocks and policy.prefers_swap(blocks=blocks, tokens=tokens):
+        try:
+            cache.swap_out(ids)
+        except OutOfBlocksError:
+            counters.swap_space_full += 1
+        else:
+            counters.preemptions_swap += 1
+            group.record(GroupEvent.SWAPPED_OUT)
+            group.state = GroupState.SWAPPED
+            return
+    counters.preemptions_recompute += 1
+    group.record(GroupEvent.DROPPED)
+    for sequence in sequences:
+        cache.free(sequence.id)
+        sequence.num_computed = 0
+    group.state = GroupState.WAITING
