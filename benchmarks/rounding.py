@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from octavo import Completion
 from octavo.client.requests import GenerateOptions
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.sampler import SamplingRow, sample
-from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 
 NOISE = 2e-5

@@ -9,8 +9,9 @@ import structlog
 import torch
 
 from octavo.common import resources
-from octavo.common.limits import MAX_LOGPROBS, Limits
+from octavo.common.limits import Limits
 from octavo.common.models.resolve import resolve
+from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_tensors import (
@@ -27,7 +28,7 @@ from octavo.engine.memory.swap import staging_memory
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
-from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Collection, Iterable
+from dataclasses import fields
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -18,9 +19,12 @@ from octavo.common.limits import (
     check_token_ids,
     output_length,
 )
+from octavo.common.sampling_parameters import SamplingParams, set_values
 from octavo.common.tracing import CONTEXT_FIELDS
-from octavo.engine.scheduling.request import BeamSearch, Request, Resumption, SamplingParams
+from octavo.engine.scheduling.request import BeamSearch, Request, Resumption
 from octavo.v1 import engine_pb2, sampling_pb2
+
+_SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 def to_request(
@@ -36,7 +40,7 @@ def to_request(
     check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
     check_sampling(submit.sampling, limits)
     check_stop(submit.stop, limits)
-    check_output(submit.output)
+    check_output(submit.output, limits)
     beam = None
     if submit.HasField("beam"):
         check_beam(submit.beam, submit.stop, submit.output, limits)
@@ -113,21 +117,15 @@ def _beam(params: sampling_pb2.BeamSearchParams) -> BeamSearch:
 def _sampling(
     params: sampling_pb2.SamplingParams, output: sampling_pb2.OutputOptions
 ) -> SamplingParams:
-    """Translates parameters whose ranges were checked, filling in defaults."""
-    greedy = params.HasField("temperature") and params.temperature == 0
-    return SamplingParams(
-        temperature=params.temperature if params.HasField("temperature") else 1.0,
-        top_p=params.top_p if params.HasField("top_p") else 1.0,
-        top_k=0 if greedy else params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=(
-            params.repetition_penalty if params.HasField("repetition_penalty") else 1.0
-        ),
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=params.seed if params.HasField("seed") else secrets.randbits(64),
-        n=params.n if params.HasField("n") else 1,
-        logit_bias=dict(params.logit_bias),
-        logprobs=output.logprobs if output.HasField("logprobs") else None,
-        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-    )
+    """Translate parameters that were checked; those that are not set have their defaults."""
+    given = {
+        name: value
+        for message, of in ((params, "sampling"), (output, "output"))
+        for name, _, value in set_values(message, of)
+        if name in _SAMPLING
+    }
+    given["logit_bias"] = dict(params.logit_bias)
+    given.setdefault("seed", secrets.randbits(64))
+    if given.get("temperature") == 0:
+        given["top_k"] = 0
+    return SamplingParams(**given)

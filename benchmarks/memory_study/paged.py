@@ -9,10 +9,11 @@ from benchmarks.memory_study import cost
 from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.measure import MemoryUse, Recorder, RunResult
 from benchmarks.memory_study.traces import Trace
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
-from octavo.engine.scheduling.request import BeamSearch, Request, SamplingParams
+from octavo.engine.scheduling.request import BeamSearch, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy

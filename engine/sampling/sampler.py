@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, SampledToken
-from octavo.engine.scheduling.request import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.kernels.host import AsyncCopy, to_device
 from octavo.kernels.ops import argmax, draw_tokens, score_tokens

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-DEFAULT_SEED = 0
+from octavo.common.sampling_parameters import SamplingParams
 
 
 class FinishReason(IntEnum):
@@ -15,43 +15,6 @@ class FinishReason(IntEnum):
     LENGTH = 2
     STOP_STRING = 3
     STOP_TOKEN = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are drawn; meanings and ranges as in octavo.v1.SamplingParams."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = DEFAULT_SEED
-    n: int = 1
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken instead of drawing one."""
-        return self.temperature == 0.0
-
-    @property
-    def truncated(self) -> bool:
-        """Whether unlikely tokens are cut off before drawing."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
-    def penalised(self) -> bool:
-        """Whether tokens that were seen before change the logits."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
 
 
 @dataclass(frozen=True, slots=True)

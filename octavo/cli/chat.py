@@ -7,6 +7,7 @@ import typer
 from rich.markup import escape
 
 from octavo.cli.connection import Server, with_server
+from octavo.cli.generation import with_options
 from octavo.cli.output import err, out, report
 from octavo.client import Client, Error, GenerateOptions, Message
 
@@ -30,19 +31,16 @@ class Conversation:
 
 
 @with_server
+@with_options(
+    ("model", "max_tokens", "temperature", "top_p", "seed"),
+    defaults={"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95},
+)
 def chat(
     server: Server,
-    model: Annotated[str | None, typer.Option(help="Model; needed if several are served.")] = None,
+    options: GenerateOptions,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens per answer.")] = 1024,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus, in (0, 1].")] = 0.95,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
 ) -> None:
     """Talk with a model. /help lists the commands."""
-    options = GenerateOptions(
-        model=model, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed
-    )
     conversation = Conversation(system)
     with server.client() as client:
         if sys.stdin.isatty():

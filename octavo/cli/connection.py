@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.output import fail
+from octavo.cli.signature import expand
 from octavo.client import AsyncClient, Client, Tls, TlsError
 from octavo.client.channel import DEFAULT_ADDRESS
 
@@ -76,20 +77,5 @@ def _server(
 
 
 def with_server(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, in place of its parameter `server`, the options that one is made of."""
-    own = inspect.signature(command).parameters.values()
-    options = inspect.signature(_server).parameters
-    shown = [
-        *(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != "server"),
-        *options.values(),
-    ]
-
-    def run(**given: Any) -> None:  # noqa: ANN401 - whatever typer parsed
-        server = _server(**{name: given.pop(name) for name in options})
-        command(server=server, **given)
-
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    run.__doc__ = command.__doc__
-    run.__name__ = command.__name__
-    return run
+    """Give a command the options of a connection in place of its parameter `server`."""
+    return expand(command, "server", inspect.signature(_server).parameters.values(), _server)

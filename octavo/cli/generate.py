@@ -9,76 +9,40 @@ from typing import Annotated
 import typer
 
 from octavo.cli.connection import Server, with_server
+from octavo.cli.generation import with_options
 from octavo.cli.output import INTERRUPTED, err, failures, out
 from octavo.client import Delta, GenerateOptions, Message, Stream
 from octavo.client.requests import Prompt
 
 
 @with_server
+@with_options(defaults={"max_tokens": 512})
 def generate(
     server: Server,
+    options: GenerateOptions,
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
-    model: Annotated[str | None, typer.Option(help="Model; needed if several are served.")] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat/--raw", help="As a user's message, or as plain text to go on from."),
+        typer.Option("--chat/--raw", help="Send the prompt as a user's message, or as plain text."),
     ] = True,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens per output.")] = 512,
-    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens per output.")] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", "-t", help="0: greedy.")] = (
-        None
-    ),
-    top_p: Annotated[float | None, typer.Option(help="Nucleus, in (0, 1].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens kept; 0: all.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Least share of the likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="1: off.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="0: off.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="0: off.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    n: Annotated[int | None, typer.Option("-n", help="Outputs for the one prompt.")] = None,
-    beam_width: Annotated[int | None, typer.Option(help="Beam search; excludes sampling.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; repeatable.")
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds until the request is cancelled. Default: none.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Log-probabilities of so many tokens, with --json.")
-    ] = None,
-    priority: Annotated[int | None, typer.Option(help="Higher is sooner.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until it is given up.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the whole result as JSON.")
+        bool, typer.Option("--json", help="Print the whole result, log-probabilities too, as JSON.")
     ] = False,
 ) -> None:
     """Generate text for one prompt, streamed to stdout; a summary goes to stderr."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    options = GenerateOptions(
-        model=model,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        n=n,
-        beam_width=beam_width,
-        stop=stop or None,
-        ignore_eos=ignore_eos or None,
-        logprobs=logprobs,
-        priority=priority,
-        token_ids=as_json or None,
-    )
+    if as_json:
+        options["token_ids"] = True
     with failures(server.address), server.client() as client:
         stream = client.generate(_prompt(text, chat, system), timeout=timeout, **options)
         if as_json:
             typer.echo(json.dumps(dataclasses.asdict(stream.complete()), ensure_ascii=False))
         else:
-            show(stream, several=(n or 1) > 1)
+            show(stream, several=(options.get("n") or 1) > 1)
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:

@@ -9,6 +9,7 @@ import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from octavo.cli.signature import make_like
 from octavo.common.settings import Settings, SettingsError, arms, flag, is_collection
 
 Flags = dict[str, Any]
@@ -48,10 +49,7 @@ def settings_options(
             command({name: value for name, value in flags.items() if value not in (None, [])})
 
         parameters = [_parameter(name, *fields[name]) for name in fields]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__doc__ = command.__doc__
-        run.__name__ = command.__name__
+        make_like(run, parameters, command)
         return run
 
     return decorate

@@ -14,7 +14,7 @@ from octavo.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from octavo.client.requests import GenerateOptions, Prompt
+from octavo.client.requests import Prompt
 from octavo.client.sync import Client, Stream
 from octavo.client.types import (
     Accepted,
@@ -30,6 +30,7 @@ from octavo.client.types import (
     TopLogprob,
     Usage,
 )
+from octavo.common.sampling_parameters import GenerateOptions
 from octavo.common.tls import Tls, TlsError
 
 __all__ = [

@@ -13,8 +13,9 @@ from grpc_health.v1 import health_pb2
 from octavo.client import requests, responses
 from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, Metadata, secure, with_key
 from octavo.client.errors import CancelledError, from_rpc_error
-from octavo.client.requests import GenerateOptions, Prompt
+from octavo.client.requests import Prompt
 from octavo.client.types import Accepted, Completion, Delta, Event, Finished, Model
+from octavo.common.sampling_parameters import GenerateOptions
 from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc

@@ -1,84 +1,18 @@
 """Turns a client's arguments into requests: one place for sync and asyncio."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict, cast
+from typing import cast
 
 import grpc
 from google.protobuf.message import Message as Protobuf
 
 from octavo.client.errors import FieldViolation, InvalidArgumentError
 from octavo.client.types import Message
+from octavo.common.sampling_parameters import PARAMETERS, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
 """Plain text, a chat (messages, or mappings with role and content), or token ids."""
-
-
-class GenerateOptions(TypedDict, total=False):
-    """What `generate` takes besides the prompt. None, or left out: the server's default.
-
-    Ranges and defaults are the contract's (protos/octavo/v1).
-    """
-
-    model: str | None
-    request_id: str | None
-    priority: int | None
-    cache_salt: str | None
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    include_stop: bool | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    n: int | None
-    beam_width: int | None
-    length_penalty: float | None
-    early_stopping: bool | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    token_ids: bool | None
-    final_only: bool | None
-
-
-# Where each option goes in GenerateRequest.
-_PATHS: dict[str, str] = {
-    "model": "model",
-    "request_id": "request_id",
-    "priority": "priority",
-    "cache_salt": "cache_salt",
-    "max_tokens": "stop.max_tokens",
-    "min_tokens": "stop.min_tokens",
-    "stop": "stop.strings",
-    "stop_token_ids": "stop.token_ids",
-    "ignore_eos": "stop.ignore_eos",
-    "include_stop": "stop.include_in_output",
-    "temperature": "sampling.temperature",
-    "top_p": "sampling.top_p",
-    "top_k": "sampling.top_k",
-    "min_p": "sampling.min_p",
-    "repetition_penalty": "sampling.repetition_penalty",
-    "presence_penalty": "sampling.presence_penalty",
-    "frequency_penalty": "sampling.frequency_penalty",
-    "logit_bias": "sampling.logit_bias",
-    "seed": "sampling.seed",
-    "n": "sampling.n",
-    "beam_width": "beam.width",
-    "length_penalty": "beam.length_penalty",
-    "early_stopping": "beam.early_stopping",
-    "logprobs": "output.logprobs",
-    "prompt_logprobs": "output.prompt_logprobs",
-    "token_ids": "output.token_ids",
-    "final_only": "output.final_only",
-}
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -92,10 +26,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
     for name, value in options.items():
-        if name not in _PATHS:
+        if name not in PARAMETERS:
             raise TypeError(f"generate() has no option {name!r}")
         if value is not None:
-            _set(request, _PATHS[name], value)
+            _set(request, PARAMETERS[name].path, value)
     return request
 
 

@@ -8,21 +8,19 @@ state: what is refused would be refused at any time.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from google.protobuf.message import Message
+
 from octavo.common import rpc
+from octavo.common.sampling_parameters import MAX_PRIORITY, set_values
 from octavo.v1 import sampling_pb2
 
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 128
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_PENALTY = 2.0
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
-MAX_LOGPROBS = 20
-MAX_LENGTH_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +72,8 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> None:
-    """Checks how tokens are to be drawn."""
-    if sampling.HasField("temperature"):
-        check_number("sampling.temperature", sampling.temperature, 0, MAX_TEMPERATURE)
-    if sampling.HasField("top_p"):
-        check_number("sampling.top_p", sampling.top_p, 0, 1, above=True)
-    check_number("sampling.min_p", sampling.min_p, 0, 1)
-    if sampling.HasField("repetition_penalty"):
-        check_number(
-            "sampling.repetition_penalty",
-            sampling.repetition_penalty,
-            0,
-            MAX_REPETITION_PENALTY,
-            above=True,
-        )
-    for name in ("presence_penalty", "frequency_penalty"):
-        check_number(f"sampling.{name}", getattr(sampling, name), -MAX_PENALTY, MAX_PENALTY)
-    if sampling.HasField("n"):
-        check_number("sampling.n", sampling.n, 1, limits.max_outputs)
+    """Check how tokens are to be sampled."""
+    _check_ranges("sampling", sampling, limits)
     _count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
@@ -140,9 +122,7 @@ def check_beam(
     """Checks a beam search, and that nothing is asked for that it does not give."""
     if not limits.beam_search:
         raise rpc.unimplemented("beam", "the model's engine does not do beam search; use sampling")
-    check_number("beam.width", beam.width, 1, limits.max_outputs)
-    penalty = beam.length_penalty
-    check_number("beam.length_penalty", penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    _check_ranges("beam", beam, limits)
     if stop.strings:
         raise rpc.invalid("stop.strings", "stop.strings must be empty with beam search")
     for name in ("logprobs", "prompt_logprobs"):
@@ -151,10 +131,14 @@ def check_beam(
             raise rpc.invalid(field, f"{field} must not be set with beam search")
 
 
-def check_output(output: sampling_pb2.OutputOptions) -> None:
-    """Checks what is to be reported."""
-    for name in ("logprobs", "prompt_logprobs"):
-        check_number(f"output.{name}", getattr(output, name), 0, MAX_LOGPROBS)
+def check_output(output: sampling_pb2.OutputOptions, limits: Limits) -> None:
+    """Check what is to be reported."""
+    _check_ranges("output", output, limits)
+
+
+def check_priority(priority: int) -> None:
+    """Check a request's priority."""
+    check_number("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def output_length(
@@ -230,6 +214,15 @@ def check_number(field: str, value: float, low: float, high: float, *, above: bo
         return
     bracket = "(" if above else "["
     raise rpc.invalid(field, f"{field} must be in {bracket}{low:g}, {high:g}]; got {value:g}")
+
+
+def _check_ranges(name: str, message: Message, limits: Limits) -> None:
+    """Check the numbers in a message of GenerateRequest against their declared ranges."""
+    for _, parameter, value in set_values(message, name):
+        allowed = parameter.range
+        if allowed is not None:
+            high = limits.max_outputs if allowed.high == "max_outputs" else allowed.high
+            check_number(parameter.path, value, allowed.low, high, above=allowed.above)
 
 
 def _count(field: str, count: int, most: int) -> None:

@@ -7,7 +7,7 @@ own clients may send with a value that changes nothing are taken with that value
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import (
     AfterValidator,
@@ -16,11 +16,13 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions, Message, Prompt
+from octavo.common.sampling_parameters import PARAMETERS, TYPES
 from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
 
 COMPLETION_TOKENS = 16
@@ -131,8 +133,19 @@ class ChatMessage(Strict):
         return Message(role, "\n".join(part.text for part in self.content))
 
 
-class Parameters(Strict):
-    """What both APIs take: OpenAI's parameters, Octavo's own, and what is not served."""
+PARAMETER_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.http]
+
+if TYPE_CHECKING:
+    Declared = Strict
+else:
+    # One member for each parameter that HTTP has; those that need more are declared below.
+    Declared = create_model(
+        "Declared", __base__=Strict, **{name: (TYPES[name], None) for name in PARAMETER_NAMES}
+    )
+
+
+class Parameters(Declared):
+    """The members of both APIs: Octavo's parameters, OpenAI's, and those that are refused."""
 
     model: str = ""
     stream: bool | None = None
@@ -140,24 +153,11 @@ class Parameters(Strict):
     max_tokens: int | None = None
     n: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_strings)] = None
-    temperature: float | None = None
-    top_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS)] | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    ignore_eos: bool | None = None
     beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | None = None
 
     # Labels, from which nothing follows.
     user: str | None = None
@@ -192,30 +192,14 @@ class Parameters(Strict):
 
     def options(self) -> GenerateOptions:
         """Returns what the client's `generate` takes."""
-        return GenerateOptions(
-            model=self.model,
-            stop=self.stop,
-            n=self.n if self.beam_width is None else None,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            seed=None if self.seed is None else self.seed % SEEDS,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=self.stop_token_ids,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            beam_width=self.beam_width,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            token_ids=self.usage_chunks or None,
-            final_only=not self.stream or None,
-        )
+        given = {name: getattr(self, name) for name in PARAMETER_NAMES}
+        return {
+            **cast("GenerateOptions", given),
+            "n": self.n if self.beam_width is None else None,
+            "seed": None if self.seed is None else self.seed % SEEDS,
+            "token_ids": self.usage_chunks or None,
+            "final_only": not self.stream or None,
+        }
 
 
 class ChatRequest(Parameters):

@@ -6,10 +6,9 @@ would be refused at any time.
 
 from octavo.common import limits as common
 from octavo.common import rpc
-from octavo.common.limits import MAX_REQUEST_ID, Limits, check_number, check_token_ids
+from octavo.common.limits import MAX_REQUEST_ID, Limits, check_token_ids
 from octavo.v1 import generation_pb2
 
-MAX_PRIORITY = 100
 ROLES = ("system", "user", "assistant", "tool")
 
 PromptRequest = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest
@@ -35,12 +34,12 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
     """
     check_request_id(request.request_id)
     common.check_cache_salt(request.cache_salt)
-    check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    common.check_priority(request.priority)
     _check_prompt(request, limits)
     _check_beam(request, limits)
     common.check_sampling(request.sampling, limits)
     common.check_stop(request.stop, limits)
-    common.check_output(request.output)
+    common.check_output(request.output, limits)
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:

@@ -68,5 +68,5 @@ def on_triton(monkeypatch):
     """Has the CPU stand for a GPU: attention, writes and copies are the Triton kernels."""
     triton = pytest.importorskip("octavo.kernels.triton")
     monkeypatch.setattr(ops, "find_backend", lambda _: triton)
-    monkeypatch.setattr(ops, "_check_cache_dtype", lambda *_: None)
+    monkeypatch.setattr(triton, "check_device", lambda *_: None)
     monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)

@@ -3,10 +3,11 @@
 import itertools
 import time
 
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.request import Request
 from octavo.engine.startup import Parts
 
 

@@ -9,11 +9,12 @@ from functools import partial
 
 import pytest
 
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort, CloseSession, Drain, OpenSession, Stop, Submit
 from octavo.engine.core import EngineCore, EngineFailedError
 from octavo.engine.events import Failure, FailureCode, OutputEvent, Started
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
+from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.server import _drain
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build

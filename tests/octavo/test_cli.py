@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
+from octavo.cli.generation import FLAGS
+from octavo.common.sampling_parameters import PARAMETERS, TYPES
 from octavo.router.tenants.tenant import hash_key, read_tenants
 
 runner = CliRunner()
@@ -32,6 +34,19 @@ def test_generate(octavo, service):
     assert list(request.stop.strings) == ["x", "y"]
     assert request.sampling.temperature == 0
     assert not request.sampling.HasField("top_p")
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, name):
+    parameter, kind = PARAMETERS[name], str(TYPES[name])
+    value = () if "bool" in kind else ("2",) if "int" in kind or "float" in kind else ("x",)
+    result = octavo("generate", "a", parameter.shown_flags(name)[0], *value)
+    assert result.exit_code == 0, result.output
+    message = service.requests[0]
+    for part in parameter.message.split(".") if parameter.message else ():
+        message = getattr(message, part)
+    given = True if "bool" in kind else 2 if value == ("2",) else "x"
+    assert getattr(message, parameter.field) in (given, [given])
 
 
 def test_generate_raw_json_from_stdin(octavo, service):

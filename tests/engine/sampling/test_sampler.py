@@ -17,10 +17,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling import sampler
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.sampler import SamplingRow
-from octavo.engine.scheduling.request import Request, SamplingParams
+from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.kernels.cpu.fallback_draws import CANDIDATES
 

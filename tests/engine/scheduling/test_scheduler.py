@@ -8,13 +8,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octavo.common.limits import Limits, fitting_output
+from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import PendingTokens, SamplingRow
-from octavo.engine.scheduling.request import FinishReason, Request, SamplingParams
+from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy

@@ -1,0 +1,318 @@
+"""The parameters of a request: one declaration for each.
+
+From `GenerateOptions` are made: the client's keyword arguments and where each goes in
+GenerateRequest, the flags of `octavo generate` and `chat`, the members of the HTTP requests, the
+checks of ranges on router and engine, the engine's defaults, and docs/parameters.md.
+`SamplingParams` holds those that change how a token is sampled, as the engine uses them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+from google.protobuf.message import Message
+
+MAX_LOGPROBS = 20
+MAX_PRIORITY = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values of a number: `[low, high]`, or `(low, high]` if `above`.
+
+    Attributes:
+        high: A number, or "max_outputs" for the engine's limit of outputs per request.
+    """
+
+    low: float
+    high: float | Literal["max_outputs"]
+    above: bool = False
+
+    def __str__(self) -> str:
+        high = "the engine's max_outputs" if isinstance(self.high, str) else f"{self.high:g}"
+        return f"{'(' if self.above else '['}{self.low:g}, {high}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """What is known of one parameter.
+
+    Attributes:
+        path: Its field in GenerateRequest.
+        help: What it sets, with its unit.
+        range: The numbers that are allowed; None: all of its type, or checked elsewhere.
+        default: The value of a request that does not set it; None: there is none.
+        flags: Its flags on the command line; empty: no flag. Default: its name.
+        http: Whether it is a member of HTTP requests, by its name.
+    """
+
+    path: str
+    help: str
+    range: Range | None = None
+    default: float | None = None
+    flags: tuple[str, ...] | None = None
+    http: bool = True
+
+    def shown_flags(self, name: str) -> tuple[str, ...]:
+        """Return the flags of the parameter of this name."""
+        return (f"--{name.replace('_', '-')}",) if self.flags is None else self.flags
+
+    @property
+    def field(self) -> str:
+        """The last part of its path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def message(self) -> str:
+        """The path of the message that holds its field; "" for GenerateRequest itself."""
+        return self.path.rpartition(".")[0]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The options of `generate` besides the prompt. None, or left out: the server's default."""
+
+    model: Annotated[
+        str | None, Parameter("model", "Name of the model; needed if several are served.")
+    ]
+    request_id: Annotated[
+        str | None,
+        Parameter("request_id", "Name of the request in logs and traces.", flags=(), http=False),
+    ]
+    priority: Annotated[
+        int | None,
+        Parameter(
+            "priority",
+            "Priority: higher values are served sooner.",
+            Range(-MAX_PRIORITY, MAX_PRIORITY),
+            default=0,
+        ),
+    ]
+    cache_salt: Annotated[
+        str | None,
+        Parameter(
+            "cache_salt",
+            "Cached prefixes are shared only with requests of the same salt.",
+            flags=(),
+        ),
+    ]
+    max_tokens: Annotated[int | None, Parameter("stop.max_tokens", "Maximum tokens per output.")]
+    min_tokens: Annotated[
+        int | None,
+        Parameter("stop.min_tokens", "Minimum tokens per output.", default=0),
+    ]
+    stop: Annotated[
+        str | Sequence[str] | None,
+        Parameter("stop.strings", "Text that ends an output; repeatable."),
+    ]
+    stop_token_ids: Annotated[
+        Sequence[int] | None,
+        Parameter("stop.token_ids", "Token ids that end an output.", flags=()),
+    ]
+    ignore_eos: Annotated[
+        bool | None,
+        Parameter("stop.ignore_eos", "Continue past the model's end-of-sequence tokens."),
+    ]
+    include_stop: Annotated[
+        bool | None,
+        Parameter(
+            "stop.include_in_output",
+            "Keep the stop string or token in the output.",
+            flags=(),
+            http=False,
+        ),
+    ]
+    temperature: Annotated[
+        float | None,
+        Parameter(
+            "sampling.temperature",
+            "Divisor of the logits; 0 selects the most likely token.",
+            Range(0, 100),
+            default=1,
+            flags=("--temperature", "-t"),
+        ),
+    ]
+    top_p: Annotated[
+        float | None,
+        Parameter(
+            "sampling.top_p",
+            "Keep the smallest set of most likely tokens with this total probability.",
+            Range(0, 1, above=True),
+            default=1,
+        ),
+    ]
+    top_k: Annotated[
+        int | None,
+        Parameter("sampling.top_k", "Keep this many of the most likely tokens; 0: all.", default=0),
+    ]
+    min_p: Annotated[
+        float | None,
+        Parameter(
+            "sampling.min_p",
+            "Keep tokens with at least this fraction of the most likely token's probability.",
+            Range(0, 1),
+            default=0,
+        ),
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        Parameter(
+            "sampling.repetition_penalty",
+            "Divisor of positive, and factor of negative, logits of tokens in prompt or output.",
+            Range(0, 100, above=True),
+            default=1,
+        ),
+    ]
+    presence_penalty: Annotated[
+        float | None,
+        Parameter(
+            "sampling.presence_penalty",
+            "Subtracted from the logit of every token in the output.",
+            Range(-2, 2),
+            default=0,
+        ),
+    ]
+    frequency_penalty: Annotated[
+        float | None,
+        Parameter(
+            "sampling.frequency_penalty",
+            "Subtracted from a token's logit for each time it is in the output.",
+            Range(-2, 2),
+            default=0,
+        ),
+    ]
+    n: Annotated[
+        int | None,
+        Parameter(
+            "sampling.n", "Outputs per prompt.", Range(1, "max_outputs"), default=1, flags=("-n",)
+        ),
+    ]
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        Parameter("sampling.logit_bias", "Added to the logits, by token id.", flags=()),
+    ]
+    seed: Annotated[
+        int | None, Parameter("sampling.seed", "Seed for repeatable sampling. Default: random.")
+    ]
+    beam_width: Annotated[
+        int | None,
+        Parameter(
+            "beam.width",
+            "Hypotheses of a beam search, which replaces sampling.",
+            Range(1, "max_outputs"),
+        ),
+    ]
+    length_penalty: Annotated[
+        float | None,
+        Parameter(
+            "beam.length_penalty",
+            "Exponent of the length that divides a hypothesis' log-probability.",
+            Range(-10, 10),
+            default=1,
+            flags=(),
+        ),
+    ]
+    early_stopping: Annotated[
+        bool | None,
+        Parameter(
+            "beam.early_stopping",
+            "End the beam search once as many hypotheses as its width are finished.",
+            flags=(),
+        ),
+    ]
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            "output.logprobs",
+            "Number of top log-probabilities per output token.",
+            Range(0, MAX_LOGPROBS),
+        ),
+    ]
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter(
+            "output.prompt_logprobs",
+            "Number of top log-probabilities per prompt token.",
+            Range(0, MAX_LOGPROBS),
+            flags=(),
+            http=False,
+        ),
+    ]
+    token_ids: Annotated[
+        bool | None,
+        Parameter("output.token_ids", "Report token ids with the text.", flags=(), http=False),
+    ]
+    final_only: Annotated[
+        bool | None,
+        Parameter(
+            "output.final_only",
+            "Send each output whole once it is complete.",
+            flags=(),
+            http=False,
+        ),
+    ]
+
+
+TYPES: dict[str, Any] = get_type_hints(GenerateOptions)
+"""The type of each parameter, by its name."""
+
+PARAMETERS: dict[str, Parameter] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
+}
+"""Every parameter, by its name."""
+
+
+@cache
+def parameters_of(message: str) -> tuple[tuple[str, Parameter], ...]:
+    """Return name and parameter of each field of a message of GenerateRequest."""
+    return tuple((name, p) for name, p in PARAMETERS.items() if p.message == message)
+
+
+def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, Any]]:
+    """Yield name, parameter and value of what is set in a message, by its name in GenerateRequest.
+
+    A field that cannot tell its default from a value that was set is always yielded.
+    """
+    fields = message.DESCRIPTOR.fields_by_name
+    for parameter_name, parameter in parameters_of(name):
+        field_name = parameter.field
+        if not fields[field_name].has_presence or message.HasField(field_name):
+            yield parameter_name, parameter, getattr(message, field_name)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is selected, without sampling."""
+        return self.temperature == 0.0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether unlikely tokens are removed before sampling."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def penalised(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )

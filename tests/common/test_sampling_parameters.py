@@ -1,0 +1,96 @@
+"""The table of parameters agrees with the contract, the engine, the commands and HTTP."""
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from octavo.cli.generation import FLAGS
+from octavo.client.requests import generate_request
+from octavo.common.sampling_parameters import PARAMETERS, TYPES, SamplingParams
+from octavo.engine.validation import _sampling
+from octavo.router.http.schema import CompletionRequest
+from octavo.v1 import generation_pb2, sampling_pb2
+from tools import parameter_table
+
+API = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+MESSAGES = {
+    "sampling": sampling_pb2.SamplingParams,
+    "beam": sampling_pb2.BeamSearchParams,
+    "stop": sampling_pb2.StopConditions,
+    "output": sampling_pb2.OutputOptions,
+}
+
+
+def example(name: str) -> object:
+    """A value of a parameter's type, which is no default."""
+    text = str(TYPES[name])
+    for part, value in (("Mapping", {3: 0.5}), ("Sequence[str]", ["x"]), ("Sequence[int]", [3])):
+        if part in text:
+            return value
+    return {"str": "x", "int": 2, "float": 0.5, "bool": True}[
+        re.search(r"str|int|float|bool", text)[0]
+    ]
+
+
+def value_at(request, path: str) -> object:
+    for part in path.split("."):
+        request = getattr(request, part)
+    return request
+
+
+def plain(value: object) -> object:
+    if isinstance(value, str | int | float):
+        return value
+    return dict(value) if hasattr(value, "items") else list(value)
+
+
+def test_every_field_of_the_contract_has_a_parameter():
+    paths = {f"{name}.{f.name}" for name, cls in MESSAGES.items() for f in cls.DESCRIPTOR.fields}
+    assert paths == {p.path for p in PARAMETERS.values() if p.message}
+    request = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
+    assert {p.path for p in PARAMETERS.values() if not p.message} <= request
+
+
+@pytest.mark.parametrize("name", [name for name, p in PARAMETERS.items() if p.message and p.range])
+def test_the_contract_states_range_and_default(name):
+    parameter = PARAMETERS[name]
+    section = MESSAGES[parameter.message].DESCRIPTOR.name
+    (rows,) = re.findall(rf"### {section}\n(.*?)(?=\n###? |\Z)", API, re.DOTALL)
+    (row,) = re.findall(rf"^\| `{parameter.field}` = .*$", rows, re.MULTILINE)
+    assert f"Range {parameter.range}" in row
+    assert parameter.default is None or f"Default {parameter.default:g}" in row
+
+
+def test_the_engine_has_the_same_defaults():
+    engine = {field.name: field for field in fields(SamplingParams)}
+    assert engine.keys() == {n for n, p in PARAMETERS.items() if p.message == "sampling"} | {
+        "logprobs",
+        "prompt_logprobs",
+    }
+    for name, field in engine.items():
+        if PARAMETERS[name].default is not None:
+            assert field.default == PARAMETERS[name].default
+    seeded = sampling_pb2.SamplingParams(seed=0)
+    assert _sampling(seeded, sampling_pb2.OutputOptions()) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+def test_the_engine_gets_what_the_client_sends(name):
+    request = generate_request("x", {name: example(name)})
+    assert getattr(_sampling(request.sampling, request.output), name) == example(name)
+
+
+@pytest.mark.parametrize("name", [name for name, p in PARAMETERS.items() if p.http])
+def test_http_takes_it(name):
+    body = {"prompt": "x", name: example(name)}
+    options = CompletionRequest.model_validate_json(json.dumps(body)).options()
+    assert options[name] == example(name)
+    assert plain(value_at(generate_request("x", options), PARAMETERS[name].path)) == example(name)
+
+
+def test_docs_are_the_table():
+    assert parameter_table.TARGET.read_text() == parameter_table.reference(), "run `make docs`"
+    assert all(f"`{name}`" in parameter_table.reference() for name in FLAGS)
