@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from octavo.engine.running import executor
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels import ops
@@ -69,4 +68,3 @@ def on_triton(monkeypatch):
     triton = pytest.importorskip("octavo.kernels.triton")
     monkeypatch.setattr(ops, "find_backend", lambda _: triton)
     monkeypatch.setattr(triton, "check_device", lambda *_: None)
-    monkeypatch.setattr(executor, "plan_attention", triton.plan_attention)
