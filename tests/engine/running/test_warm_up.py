@@ -45,7 +45,7 @@ def launched(monkeypatch):
             kwargs["out"].zero_()
 
     monkeypatch.setattr(JITFunction, "run", launch)
-    monkeypatch.setattr(SelfCheck, "run", lambda *_, **__: None)  # all would be zeros
+    monkeypatch.setattr(SelfCheck, "__call__", lambda *_, **__: None)  # all would be zeros
     return found
 
 
