@@ -153,8 +153,8 @@ def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | No
         return address
     address = listen(server, settings.host, settings.port, settings.tls)
     if not is_loopback(settings.host) and settings.tls_client_ca is None:
-        hint = "say whose certificates it takes with --tls-client-ca"
-        log.warning("anybody may use the engine", address=address, hint=hint)
+        hint = "set --tls-client-ca"
+        log.warning("engine port is unauthenticated", address=address, hint=hint)
     return address
 
 

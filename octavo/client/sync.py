@@ -2,55 +2,40 @@
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from octavo.client import requests, responses
-from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, Metadata, secure, with_key
-from octavo.client.errors import from_rpc_error
+from octavo.client.core import BaseClient, BaseStream
+from octavo.client.errors import Error, from_rpc_error
 from octavo.client.requests import Prompt
-from octavo.client.types import Accepted, Completion, Delta, Event, Finished, Model
+from octavo.client.types import Completion, Delta, Event, Model
 from octavo.common.sampling_parameters import GenerateOptions
-from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
-from octavo.v1 import generation_pb2_grpc as pb_grpc
 
 
-class Stream:
-    """The answer to one request as it is made. Read it once.
+class Stream(BaseStream):
+    """The streamed answer to one request. Read it once.
 
-    Iterate it for the pieces of text, or `events()` for all that is said, or
-    take the whole with `text()` or `complete()`. Leaving the loop, `close()`
-    and the end of a `with` block cancel the call: the server stops at once.
+    Iterate over it for the text, over `events()` for all events, or get the whole with `text()`
+    or `complete()`. Leaving the loop, `close()` and the end of a `with` block cancel the request.
     """
 
     def __init__(self, call: "grpc._CallIterator[pb.GenerateResponse]") -> None:
+        super().__init__(call)
         self._call = call
-        self._gathering = responses.Gathering()
-
-    @property
-    def accepted(self) -> Accepted | None:
-        """What the server said on admission, once it has been read."""
-        return self._gathering.accepted
-
-    @property
-    def finished(self) -> tuple[Finished, ...]:
-        """How outputs ended, as far as has been read."""
-        return tuple(self._gathering.finished.values())
 
     def events(self) -> Iterator[Event]:
-        """Yields every event.
+        """Yield every event.
 
         Raises:
-            Error: the request failed.
+            Error: The request failed.
         """
         try:
             for response in self._call:
-                event = responses.event(response)
-                if event is not None:
-                    self._gathering.add(event)
+                if (event := self._decode(response)) is not None:
                     yield event
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
@@ -58,30 +43,26 @@ class Stream:
             self.close()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yields the pieces of text."""
+        """Yield the pieces of text."""
         return (event for event in self.events() if isinstance(event, Delta))
 
     def complete(self) -> Completion:
-        """Waits for the end and returns everything.
+        """Wait for the end and return everything.
 
         Raises:
-            Error: the request failed.
+            Error: The request failed.
         """
         for _ in self.events():
             pass
         return self._gathering.result()
 
     def text(self) -> str:
-        """Waits for the end and returns the first output's text.
+        """Wait for the end and return the first output's text.
 
         Raises:
-            Error: the request failed.
+            Error: The request failed.
         """
         return self.complete().text
-
-    def close(self) -> None:
-        """Cancels the call if it is still running."""
-        self._call.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -95,56 +76,24 @@ class Stream:
         self.close()
 
 
-class Client:
-    """Talks to an Octavo router. Safe to share between threads.
+class Client(BaseClient):
+    """A client of an Octavo router. Threads may share it; see `BaseClient` for the arguments."""
 
-    Args:
-        address: "host:port".
-        api_key: says who asks, where the server wants to know.
-        tls: files for TLS, `Tls()` for public authorities; without, the connection is plain.
-        credentials: instead of `tls`, where files are not enough.
-        metadata: sent with every call.
-
-    Raises:
-        TlsError: the files cannot be used.
-    """
-
-    def __init__(
-        self,
-        address: str = DEFAULT_ADDRESS,
-        *,
-        api_key: str | None = None,
-        tls: Tls | None = None,
-        credentials: grpc.ChannelCredentials | None = None,
-        metadata: Metadata = (),
-    ) -> None:
-        self.address = address
-        self._metadata = with_key(metadata, api_key)
-        credentials, options = secure(tls, credentials)
-        self._channel = (
-            grpc.secure_channel(address, credentials, options=options)
-            if credentials
-            else grpc.insecure_channel(address, options=options)
-        )
-        self._stub = pb_grpc.GenerationServiceStub(self._channel)
-        self._health = self._channel.unary_unary(
-            HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+    _insecure_channel = staticmethod(grpc.insecure_channel)
+    _secure_channel = staticmethod(grpc.secure_channel)
 
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Starts a request; errors come up when its stream is read.
+        """Start a request; its errors are raised when its stream is read.
 
         Args:
-            prompt: text, messages or token ids.
-            timeout: seconds until the server gives up the request.
-            **options: see GenerateOptions.
+            prompt: Text, messages or token ids.
+            timeout: Deadline in seconds.
+            **options: See GenerateOptions.
 
         Raises:
-            InvalidArgumentError: an option does not fit its type.
+            InvalidArgumentError: An option has the wrong type.
         """
         request = requests.generate_request(prompt, options)
         return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
@@ -152,17 +101,13 @@ class Client:
     def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = None
     ) -> tuple[int, ...]:
-        """Returns the tokens that `generate` would use for text or a chat.
+        """Return the tokens that `generate` would use for a text or a chat.
 
         Raises:
-            Error: the request failed.
+            Error: The call failed.
         """
         request = requests.tokenize_request(prompt, model)
-        try:
-            response = self._stub.Tokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return tuple(response.token_ids)
+        return tuple((self._call(self._stub.Tokenize, request, timeout)).token_ids)
 
     def detokenize(
         self,
@@ -172,44 +117,42 @@ class Client:
         keep_special_tokens: bool = False,
         timeout: float | None = None,
     ) -> str:
-        """Returns the text of tokens.
+        """Return the text of tokens.
 
         Raises:
-            Error: the request failed.
+            Error: The call failed.
         """
         request = requests.detokenize_request(token_ids, model, keep_special_tokens)
-        try:
-            response = self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return response.text
+        text: str = (self._call(self._stub.Detokenize, request, timeout)).text
+        return text
 
     def list_models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
-        """Returns the models served now, with their limits and load.
+        """Return the models that are served now, with their limits and load.
 
         Raises:
-            Error: the request failed.
+            Error: The call failed.
         """
         request = pb.ListModelsRequest()
-        try:
-            response = self._stub.ListModels(request, timeout=timeout, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return responses.models(response)
+        return responses.models(self._call(self._stub.ListModels, request, timeout))
 
     def is_serving(self, *, timeout: float | None = 5.0) -> bool:
-        """Says whether the server is ready for requests; False if it cannot be reached."""
+        """Return whether the server is ready for requests; False if it cannot be reached."""
+        request = health_pb2.HealthCheckRequest()
         try:
-            response = self._health(
-                health_pb2.HealthCheckRequest(), timeout=timeout, metadata=self._metadata
-            )
-        except grpc.RpcError:
+            response = self._call(self._health, request, timeout)
+        except Error:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     def close(self) -> None:
-        """Closes the connection and cancels what still runs on it."""
+        """Close the connection and cancel its calls."""
         self._channel.close()
+
+    def _call(self, method: Any, request: Any, timeout: float | None) -> Any:  # noqa: ANN401
+        try:
+            return method(request, timeout=timeout, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
 
     def __enter__(self) -> Self:
         return self

@@ -165,7 +165,7 @@ CASES = [
     invalid("beam, logprobs", beam(output={"logprobs": 1}), "output.logprobs", "with beam search"),
     Case("model", good(model="gpt"), StatusCode.NOT_FOUND, "model", "there is: demo"),
     *(
-        invalid(f"{field} not UTF-8", not_utf8(request), field, "must be valid UTF-8")
+        invalid(f"{field} not UTF-8", not_utf8(request), None, "not UTF-8")
         for field, request in (
             ("text", good(text="a@@")),
             ("chat.messages[1].content", good(chat=chat(("user", "a"), ("user", "b@@")))),

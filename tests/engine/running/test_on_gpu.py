@@ -129,7 +129,7 @@ def test_the_host_never_waits_for_the_gpu_but_for_what_it_drew(engine):
     )
     for prompt, way in zip(prompts(), ways, strict=True):
         ahead.submit(prompt, 40, **way)
-    while any(group.sequences[0].num_drawn < 5 for group in ahead.scheduler.groups()):
+    while any(group.sequences[0].num_known_output < 5 for group in ahead.scheduler.groups()):
         ahead.step()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,0 +1,91 @@
+"""What the synchronous and the asyncio client share: everything except waiting."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from octavo.client import responses
+from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, Metadata, secure, with_key
+from octavo.client.types import Accepted, Event, Finished
+from octavo.common.tls import Tls
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc as pb_grpc
+
+
+class Cancellable(Protocol):
+    """A call that can be cancelled."""
+
+    def cancel(self) -> Any:  # noqa: ANN401 - grpc's two kinds of calls differ
+        """Cancel the call if it is running."""
+
+
+class BaseStream:
+    """The events of one request, as far as they have been read."""
+
+    def __init__(self, call: Cancellable) -> None:
+        self._cancellable = call
+        self._gathering = responses.Gathering()
+
+    @property
+    def accepted(self) -> Accepted | None:
+        """The server's answer on admission; None until it has been read."""
+        return self._gathering.accepted
+
+    @property
+    def finished(self) -> tuple[Finished, ...]:
+        """The outputs that have finished, as far as they have been read."""
+        return tuple(self._gathering.finished.values())
+
+    def close(self) -> None:
+        """Cancel the call if it is running."""
+        self._cancellable.cancel()
+
+    def _decode(self, response: pb.GenerateResponse) -> Event | None:
+        event = responses.event(response)
+        if event is not None:
+            self._gathering.add(event)
+        return event
+
+
+class BaseClient:
+    """A connection to a router.
+
+    Args:
+        address: "host:port".
+        api_key: The tenant's API key; None if the server needs none.
+        tls: Certificate files; `Tls()` uses the public authorities. None: plaintext.
+        credentials: Instead of `tls`, if files are not enough.
+        metadata: Sent with every call.
+
+    Raises:
+        TlsError: The files cannot be used.
+    """
+
+    _insecure_channel: Callable[..., Any]
+    _secure_channel: Callable[..., Any]
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        metadata: Metadata = (),
+    ) -> None:
+        self.address = address
+        self._metadata = with_key(metadata, api_key)
+        credentials, options = secure(tls, credentials)
+        self._channel = (
+            self._secure_channel(address, credentials, options=options)
+            if credentials
+            else self._insecure_channel(address, options=options)
+        )
+        self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
+        self._health = self._channel.unary_unary(
+            HEALTH_CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )

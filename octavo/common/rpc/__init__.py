@@ -1,0 +1,56 @@
+"""gRPC as router and engine use it: errors with details, handlers, servers.
+
+A handler raises `RpcError`; `RpcInterceptor` answers it with google.rpc details.
+"""
+
+from octavo.common.rpc.errors import (
+    RpcError,
+    denied,
+    exhausted,
+    invalid,
+    not_found,
+    precondition,
+    unavailable,
+    unimplemented,
+)
+from octavo.common.rpc.handlers import (
+    UNEXPECTED,
+    Guard,
+    RpcInterceptor,
+    abort,
+    behaviour,
+    with_behaviour,
+    write,
+)
+from octavo.common.rpc.server import (
+    LIVENESS,
+    channel_options,
+    create_server,
+    server_options,
+    set_serving,
+    until_terminated,
+)
+
+__all__ = [
+    "LIVENESS",
+    "UNEXPECTED",
+    "Guard",
+    "RpcError",
+    "RpcInterceptor",
+    "abort",
+    "behaviour",
+    "channel_options",
+    "create_server",
+    "denied",
+    "exhausted",
+    "invalid",
+    "not_found",
+    "precondition",
+    "server_options",
+    "set_serving",
+    "unavailable",
+    "unimplemented",
+    "until_terminated",
+    "with_behaviour",
+    "write",
+]

@@ -1,0 +1,100 @@
+"""Errors that callers receive, as gRPC statuses with google.rpc details."""
+
+import math
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+_CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class RpcError(Exception):
+    """A failure with a status that the caller receives.
+
+    Attributes:
+        code: The gRPC status.
+        message: What was wrong, what is allowed, and what to do; for people.
+        field: The path of the invalid field in the request.
+        retry_after: Seconds until a retry makes sense.
+    """
+
+    def __init__(
+        self,
+        code: grpc.StatusCode,
+        message: str,
+        *,
+        field: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(f"{code.name}: {message}")
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after = retry_after
+
+    @classmethod
+    def from_code(cls, code: int, message: str, field: str | None = None) -> "RpcError":
+        """Return the error of a google.rpc.Code number; unknown numbers become INTERNAL."""
+        status = _CODES.get(code, grpc.StatusCode.INTERNAL)
+        if status is grpc.StatusCode.OK:
+            status = grpc.StatusCode.INTERNAL
+        return cls(status, message, field=field or None)
+
+    def to_status(self) -> status_pb2.Status:
+        """Return the error as google.rpc.Status with its details."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        if self.field is not None:
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=self.field, description=self.message
+            )
+            _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
+        if self.retry_after is not None:
+            retry = error_details_pb2.RetryInfo()
+            seconds = math.floor(self.retry_after)
+            retry.retry_delay.seconds = seconds
+            retry.retry_delay.nanos = int((self.retry_after - seconds) * 1e9)
+            _pack(status, retry)
+        return status
+
+
+def _pack(status: status_pb2.Status, detail: Message) -> None:
+    packed = AnyMessage()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+def invalid(field: str, message: str) -> RpcError:
+    """Return INVALID_ARGUMENT: `field` is invalid, whatever the state of the service."""
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
+
+
+def not_found(field: str, message: str) -> RpcError:
+    """Return NOT_FOUND: what `field` names does not exist."""
+    return RpcError(grpc.StatusCode.NOT_FOUND, message, field=field)
+
+
+def precondition(field: str, message: str) -> RpcError:
+    """Return FAILED_PRECONDITION: the service is not set up for what `field` asks."""
+    return RpcError(grpc.StatusCode.FAILED_PRECONDITION, message, field=field)
+
+
+def unimplemented(field: str, message: str) -> RpcError:
+    """Return UNIMPLEMENTED: the service lacks the feature that `field` asks for."""
+    return RpcError(grpc.StatusCode.UNIMPLEMENTED, message, field=field)
+
+
+def denied(message: str, field: str | None = None) -> RpcError:
+    """Return PERMISSION_DENIED: the caller is known, and may not do this."""
+    return RpcError(grpc.StatusCode.PERMISSION_DENIED, message, field=field)
+
+
+def unavailable(message: str, retry_after: float | None = None) -> RpcError:
+    """Return UNAVAILABLE: nothing can serve the call now; a retry may succeed."""
+    return RpcError(grpc.StatusCode.UNAVAILABLE, message, retry_after=retry_after)
+
+
+def exhausted(message: str, retry_after: float) -> RpcError:
+    """Return RESOURCE_EXHAUSTED: a limit is reached; retry after `retry_after` seconds."""
+    return RpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, retry_after=retry_after)

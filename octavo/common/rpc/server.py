@@ -1,0 +1,111 @@
+"""gRPC servers with health and reflection, and the channel arguments of both sides."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
+from octavo.common.rpc.handlers import Guard, RpcInterceptor
+
+LIVENESS = "liveness"
+"""The health of this name is always SERVING. It is for liveness probes: a server without engines,
+or one that drains, must not be restarted."""
+TERMINATION_SECONDS = 3600.0
+"""How long one wait for a server's end takes before the next one."""
+
+
+def server_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
+    """Return the channel arguments of a server.
+
+    A peer that does not answer pings is disconnected after 20 s, with or without calls.
+    """
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        *limits.options(),
+    ]
+
+
+def channel_options(*, keepalive_time: float, keepalive_timeout: float) -> list[tuple[str, int]]:
+    """Return the channel arguments of a client that notices when its server is gone.
+
+    Args:
+        keepalive_time: Seconds of silence after which the server is pinged.
+        keepalive_timeout: Seconds in which the server must answer the ping.
+    """
+    return [
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", int(keepalive_time * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_timeout * 1000)),
+        # Keepalive pings use this timeout too; its default is a minute.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_timeout * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.use_local_subchannel_pool", 1),  # share no other channel's backoff
+    ]
+
+
+async def create_server(
+    services: Mapping[str, Callable[[grpc.aio.Server], None]],
+    *,
+    max_message_bytes: int,
+    limits: ConnectionLimits = DEFAULT_LIMITS,
+    guard: Guard | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    """Create a server of `services` with health and reflection; do not start it.
+
+    Args:
+        services: Full name of each service, and the call that adds it to a server.
+        max_message_bytes: Maximum size of a received message.
+        limits: Limits of connections.
+        guard: Authenticates calls, see `RpcInterceptor`; None: all calls are allowed.
+        interceptors: More interceptors, called after `RpcInterceptor`.
+
+    Returns:
+        The server and its health service. Every service, and "" for the whole server, is
+        NOT_SERVING until `set_serving`; `LIVENESS` is SERVING.
+    """
+    from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - of the servers' extras
+
+    server = grpc.aio.server(
+        interceptors=[RpcInterceptor(guard), *interceptors],
+        options=server_options(max_message_bytes, limits),
+    )
+    for add in services.values():
+        add(server)
+    health_servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    await set_serving(health_servicer, ["", *services], serving=False)
+    await set_serving(health_servicer, [LIVENESS], serving=True)
+    names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+    reflection.enable_server_reflection(names, server)
+    return server, health_servicer
+
+
+async def until_terminated(server: grpc.aio.Server) -> None:
+    """Wait until a server has stopped.
+
+    Raises:
+        Exception: The server crashed with it.
+    """
+    # Without a timeout, cancelling this wait would cancel a future that the server needs.
+    while not await server.wait_for_termination(TERMINATION_SECONDS):
+        pass
+
+
+async def set_serving(
+    servicer: health.aio.HealthServicer, services: Sequence[str], *, serving: bool
+) -> None:
+    """Set the health of each of `services` to SERVING or NOT_SERVING."""
+    status = health_pb2.HealthCheckResponse
+    for name in services:
+        await servicer.set(name, status.SERVING if serving else status.NOT_SERVING)
