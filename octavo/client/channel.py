@@ -1,17 +1,17 @@
-"""How both clients connect."""
+"""Connection options of both clients."""
 
 import grpc
 
 from octavo.common import tls
 
 DEFAULT_ADDRESS = "localhost:50051"
-"""Where `octavo serve` and `octavo router` listen unless told otherwise."""
+"""Default address of `octavo serve` and `octavo router`."""
 
 OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Log-probabilities of a long prompt outgrow grpc's 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A server that comes back is found within seconds, not after minutes.
+    # Reconnect to a restarted server within seconds, not minutes.
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
@@ -23,7 +23,7 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 def secure(
     files: tls.Tls | None, credentials: grpc.ChannelCredentials | None
 ) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
-    """Returns a channel's credentials, None for plaintext, and its options.
+    """Return a channel's credentials, None for plaintext, and its options.
 
     Raises:
         TlsError: The files cannot be used.
@@ -37,7 +37,7 @@ def secure(
 
 
 def with_key(metadata: Metadata, api_key: str | None) -> Metadata:
-    """Returns what is sent with every call."""
+    """Return the metadata of every call."""
     if api_key is None:
         return metadata
     return (*metadata, ("authorization", f"Bearer {api_key}"))

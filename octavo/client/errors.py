@@ -11,7 +11,7 @@ from grpc_status import rpc_status
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """A field of the request that is at fault, and why."""
+    """An invalid field of the request, and the reason."""
 
     field: str
     description: str
@@ -21,10 +21,10 @@ class Error(Exception):
     """A request failed.
 
     Attributes:
-        code: the gRPC status.
-        message: what the server says about it.
-        violations: the request's fields at fault, where the server names them.
-        retry_after: seconds after which trying again makes sense, where known.
+        code: The gRPC status.
+        message: The server's message.
+        violations: Invalid fields of the request, if the server names them.
+        retry_after: Seconds to wait before a retry, if known.
     """
 
     def __init__(
@@ -50,15 +50,15 @@ class NotFoundError(Error):
 
 
 class ResourceExhaustedError(Error):
-    """A queue, quota or memory is full; `retry_after` says when to come back."""
+    """A queue, quota or memory is full; `retry_after` says when to retry."""
 
 
 class UnavailableError(Error):
-    """The server, or an engine behind it, is not there now. Trying again may help."""
+    """The server, or an engine behind it, is unavailable. A retry may help."""
 
 
 class DeadlineExceededError(Error):
-    """The timeout passed first."""
+    """The call timed out."""
 
 
 class CancelledError(Error):
@@ -66,15 +66,15 @@ class CancelledError(Error):
 
 
 class UnauthenticatedError(Error):
-    """The server wants to know who asks."""
+    """The credentials are missing or invalid."""
 
 
 class PermissionDeniedError(Error):
-    """The server knows who asks and says no."""
+    """The credentials do not allow this call."""
 
 
 class InternalError(Error):
-    """The server made a mistake."""
+    """The server failed unexpectedly."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[Error]] = {
@@ -92,7 +92,7 @@ _CLASSES: dict[grpc.StatusCode, type[Error]] = {
 
 
 def from_rpc_error(error: grpc.RpcError) -> Error:
-    """Turns what grpc raises, sync or asyncio, into an `Error` with its details."""
+    """Convert an error of grpc, sync or asyncio, to an `Error` with its details."""
     code, message = error.code(), error.details() or ""
     violations: tuple[FieldViolation, ...] = ()
     retry_after = None
@@ -109,7 +109,7 @@ def from_rpc_error(error: grpc.RpcError) -> Error:
 
 
 def _details(error: grpc.RpcError) -> list[Any]:
-    """The google.rpc details that came along; none if they do not fit the status."""
+    """Return the google.rpc details; none if they do not match the status."""
     try:
         status = rpc_status.from_call(cast("grpc.Call", error))
     except ValueError:

@@ -1,6 +1,7 @@
-"""Turns a client's arguments into requests: one place for sync and asyncio."""
+"""Conversion of a client's arguments to requests, for sync and asyncio."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import grpc
@@ -16,12 +17,11 @@ Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """Builds a GenerateRequest.
+    """Build a GenerateRequest; the server checks the ranges.
 
     Raises:
-        InvalidArgumentError: a value does not fit its field's type, for example
-            a negative `top_k`. Ranges are the server's to check.
-        TypeError: an option is unknown or the prompt is none of the three kinds.
+        InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`.
+        TypeError: An option is unknown or the prompt is not text, a chat or token ids.
     """
     request = pb.GenerateRequest()
     _set_prompt(request, prompt)
@@ -34,7 +34,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> pb.TokenizeRequest:
-    """Builds a TokenizeRequest from text or a chat."""
+    """Build a TokenizeRequest from text or a chat."""
     request = pb.TokenizeRequest(model=model or "")
     _set_prompt(request, prompt)
     return request
@@ -43,16 +43,16 @@ def tokenize_request(prompt: Prompt, model: str | None) -> pb.TokenizeRequest:
 def detokenize_request(
     token_ids: Sequence[int], model: str | None, keep_special_tokens: bool
 ) -> pb.DetokenizeRequest:
-    """Builds a DetokenizeRequest."""
+    """Build a DetokenizeRequest."""
     request = pb.DetokenizeRequest(model=model or "", keep_special_tokens=keep_special_tokens)
     _set(request, "token_ids", token_ids)
     return request
 
 
 def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
-    """Sets the oneof that the prompt's kind calls for."""
+    """Set the oneof field for the prompt's type."""
     if isinstance(prompt, str):
-        _checked("text", lambda: setattr(request, "text", prompt))
+        _set(request, "text", prompt)
     elif all(isinstance(part, int) for part in prompt):
         if isinstance(request, pb.TokenizeRequest):
             raise TypeError("tokenize() takes text or messages, not token ids")
@@ -75,34 +75,30 @@ def _set_chat(
                     "a prompt is text, a list of messages with role and content, or a list of "
                     f"token ids; item {number} is {message!r}"
                 ) from None
-        role, content = message.role, message.content
-        _checked(
-            f"chat.messages[{number}]",
-            lambda role=role, content=content: request.chat.messages.add(  # type: ignore[misc]
-                role=role, content=content
-            ),
-        )
+        with _checked(f"chat.messages[{number}]"):
+            request.chat.messages.add(role=message.role, content=message.content)
 
 
 def _set(request: Protobuf, path: str, value: object) -> None:
-    """Sets the field at `path`, whatever its shape."""
+    """Set the scalar, repeated or map field at `path`."""
     *parents, name = path.split(".")
     target = request
     for parent in parents:
         target = getattr(target, parent)
-    if isinstance(value, Mapping):
-        _checked(path, lambda: getattr(target, name).update(value))
-    elif isinstance(getattr(target, name), str | int | float):
-        _checked(path, lambda: setattr(target, name, value))
-    else:
-        values = [value] if isinstance(value, str) else value
-        _checked(path, lambda: getattr(target, name).extend(values))
+    with _checked(path):
+        if isinstance(value, Mapping):
+            getattr(target, name).update(value)
+        elif isinstance(getattr(target, name), str | int | float):
+            setattr(target, name, value)
+        else:
+            getattr(target, name).extend([value] if isinstance(value, str) else value)
 
 
-def _checked(path: str, assign: Callable[[], object]) -> None:
-    """Runs an assignment and says which field it was if protobuf refuses it."""
+@contextmanager
+def _checked(path: str) -> Iterator[None]:
+    """Name the field if protobuf refuses an assignment within the block."""
     try:
-        assign()
+        yield
     except (TypeError, ValueError) as error:
         violation = FieldViolation(path, str(error))
         code = grpc.StatusCode.INVALID_ARGUMENT

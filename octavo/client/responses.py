@@ -1,6 +1,7 @@
-"""Turns responses into the client's types: one place for sync and asyncio."""
+"""Conversion of responses to the client's types, for sync and asyncio."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 
 from octavo.client.types import (
     Accepted,
@@ -27,7 +28,7 @@ _REASONS = {
 
 
 def event(response: pb.GenerateResponse) -> Event | None:
-    """Decodes one response; None for a kind that a newer server may send."""
+    """Decode one response; return None for an unknown event of a newer server."""
     match response.WhichOneof("event"):
         case "accepted":
             accepted = response.accepted
@@ -47,32 +48,16 @@ def event(response: pb.GenerateResponse) -> Event | None:
 
 
 def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
-    """Decodes ListModels' answer."""
+    """Decode a ListModelsResponse."""
+    names = [field.name for field in fields(Model) if field.name != "warnings"]
     return tuple(
-        Model(
-            name=card.name,
-            max_model_len=card.max_model_len,
-            vocab_size=card.vocab_size,
-            engines=card.engines,
-            block_size=card.block_size,
-            total_blocks=card.total_blocks,
-            free_blocks=card.free_blocks,
-            running=card.running,
-            waiting=card.waiting,
-            swapped=card.swapped,
-            cached_blocks=card.cached_blocks,
-            shared_blocks=card.shared_blocks,
-            wasted_slots=card.wasted_slots,
-            total_swap_blocks=card.total_swap_blocks,
-            used_swap_blocks=card.used_swap_blocks,
-            warnings=tuple(card.warnings),
-        )
+        Model(**{name: getattr(card, name) for name in names}, warnings=tuple(card.warnings))
         for card in response.models
     )
 
 
 class Gathering:
-    """Puts a stream's events together into a Completion."""
+    """The events of a stream, collected into a Completion."""
 
     def __init__(self) -> None:
         self.accepted: Accepted | None = None
@@ -80,7 +65,7 @@ class Gathering:
         self._deltas: dict[int, list[Delta]] = {}
 
     def add(self, event: Event) -> None:
-        """Takes in the next event."""
+        """Add the next event."""
         match event:
             case Accepted():
                 self.accepted = event
@@ -90,7 +75,7 @@ class Gathering:
                 self.finished[event.index] = event
 
     def result(self) -> Completion:
-        """Returns what came so far; outputs that have not finished are left out."""
+        """Return the finished outputs; unfinished ones are omitted."""
         accepted = self.accepted or Accepted("", "", 0, 0)
         outputs = tuple(self._output(self.finished[index]) for index in sorted(self.finished))
         return Completion(accepted.request_id, accepted.model, outputs, accepted.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""What a client gets back, as plain values."""
+"""Values that a client returns."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,7 +24,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """One alternative at a token's place."""
+    """One alternative at a token's position."""
 
     token_id: int
     logprob: float
@@ -32,7 +32,7 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's natural-log probability and the likeliest tokens at its place."""
+    """A token's natural-log probability and the most likely tokens at its position."""
 
     token_id: int
     logprob: float
@@ -86,7 +86,7 @@ Event = Accepted | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One whole output."""
+    """One complete output."""
 
     index: int
     text: str
@@ -101,7 +101,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Everything that one request gave; `outputs` are in order of their index."""
+    """The result of one request; `outputs` are in order of their index."""
 
     request_id: str
     model: str
@@ -122,13 +122,13 @@ class Completion:
     def usage(self) -> Usage:
         """The prompt's tokens, counted once, and all outputs' tokens."""
         first = self.outputs[0].usage
-        drawn = sum(output.usage.output_tokens for output in self.outputs)
-        return Usage(first.prompt_tokens, first.cached_tokens, drawn)
+        sampled = sum(output.usage.output_tokens for output in self.outputs)
+        return Usage(first.prompt_tokens, first.cached_tokens, sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is served, its limits and its load. See ModelCard in the contract."""
+    """A served model, its limits and its load. See ModelCard in the contract."""
 
     name: str
     max_model_len: int
@@ -154,11 +154,11 @@ class Model:
 
     @property
     def waste(self) -> float:
-        """The share of places for tokens, in blocks in use, that no token has, 0 to 1."""
+        """The fraction of token slots in used blocks that are empty, 0 to 1."""
         slots = self.used_blocks * self.block_size
         return self.wasted_slots / slots if slots else 0.0
 
     @property
     def cache_use(self) -> float:
-        """The share of KV-cache blocks in use, 0 to 1."""
+        """The fraction of KV-cache blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0

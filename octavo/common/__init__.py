@@ -1,1 +1,1 @@
-"""What router and engine truly share."""
+"""Code that the router and the engine share."""

@@ -1,16 +1,13 @@
-"""Background tasks and threads: none of them ends without a word.
+"""Background tasks and threads, made only in this module so that each failure is visible.
 
-This module is the only one that makes tasks and threads. What runs beside its maker either
-
-- is restarted when it fails (`keep_running`, `keep_thread_running`),
-- belongs to a block of code that waits for its end and gets its error (`joined`), or
-- is a job that may fail, and then logs so (`report_failure`, `start_thread`).
+`keep_running` and `keep_thread_running` restart what fails, `joined` passes the error to a block
+of code that waits, and `report_failure` and `start_thread` log the error.
 """
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
@@ -24,66 +21,54 @@ FIRST_DELAY = 0.05
 """Seconds before the first restart; doubled with each failure after it."""
 LONGEST_DELAY = 10.0
 LOOK_SECONDS = 1.0
-"""How often a call that waits for a thread looks whether the threads live."""
+"""Seconds between checks that the threads are alive, while a call waits for one."""
 STEADY_SECONDS = 60.0
-"""What has run for so long starts over with `FIRST_DELAY`."""
+"""After a run this long, the delay is `FIRST_DELAY` again."""
 
 _Result = TypeVar("_Result")
 
 
 class BackgroundError(Exception):
-    """What a process cannot do without has ended; the message names it."""
+    """An essential task or thread has ended; the message names it."""
 
 
 def keep_running(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-    """Run `main` as a task; when it fails, log the error and run it again.
+    """Run `main` as a task until it returns or is cancelled; log its errors and run it again."""
 
-    It ends when `main` returns, or when it is cancelled.
+    async def restarting() -> None:
+        for delay in _restart_delays():
+            try:
+                await main()
+            except (Exception, asyncio.CancelledError) as error:
+                if _cancelled(error):
+                    raise
+                log.exception("background task failed", task=name, restart_seconds=delay)
+                await asyncio.sleep(delay)
+            else:
+                return
 
-    Args:
-        main: Called anew for each run.
-        name: The task's, also in the log.
-    """
-    return asyncio.create_task(_restarting(main, name), name=name)
-
-
-async def _restarting(main: Callable[[], Awaitable[None]], name: str) -> None:
-    delays = _Delays()
-    while True:
-        try:
-            await main()
-        except (Exception, asyncio.CancelledError) as error:
-            if _cancelled(error):
-                raise
-            delay = delays.next()
-            log.exception("background_task_failed", task=name, restart_seconds=delay)
-            await asyncio.sleep(delay)
-        else:
-            return
+    return asyncio.create_task(restarting(), name=name)
 
 
 def _cancelled(error: BaseException) -> bool:
-    """Tell the cancellation of the running task from that of something it waited for."""
+    """Return whether the running task was cancelled, rather than something it waited for."""
     task = asyncio.current_task()
     assert task is not None
     return isinstance(error, asyncio.CancelledError) and task.cancelling() > 0
 
 
 def report_failure(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-    """Run `main` as a task; when it fails, log the error.
+    """Run `main` as a task, for an optional job; log its error."""
 
-    For jobs that the process can do without.
-    """
-    return asyncio.create_task(_reporting(main, name), name=name)
+    async def reporting() -> None:
+        try:
+            await main()
+        except (Exception, asyncio.CancelledError) as error:
+            if _cancelled(error):
+                raise
+            log.exception("background task failed", task=name)
 
-
-async def _reporting(main: Callable[[], Awaitable[None]], name: str) -> None:
-    try:
-        await main()
-    except (Exception, asyncio.CancelledError) as error:
-        if _cancelled(error):
-            raise
-        log.exception("background_task_failed", task=name)
+    return asyncio.create_task(reporting(), name=name)
 
 
 @asynccontextmanager
@@ -92,18 +77,9 @@ async def joined(
     names: tuple[str, ...] = (),
     expected: tuple[type[Exception], ...] = (),
 ) -> AsyncIterator[tuple[asyncio.Task[_Result], ...]]:
-    """Run `works` as tasks within a block; cancel those that are left at its end, and wait.
+    """Run `works` as tasks within a block; yield the tasks, and cancel the rest at its end.
 
-    The block looks at the tasks' results. An error of a task that the block did not raise itself
-    is logged.
-
-    Args:
-        works: What to run.
-        names: The tasks', as far as they have any.
-        expected: Errors that are not logged.
-
-    Yields:
-        The tasks, in the order of `works`.
+    Task errors that the block did not raise itself are logged, except `expected` ones.
     """
     tasks = tuple(map(asyncio.create_task, works))
     for task, name in zip(tasks, names, strict=False):
@@ -120,14 +96,11 @@ async def joined(
             failure = None if task.cancelled() else task.exception()
             if failure is None or failure is raised or isinstance(failure, expected):
                 continue
-            log.error("background_task_failed", task=task.get_name(), exc_info=failure)
+            log.error("background task failed", task=task.get_name(), exc_info=failure)
 
 
 async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
-    """Wait for the first end of what a process cannot do without.
-
-    Args:
-        works: By the name for the message, what ends when that has ended.
+    """Run essential `works`, by name, until the first one ends.
 
     Raises:
         BackgroundError: One has ended; caused by its error, if it had one.
@@ -140,12 +113,12 @@ async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
 
 
 async def shielded(future: Awaitable[_Result]) -> _Result:
-    """Return the future's result; whoever cancels this does not cancel the future."""
+    """Return the future's result; cancelling this call does not cancel the future."""
     return await asyncio.shield(future)
 
 
 def start(work: Coroutine[Any, Any, _Result], name: str) -> asyncio.Task[_Result]:
-    """Run `work` as a task that the caller waits for, all the time that it runs."""
+    """Run `work` as a task that the caller waits for."""
     return asyncio.create_task(work, name=name)
 
 
@@ -160,13 +133,11 @@ def keep_thread_running(main: Callable[[], None], name: str) -> threading.Thread
     """Run `main` in a daemon thread; when it fails, log the error and run it again."""
 
     def restarting() -> None:
-        delays = _Delays()
-        while True:
+        for delay in _restart_delays():
             try:
                 main()
             except BaseException:
-                delay = delays.next()
-                log.exception("background_thread_failed", thread=name, restart_seconds=delay)
+                log.exception("background thread failed", thread=name, restart_seconds=delay)
                 time.sleep(delay)
             else:
                 return
@@ -175,16 +146,13 @@ def keep_thread_running(main: Callable[[], None], name: str) -> threading.Thread
 
 
 def start_thread(main: Callable[[], None], name: str) -> threading.Thread:
-    """Run `main` in a daemon thread; when it fails, log the error.
-
-    For jobs that the process can do without.
-    """
+    """Run `main` in a daemon thread, for an optional job; log its error."""
 
     def reporting() -> None:
         try:
             main()
         except BaseException:
-            log.exception("background_thread_failed", thread=name)
+            log.exception("background thread failed", thread=name)
 
     return _start(reporting, name)
 
@@ -196,12 +164,9 @@ def _start(main: Callable[[], None], name: str) -> threading.Thread:
 
 
 class OneThread:
-    """A daemon thread that calls are made in, one after another.
+    """A daemon thread that runs calls one after another.
 
-    A process that is told to stop does not wait for it, unlike for asyncio's own threads.
-
-    Args:
-        name: The thread's.
+    The process can exit without waiting for it, unlike for asyncio's own threads.
     """
 
     def __init__(self, name: str) -> None:
@@ -209,7 +174,7 @@ class OneThread:
         self._thread = keep_thread_running(self._run, name)
 
     def call(self, function: Callable[..., _Result], *arguments: object) -> asyncio.Future[_Result]:
-        """Return what `function` is going to return."""
+        """Queue a call of `function` and return the future of its result."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[_Result] = loop.create_future()
 
@@ -223,14 +188,14 @@ class OneThread:
                 outcome = done.set_result, function(*arguments)
             except BaseException as error:  # noqa: BLE001 - raised to the caller
                 outcome = done.set_exception, error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed: nothing waits
                 loop.call_soon_threadsafe(tell, *outcome)
 
         self._calls.put(call)
         return done
 
     def close(self) -> None:
-        """End the thread after the calls that were made."""
+        """End the thread after the queued calls."""
         self._calls.put(None)
 
     def _run(self) -> None:
@@ -239,7 +204,7 @@ class OneThread:
 
 
 async def call_in_thread(function: Callable[..., _Result], *arguments: object) -> _Result:
-    """Return what `function` returns, called in a daemon thread of its own."""
+    """Call `function` in a new daemon thread and return its result."""
     thread = OneThread(getattr(function, "__name__", "call"))
     done = thread.call(function, *arguments)
     thread.close()
@@ -247,12 +212,7 @@ async def call_in_thread(function: Callable[..., _Result], *arguments: object) -
 
 
 class Workers:
-    """Threads that calls are made in; one that has died is replaced.
-
-    Args:
-        count: Most threads.
-        name: The beginning of their names.
-    """
+    """A pool of at most `count` threads, named after `name`; dead threads are replaced."""
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
@@ -261,10 +221,10 @@ class Workers:
         self._pool = self._new_pool()
 
     async def run(self, function: Callable[..., _Result], *arguments: object) -> _Result:
-        """Return what `function` returns, called in one of the threads.
+        """Call `function` in one of the threads and return its result.
 
         Raises:
-            BackgroundError: A thread died before it was called.
+            BackgroundError: A thread died before the call began.
         """
         self._replace_dead()
         pool = self._pool
@@ -281,13 +241,13 @@ class Workers:
             done.cancel()
 
     def close(self) -> None:
-        """End the threads; what they still do is not waited for."""
+        """Cancel queued calls and end the threads, without waiting for running calls."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _replace_dead(self) -> None:
-        """Take new threads where one has died; those that live end with what they do."""
+        """Make a new pool if a thread has died; the old threads finish their calls and end."""
         if not all(thread.is_alive() for thread in self._threads):
-            log.error("background_thread_failed", thread=self._name)
+            log.error("background thread failed", thread=self._name)
             self._pool.shutdown(wait=False)
             self._threads = []
             self._pool = self._new_pool()
@@ -301,18 +261,11 @@ class Workers:
         )
 
 
-class _Delays:
-    """Seconds before each restart."""
-
-    def __init__(self) -> None:
-        self._delay = FIRST_DELAY
-        self._last = time.monotonic()
-
-    def next(self) -> float:
-        """Return the seconds to wait before the next run."""
-        now = time.monotonic()
-        ran, self._last = now - self._last, now
-        if ran > STEADY_SECONDS:
-            self._delay = FIRST_DELAY
-        delay, self._delay = self._delay, min(2 * self._delay, LONGEST_DELAY)
-        return delay
+def _restart_delays() -> Iterator[float]:
+    """Yield the seconds to wait before each restart."""
+    delay = FIRST_DELAY
+    while True:
+        started = time.monotonic()
+        yield delay
+        ran = time.monotonic() - started
+        delay = FIRST_DELAY if ran > STEADY_SECONDS else min(2 * delay, LONGEST_DELAY)

@@ -1,4 +1,4 @@
-"""What a server lets its peers take: connections, streams, headers, pings, time."""
+"""Limits on a server's connections: number, streams, metadata, pings, age."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,21 @@ from pydantic import Field
 from octavo.common.settings import Settings
 
 HANDSHAKE_SECONDS = 20.0
-"""What a connection has from its opening to its HTTP/2 preface, TLS included."""
+"""Timeout of a connection's handshake, TLS included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of one server, kept by gRPC itself before any handler runs.
+    """Limits of one server, enforced by gRPC before any handler runs.
 
     Attributes:
-        max_connections: Open ones, over all peers; more are closed at once.
-        max_streams: Calls in progress on a connection; peers hold back more.
-        max_metadata_bytes: Headers of a call; more is RESOURCE_EXHAUSTED.
-        min_ping_interval: Seconds between a peer's pings; the connection of one
-            that pings faster is closed with ENHANCE_YOUR_CALM.
-        max_idle: Seconds without a call until a connection is closed; 0 is never.
-        max_age: Seconds until a connection takes no more calls; 0 is never.
-        age_grace: Seconds that calls on it then have to end.
+        max_connections: Open connections of all peers; gRPC closes further ones at once.
+        max_streams: Calls in progress per connection; peers queue further ones.
+        max_metadata_bytes: Size of a call's headers; more is RESOURCE_EXHAUSTED.
+        min_ping_interval: Seconds between a peer's pings; faster is ENHANCE_YOUR_CALM.
+        max_idle: Seconds without a call until a connection is closed; 0 disables.
+        max_age: Seconds until a connection accepts no more calls; 0 disables.
+        age_grace: Seconds that the calls on it may then take.
     """
 
     max_connections: int = 4096
@@ -34,7 +33,7 @@ class ConnectionLimits:
     age_grace: float = 0.0
 
     def options(self) -> list[tuple[str, int]]:
-        """Returns the channel arguments."""
+        """Return the channel arguments."""
         options = [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_streams),
@@ -56,7 +55,7 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 
 class ConnectionSettings(Settings):
-    """What router and engine can both be told about their peers."""
+    """Connection settings of the router and the engine."""
 
     max_connections: int = Field(
         DEFAULT_LIMITS.max_connections,
@@ -81,7 +80,7 @@ class ConnectionSettings(Settings):
 
     @property
     def connection_limits(self) -> ConnectionLimits:
-        """As `create_server` takes them."""
+        """The limits for `create_server`."""
         return ConnectionLimits(
             max_connections=self.max_connections,
             max_streams=self.max_streams,

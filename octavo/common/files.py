@@ -1,16 +1,13 @@
-"""Noticing that files have changed."""
+"""Detection of changed files."""
 
 from pathlib import Path
 
 Signature = tuple[tuple[int, int, int] | None, ...] | None
-"""What `signature` returns; None before the first look."""
+"""A value of `signature`; None before the first one."""
 
 
 def signature(*paths: Path) -> Signature:
-    """Returns what changes whenever a file is written or replaced, behind links too.
-
-    A file that is not there has one as well: None.
-    """
+    """Return a value that changes when a file or a link's target is written or replaced."""
     return tuple(_one(path.expanduser()) for path in paths)
 
 

@@ -1,10 +1,9 @@
-"""Runs a module in a process that does not outlive the one that started it.
+"""Run a module in a process that ends with the process that started it.
 
     python -m octavo.common.leash MODULE ARGUMENT...
 
-The starter makes it the leader of a session and holds the other end of its standard input, which
-the kernel closes when the starter ends, however that happens. Then all processes of the session
-are killed: the module's own children, such as compilers, too.
+The starter makes this process a session leader and holds the other end of its standard input. The
+kernel closes that pipe when the starter ends; all processes of the session are then killed.
 """
 
 import os

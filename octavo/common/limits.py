@@ -1,8 +1,7 @@
-"""What a request may ask for: every limit of the contract, with the message that states it.
+"""Limits of requests, with the error message of each.
 
-Router and engine check the same messages: the router so that a client hears at
-once, the engine because it trusts no router. Nothing here waits or looks at a
-state: what is refused would be refused at any time.
+The router checks them to answer at once, the engine because it trusts no router. No check depends
+on state: a request refused here is always refused.
 """
 
 from collections.abc import Sequence
@@ -25,15 +24,15 @@ MAX_STOP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the engines of one model can take.
+    """Limits of the engines of one model.
 
     Attributes:
-        max_model_len: Most tokens of prompt and output together.
+        max_model_len: Maximum tokens of prompt and output together.
         vocab_size: Token ids are below this.
-        max_outputs: Most outputs of one request.
+        max_outputs: Maximum outputs per request.
         block_size: Tokens per KV-cache block.
         total_blocks: KV-cache blocks of an engine.
-        beam_search: Whether beam search is offered.
+        beam_search: Whether the engines support beam search.
     """
 
     max_model_len: int
@@ -45,25 +44,17 @@ class Limits:
 
 
 def check_request_id(request_id: str) -> None:
-    """Checks that an id is no longer than is kept and repeated in every message."""
-    if len(request_id) > MAX_REQUEST_ID:
-        raise rpc.invalid(
-            "request_id",
-            f"request_id must be at most {MAX_REQUEST_ID} characters; it has {len(request_id)}",
-        )
+    """Check the length of a request id."""
+    _check_length("request_id", request_id, MAX_REQUEST_ID)
 
 
 def check_cache_salt(salt: str) -> None:
-    """Checks that a salt is no longer than a secret needs to be."""
-    if len(salt) > MAX_CACHE_SALT:
-        raise rpc.invalid(
-            "cache_salt",
-            f"cache_salt must be at most {MAX_CACHE_SALT} characters; it has {len(salt)}",
-        )
+    """Check the length of a cache salt."""
+    _check_length("cache_salt", salt, MAX_CACHE_SALT)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Checks that every id is in the vocabulary."""
+    """Check that every id is in the vocabulary."""
     if token_ids and max(token_ids) >= vocab_size:
         i, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
         raise rpc.invalid(
@@ -72,7 +63,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> None:
-    """Check how tokens are to be sampled."""
+    """Check the sampling parameters."""
     _check_ranges("sampling", sampling, limits)
     _count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
@@ -87,7 +78,7 @@ def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> Non
 
 
 def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
-    """Checks when outputs are to end, but for what the prompt's length decides."""
+    """Check the stop conditions that do not depend on the prompt's length."""
     if stop.HasField("max_tokens"):
         if stop.max_tokens == 0:
             raise rpc.invalid(
@@ -119,9 +110,11 @@ def check_beam(
     output: sampling_pb2.OutputOptions,
     limits: Limits,
 ) -> None:
-    """Checks a beam search, and that nothing is asked for that it does not give."""
+    """Check a beam search and that no option is set that it does not support."""
     if not limits.beam_search:
-        raise rpc.unimplemented("beam", "the model's engine does not do beam search; use sampling")
+        raise rpc.unimplemented(
+            "beam", "the model's engine does not support beam search; use sampling"
+        )
     _check_ranges("beam", beam, limits)
     if stop.strings:
         raise rpc.invalid("stop.strings", "stop.strings must be empty with beam search")
@@ -132,7 +125,7 @@ def check_beam(
 
 
 def check_output(output: sampling_pb2.OutputOptions, limits: Limits) -> None:
-    """Check what is to be reported."""
+    """Check the output options."""
     _check_ranges("output", output, limits)
 
 
@@ -144,14 +137,10 @@ def check_priority(priority: int) -> None:
 def output_length(
     prompt_tokens: int, outputs: int, stop: sampling_pb2.StopConditions, limits: Limits
 ) -> int:
-    """Checks the prompt's and the outputs' lengths against the context and the memory.
-
-    Returns:
-        The most tokens that each output may have: as asked for, else all that
-        the context and the engine's blocks leave.
+    """Return the maximum tokens per output: as requested, else what context and blocks leave.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT for what could never be served.
+        rpc.RpcError: INVALID_ARGUMENT: the request could never be served.
     """
     room = limits.max_model_len - prompt_tokens
     if prompt_tokens == 0:
@@ -189,7 +178,7 @@ def output_length(
 
 
 def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
-    """Returns the refusal of a prompt of more than `max_tokens`; None: nobody counted them."""
+    """Return the error for a prompt of more than `max_tokens`; `tokens` is None if unknown."""
     return rpc.invalid(
         "prompt",
         f"the prompt must have at most {max_tokens} tokens, which leaves one of the model's "
@@ -198,10 +187,9 @@ def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
 
 
 def fitting_output(prompt_tokens: int, outputs: int, limits: Limits) -> int:
-    """Returns the most tokens per output that an engine has blocks for.
+    """Return the maximum tokens per output that an engine has blocks for.
 
-    Outputs share the prompt's full blocks. The last token drawn is never
-    computed on, so it needs no place.
+    Outputs share the prompt's full blocks. The last sampled token needs no KV-cache slot.
     """
     shared, rest = divmod(prompt_tokens, limits.block_size)
     own_blocks = (limits.total_blocks - shared) // outputs
@@ -209,7 +197,7 @@ def fitting_output(prompt_tokens: int, outputs: int, limits: Limits) -> int:
 
 
 def check_number(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Checks that `value` is in [low, high], or (low, high] if `above`. NaN never is."""
+    """Check that `value` is in [low, high], or (low, high] if `above`. NaN never is."""
     if (value > low if above else value >= low) and value <= high:
         return
     bracket = "(" if above else "["
@@ -223,6 +211,11 @@ def _check_ranges(name: str, message: Message, limits: Limits) -> None:
         if allowed is not None:
             high = limits.max_outputs if allowed.high == "max_outputs" else allowed.high
             check_number(parameter.path, value, allowed.low, high, above=allowed.above)
+
+
+def _check_length(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise rpc.invalid(field, f"{field} must be at most {most} characters; it has {len(text)}")
 
 
 def _count(field: str, count: int, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Where a server listens, and over what wire."""
+"""A server's listening address and TLS files."""
 
 import ipaddress
 from pathlib import Path
@@ -12,7 +12,7 @@ from octavo.common.tls import Tls, server_credentials
 
 
 class TlsSettings(Settings):
-    """What router and engine can both be told about TLS on their own port."""
+    """TLS settings of the router's and the engine's own port."""
 
     tls_cert: Path | None = Field(
         None,
@@ -40,7 +40,7 @@ class TlsSettings(Settings):
 
 
 def is_loopback(host: str) -> bool:
-    """Says whether only this machine can connect to what listens on a host."""
+    """Return whether `host` is a loopback address or name."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -50,14 +50,9 @@ def is_loopback(host: str) -> bool:
 def listen(
     server: grpc.aio.Server, host: str, port: int, tls: Tls | None, *, flag: str = "--port"
 ) -> str:
-    """Has a server listen on a host and port, 0 for a free one; returns HOST:PORT.
+    """Bind a server that has not started to a port, 0 for a free one; return HOST:PORT.
 
-    Args:
-        server: Not yet started.
-        host: An address of this machine or a name of one.
-        port: The port.
-        tls: The port's files; None: plaintext.
-        flag: What the port is set by.
+    `flag` is the port's setting, for the error message. Without `tls`, the port is plaintext.
 
     Raises:
         OSError: The port is taken, or the address is not this machine's.

@@ -1,4 +1,4 @@
-"""One log for everything: structlog's events and stdlib records alike."""
+"""One log for structlog's events and stdlib records."""
 
 import logging
 import os
@@ -20,19 +20,13 @@ QUIET = (
     "urllib3",
     "uvicorn",
 )
-"""Libraries whose informational records are of no use to an operator."""
+"""Libraries that log only warnings and errors."""
 
 
 def configure(log_format: LogFormat = "console", log_level: str = "info") -> None:
-    """Sends all logs to stderr, once per process and before anything logs.
+    """Send all logs to stderr; call once per process, before anything logs.
 
-    Timestamps are UTC. Context variables (`structlog.contextvars`) are in every
-    line, so a request id that is bound once is everywhere.
-
-    Args:
-        log_format: "console" for people, in colour on a terminal; "json" for
-            machines, one object a line.
-        log_level: the least severe level written: debug, info, warning or error.
+    Timestamps are UTC. Every line contains the bound `structlog.contextvars`, such as request ids.
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -69,7 +63,7 @@ def configure(log_format: LogFormat = "console", log_level: str = "info") -> Non
 
 
 def _renderers(log_format: LogFormat) -> list[Processor]:
-    """The last processors, which turn an event into a line."""
+    """Return the processors that render an event as a line."""
     if log_format == "console":
         plain = structlog.dev.plain_traceback
         colors = sys.stderr.isatty()
@@ -80,12 +74,12 @@ def _renderers(log_format: LogFormat) -> list[Processor]:
 
 
 def _is_no_departure(record: logging.LogRecord) -> bool:
-    """Says whether a record is not gRPC's traceback of a client that left in a certain moment."""
+    """Return False for gRPC's traceback of a client that disconnected at a certain moment."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def _quieten() -> None:
-    """Keeps libraries' chatter out, whether or not they are imported yet."""
+    """Silence libraries' informational logs, even if they are imported later."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP, and those that every process has."""
+"""Prometheus metrics over HTTP, and the metrics of every process."""
 
 import asyncio
 import errno
@@ -17,11 +17,11 @@ from octavo.common.background import keep_thread_running
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 0.1
-"""How soon the server sees that it is to stop."""
+"""Seconds between the server's checks for shutdown."""
 
 
 def observe_process(registry: CollectorRegistry) -> None:
-    """Adds the process' memory, CPU time and open files, and the running event loop's tasks."""
+    """Add metrics of the process' memory, CPU time, open files and event-loop tasks."""
     ProcessCollector(registry=registry)
     loop = asyncio.get_running_loop()
     tasks = Gauge("octavo_tasks", "Tasks of the event loop that have not ended.", registry=registry)
@@ -32,16 +32,12 @@ def observe_process(registry: CollectorRegistry) -> None:
 def serve_metrics(
     registry: CollectorRegistry, host: str, port: int, *, fallback: bool = False
 ) -> Iterator[None]:
-    """Serves `registry` at http://host:port/metrics; port 0 serves nothing.
+    """Serve `registry` at http://host:port/metrics; port 0 serves nothing.
 
-    Args:
-        registry: what is served.
-        host: where it is served.
-        port: likewise.
-        fallback: whether a free port is taken instead of one that another process has.
+    With `fallback`, use a free port if another process has this one.
 
     Raises:
-        OSError: the port is taken; the message names it and its flag.
+        OSError: The port is taken; the message names it and its flag.
     """
     if port == 0:
         yield
@@ -69,11 +65,6 @@ def serve_metrics(
 def _listen(
     registry: CollectorRegistry, host: str, port: int, *, fallback: bool
 ) -> ThreadingWSGIServer:
-    """Returns a server that listens.
-
-    Raises:
-        OSError: as `serve_metrics`.
-    """
     try:
         return _bind(registry, host, port)
     except OSError as error:
@@ -98,4 +89,4 @@ class _Handler(WSGIRequestHandler):
     """A handler that logs no requests."""
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
-        """Logs nothing."""
+        """Log nothing."""

@@ -1,4 +1,4 @@
-"""How many calls one address may have in progress."""
+"""A limit on the calls in progress per client address."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,21 +13,18 @@ from grpc_health.v1 import health
 from octavo.common import rpc
 
 RETRY_SECONDS = 1.0
-"""When a refused call may be tried again: nothing tells when one of the others will end."""
+"""Suggested delay before a refused call is retried; when others end is unknown."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def limit_calls(most: int) -> list[grpc.aio.ServerInterceptor]:
-    """Returns the interceptors that hold every address to `most` calls; none for 0."""
+    """Return the interceptors that limit each address to `most` calls; none for 0."""
     return [PeerLimit(most)] if most else []
 
 
 class PeerLimit(grpc.aio.ServerInterceptor):
-    """Refuses an address's calls beyond so many in progress, whatever its connections.
-
-    Health checks are never refused: who asks for them is no client.
-    """
+    """Refuse an address's calls beyond `most` in progress, except health checks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -40,7 +37,7 @@ class PeerLimit(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # noqa: ANN401 - the stubs do not know that it may be None
-        """Wraps the handler that `continuation` finds, if it is an asyncio one."""
+        """Wrap the handler that `continuation` finds, if it is an asyncio one."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return handler
@@ -80,5 +77,5 @@ class PeerLimit(grpc.aio.ServerInterceptor):
 
 
 def _address(peer: str) -> str:
-    """Cuts the port, another for each connection, off what gRPC calls a peer."""
+    """Return gRPC's name of a peer without its port."""
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

@@ -4,14 +4,13 @@ import secrets
 import socket
 
 UNASSIGNED = range(20_000, 32_768)
-"""Ports that Linux gives to no connection and no server by itself (ip_local_port_range)."""
+"""Ports outside Linux's default ephemeral range (ip_local_port_range)."""
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now, and that nobody is given by chance.
+    """Return a free loopback port outside the ephemeral range.
 
-    Someone may take it before it is used; where a server can report the port
-    it chose itself (port 0), that is better.
+    Another process may take it first; prefer port 0 where the server reports its own port.
     """
     while True:
         port = secrets.choice(UNASSIGNED)

@@ -1,4 +1,4 @@
-"""How prompts' prefixes are named: the keys that engines cache blocks by and routers route by."""
+"""Keys of prompt prefixes: engines cache blocks by them, routers route by them."""
 
 import hashlib
 from array import array
@@ -8,21 +8,16 @@ ROOT_KEY = b""
 
 
 def root_key(salt: str) -> bytes:
-    """What the first block's key is chained to: blocks under unlike salts never match."""
+    """Return the first block's parent key; blocks with different salts never match."""
     if not salt:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=32, person=b"octavo.salt").digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Names a full block by its tokens and all that come before it.
+    """Return the key of a full block: a 256-bit BLAKE2b digest of its tokens and its parent's key.
 
-    A 256-bit BLAKE2b digest: two different prefixes share a key only if the
-    hash is broken, so a hit is never another prompt's data.
-
-    Args:
-        parent: the key of the block before it, `root_key` for the first.
-        tokens: the `block_size` token ids in the block, each below 2**32.
+    The first block's parent is `root_key`. Token ids are below 2**32.
     """
     digest = hashlib.blake2b(parent, digest_size=32)
     digest.update(array("I", tokens).tobytes())
@@ -30,7 +25,7 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def reusable_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> Iterator[bytes]:
-    """Yields the keys of a prompt's full blocks that a cache may already hold.
+    """Yield the keys of a prompt's full blocks that a cache may already hold.
 
     The prompt's last token is in none of them: its logits must be computed.
     """
@@ -41,5 +36,5 @@ def reusable_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> Ite
 
 
 def short_key(key: bytes) -> int:
-    """A key as engines publish it: its first 8 bytes, enough to route by."""
+    """Return the first 8 bytes of a key as an integer, as engines publish it for routing."""
     return int.from_bytes(key[:8], "little")

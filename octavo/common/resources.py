@@ -1,7 +1,7 @@
-"""The memory and the cores that this process may use: the machine's, or its container's.
+"""Memory and CPU cores available to this process.
 
-What PyTorch and psutil tell is the machine's. Linux holds a container to less by control groups,
-of version 1 or 2: a process to the limits of its group, and of every group above that one.
+PyTorch and psutil report the machine's. Linux control groups, version 1 or 2, limit a container:
+the limits of the process' group and of every group above it apply.
 """
 
 import math
@@ -18,8 +18,7 @@ LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Files of a group's limits, of either version. Over `high` it is slowed down, not ended."""
 USAGES = ("memory.current", "memory.usage_in_bytes")
 INACTIVE = ("total_inactive_file", "inactive_file")
-"""Page cache that nobody misses, and that counts as used. Version 1 has both keys, and there the
-second leaves out the groups below."""
+"""Reclaimable page cache, which counts as used. In version 1 the second key omits child groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,8 @@ class Memory:
     """Amounts of memory, in bytes.
 
     Attributes:
-        total: the most that this process can have.
-        available: what it can have now without anything being swapped out or ended.
+        total: The maximum for this process.
+        available: Free now, without swapping or killing anything.
     """
 
     total: int
@@ -36,11 +35,7 @@ class Memory:
 
 
 def memory(root: Path = SYSTEM) -> Memory:
-    """Returns the memory of the machine, or what control groups leave of it.
-
-    Args:
-        root: what is taken for the root of the file system.
-    """
+    """Return the memory of the machine, within the limits of control groups."""
     machine = psutil.virtual_memory()
     total, available = float(machine.total), float(machine.available)
     for group in _groups("memory", root):
@@ -51,28 +46,21 @@ def memory(root: Path = SYSTEM) -> Memory:
 
 
 def cores(root: Path = SYSTEM) -> int:
-    """Returns how many threads can compute at once: at least 1.
-
-    A quota of part of a core counts as a whole one: threads that together have a bit less time
-    than they could use do more than one fewer would.
-
-    Args:
-        root: what is taken for the root of the file system.
-    """
+    """Return how many threads can compute at once: at least 1; a partial core counts as one."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quotas = [_quota(group) for group in _groups("cpu", root)]
     return max(1, math.ceil(min([usable, *quotas])))
 
 
 def _used(group: Path) -> int:
-    """Bytes of a group's memory that it cannot simply drop."""
+    """Return the bytes of a group's memory that are not reclaimable page cache."""
     usage = next((int(text) for name in USAGES if (text := _read(group / name))), 0)
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
     return usage - next((int(stat[key]) for key in INACTIVE if key in stat), 0)
 
 
 def _quota(group: Path) -> float:
-    """Seconds of CPU time that a group gets in a second."""
+    """Return a group's CPU quota, in cores."""
     if words := _read(group / "cpu.max").split():
         quota, period = words
     else:
@@ -82,7 +70,7 @@ def _quota(group: Path) -> float:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """This process' groups that may limit what `controller` controls, each before those above."""
+    """Yield this process' groups of `controller`, each before its parents."""
     homes: dict[str, Path] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -106,12 +94,12 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _limit(text: str) -> float:
-    """A limit as a file has it: infinite if it says `max`, -1 or nothing."""
+    """Parse a limit; `max`, -1 and an empty text are infinite."""
     return float(text) if text.isdigit() else math.inf
 
 
 def _read(file: Path) -> str:
-    """What a file holds; nothing if there is no such file."""
+    """Return a file's text, or an empty text if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

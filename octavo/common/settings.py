@@ -1,4 +1,4 @@
-"""Settings declared once: a flag, an environment variable and a TOML key each."""
+"""Settings: each field is a flag, an environment variable and a TOML key."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from pydantic_settings.sources import InitSettingsSource
 
 ENV_PREFIX = "OCTAVO_"
 TABLES = ("engine", "router")
-"""TOML tables whose keys win over the file's flat keys, for one command each."""
+"""TOML tables of one command each; their keys override the file's flat keys."""
 
 
 class SettingsError(Exception):
@@ -24,12 +24,10 @@ class SettingsError(Exception):
 
 
 class Settings(BaseSettings):
-    """What every command has; the engine's and the router's settings derive from it.
+    """Settings of every command; the engine's and the router's derive from it.
 
-    A value is looked for in the arguments (flags), then the environment
-    (`OCTAVO_NAME`), then the TOML file named by `config` (or `OCTAVO_CONFIG`),
-    then the field's default. A list is comma-separated or JSON in the
-    environment.
+    Precedence: flags, environment (`OCTAVO_NAME`; lists are comma-separated or JSON), the TOML file
+    of `config` or `OCTAVO_CONFIG`, the field's default.
     """
 
     model_config = SettingsConfigDict(
@@ -56,7 +54,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _decode(cls, value: object, info: ValidationInfo) -> object:
-        """Reads lists and tables out of the environment's strings."""
+        """Parse lists and tables from the environment's strings."""
         field = cls.model_fields[info.field_name or ""]
         if not isinstance(value, str) or not is_collection(field):
             return value
@@ -73,7 +71,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Puts the TOML file below the environment."""
+        """Add the TOML file, with a lower precedence than the environment."""
         given = init_settings() if isinstance(init_settings, InitSettingsSource) else {}
         path = given.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
         toml = read_toml(Path(path), cls) if path else {}
@@ -81,7 +79,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, **flags: object) -> Self:
-        """Makes the settings from flags and everything below them.
+        """Load the settings from flags and all other sources.
 
         Args:
             **flags: values by field name; None means "not given".
@@ -99,13 +97,12 @@ class Settings(BaseSettings):
 
 
 def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
-    """Returns the file's values for `cls`: flat keys, then its table over them.
+    """Return the file's values for `cls`: flat keys, overridden by its table's.
 
-    Keys of other commands are passed over, so that one file serves all.
+    Flat keys of other commands are ignored, so that one file serves all.
 
     Raises:
-        SettingsError: the file is missing or not TOML, or `cls`' table has a
-            key that is not one of its fields.
+        SettingsError: The file is missing or not TOML, or the table has an unknown key.
     """
     data = parse_toml(path, "--config")
     tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
@@ -119,14 +116,10 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
 
 
 def parse_toml(path: Path, flag: str) -> dict[str, Any]:
-    """Return what is in a TOML file.
-
-    Args:
-        path: the file.
-        flag: what it was named by, for messages.
+    """Return the content of a TOML file that `flag` names.
 
     Raises:
-        SettingsError: the file is missing or not TOML, or the parser cannot read it.
+        SettingsError: The file is missing or not TOML, or the parser cannot read it.
     """
     try:
         return tomllib.loads(path.expanduser().read_text())
@@ -139,17 +132,17 @@ def parse_toml(path: Path, flag: str) -> dict[str, Any]:
 
 
 def flag(name: str) -> str:
-    """The command-line flag of the field `name`."""
+    """Return the command-line flag of the field `name`."""
     return "--" + name.replace("_", "-")
 
 
 def variable(name: str) -> str:
-    """The environment variable of the field `name`."""
+    """Return the environment variable of the field `name`."""
     return ENV_PREFIX + name.upper()
 
 
 def is_collection(field: FieldInfo) -> bool:
-    """Says whether a field holds a list, set, tuple or table."""
+    """Return whether a field holds a list, set, tuple or table."""
     return any(
         typing.get_origin(arm) in {list, set, frozenset, tuple, dict} or arm in {list, dict}
         for arm in arms(field.annotation)
@@ -157,19 +150,19 @@ def is_collection(field: FieldInfo) -> bool:
 
 
 def arms(annotation: object) -> tuple[object, ...]:
-    """A union's members; a type that is not a union is its own only one."""
+    """Return a union's members, or the type itself if it is not a union."""
     if typing.get_origin(annotation) in {typing.Union, types.UnionType}:
         return typing.get_args(annotation)
     return (annotation,)
 
 
 def _field_name(key: str) -> str:
-    """TOML keys may be spelt like flags."""
+    """Return the field of a TOML key, which may be spelt like a flag."""
     return key.replace("-", "_")
 
 
 def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object]) -> str:
-    """One line: where the value was set, what is wrong, what was given."""
+    """Return one line: where the value was set, what is wrong, what was given."""
     if not details["loc"]:  # a rule over several fields: its message names them
         return details["msg"].removeprefix("Value error, ")
     name = str(details["loc"][0])

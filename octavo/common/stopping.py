@@ -1,4 +1,4 @@
-"""Ending a process that is told to stop before it serves."""
+"""Exit of a process that is stopped before it serves."""
 
 import os
 import signal
@@ -9,14 +9,14 @@ from typing import NoReturn
 
 
 class StoppedWhileStartingError(Exception):
-    """A server was told to stop before it was ready. Nothing is left to be finished."""
+    """A server was stopped before it was ready."""
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """End the process at SIGTERM within a block, until an event loop handles that signal.
 
-    Importing an engine may compile its kernels, by processes that must not be left behind.
+    Importing an engine may start compilers, which must end too.
     """
     before = signal.signal(signal.SIGTERM, lambda *_: exit_at_once(0))
     try:
@@ -26,10 +26,7 @@ def exit_on_sigterm() -> Iterator[None]:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End this process and those that it has started, compilers among them.
-
-    Threads are not waited for: one that loads a model or waits for a compiler may take minutes.
-    """
+    """End this process and its children without waiting for threads, which may take minutes."""
     import psutil  # noqa: PLC0415 - of the servers' extras
 
     with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""TLS: credentials made of PEM files, on both sides of a connection."""
+"""TLS credentials from PEM files, for servers and clients."""
 
 import ssl
 from collections.abc import Callable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class TlsError(Exception):
-    """A PEM file is missing or unreadable, or files do not fit each other; the message says."""
+    """A PEM file is missing or invalid, or files do not match; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,11 @@ class Tls:
     """One side's files, in PEM.
 
     Attributes:
-        ca: Certificates of the authorities that the other side's must be of.
-            None: on a client, the public ones; on a server, clients need none.
-        cert: This side's certificate, those that lead to its authority after it.
-        key: The certificate's private key, without a passphrase.
-        name: On a client, what the server's certificate must be for. Default:
-            the host that is connected to.
+        ca: Certificates of the authorities that must have signed the peer's certificate. None: on
+            a client, the public authorities; on a server, clients need no certificate.
+        cert: This side's certificate, followed by its chain.
+        key: The certificate's unencrypted private key.
+        name: On a client, the expected name of the server. Default: the host of the address.
     """
 
     ca: Path | str | None = None
@@ -40,14 +39,14 @@ class Tls:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those that there are."""
+        """The files that are set."""
         return tuple(Path(path) for path in (self.ca, self.cert, self.key) if path is not None)
 
     def read(self) -> "_Contents":
-        """Reads the files and checks that they can be used, together.
+        """Read the files and check that they match.
 
         Raises:
-            TlsError: They cannot, or were changed meanwhile.
+            TlsError: They do not, or they changed meanwhile.
         """
         before = signature(*self.files)
         contents = _Contents(_read(self.ca), _read(self.cert), _read(self.key))
@@ -65,8 +64,8 @@ class Tls:
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             raise TlsError(
-                f"{self.cert} and {self.key} are no certificate and its key, in PEM and without "
-                f"passphrase ({_reason(error)})"
+                f"{self.cert} and {self.key} are not a matching PEM certificate and unencrypted "
+                f"private key ({_reason(error)})"
             ) from None
         if signature(*self.files) != before:
             raise TlsError(f"{self.cert or self.ca} is being changed")
@@ -75,7 +74,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Contents:
-    """What is in the files of a `Tls`."""
+    """The content of the files of a `Tls`."""
 
     ca: bytes | None
     cert: bytes | None
@@ -89,10 +88,10 @@ class _Contents:
 
 
 class _Reloading(Generic[T]):
-    """What a server makes of its files, made again for the first connection after a change.
+    """A server's credentials, made again at the first connection after its files change.
 
     Attributes:
-        current: What was made of the newest files that could be used.
+        current: The credentials from the newest usable files.
 
     Raises:
         TlsError: The files cannot be used.
@@ -105,7 +104,7 @@ class _Reloading(Generic[T]):
         self.current = make(tls)
 
     def update(self) -> bool:
-        """Return whether `current` is new; it stays as it is while the files cannot be used."""
+        """Update `current` if the files changed and can be used; return whether it is new."""
         now = signature(*self._tls.files)
         if now == self._seen:
             return False
@@ -157,7 +156,7 @@ def server_context(tls: Tls) -> ssl.SSLContext:
 
 
 def _http_context(tls: Tls) -> ssl.SSLContext:
-    tls.read()  # says what is wrong
+    tls.read()  # raises TlsError, which names the file
     assert tls.cert is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
@@ -169,7 +168,7 @@ def _http_context(tls: Tls) -> ssl.SSLContext:
 
 
 def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
-    """Makes a client's credentials, of the files as they are now.
+    """Return a client's credentials from the current files.
 
     Raises:
         TlsError: The files cannot be used.
@@ -179,7 +178,7 @@ def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 
 def channel_options(tls: Tls) -> list[tuple[str, str]]:
-    """Returns the channel arguments that a client's credentials need beside them."""
+    """Return the channel arguments that a client's credentials need."""
     return [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
 
 

@@ -1,9 +1,7 @@
-"""Spans of requests, by OpenTelemetry, sent to a collector where one is named.
+"""OpenTelemetry spans of requests, sent to a collector if an endpoint is set.
 
-Where none is, the tracer is the API's own that does nothing. A request costs a
-few calls when it arrives, migrates and ends; a token costs nothing in either case.
-No text of prompts or outputs is ever in a span. Attributes are named by the
-conventions for generative AI, where these have a name.
+Tokens make no spans. Spans never contain text of prompts or outputs. Attributes follow the
+OpenTelemetry conventions for generative AI.
 """
 
 import asyncio
@@ -20,33 +18,28 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as Provider
 
 EXPORT_SECONDS = 3.0
-"""What the collector has to take a batch of spans, the last ones at the end included."""
+"""Timeout of an export to the collector, also at exit."""
 CONTEXT_FIELDS = ("traceparent", "tracestate")
-"""What carries a trace from process to process, as W3C Trace Context has it."""
+"""Fields of W3C Trace Context."""
 
 _propagator = TraceContextTextMapPropagator()
 
 
 class TracingError(OSError):
-    """Spans cannot be made; the message says what to install."""
+    """The OpenTelemetry SDK is missing; the message says what to install."""
 
 
 class Tracing:
-    """One process' tracer, and the way to its collector.
+    """One process' tracer and exporter.
 
-    A trace that a caller began is followed, or not, as the caller says; one that
-    begins here as OTEL_TRACES_SAMPLER says, by default always.
+    The caller decides whether its trace is sampled; OTEL_TRACES_SAMPLER decides for new traces.
 
     Attributes:
-        tracer: makes spans; none at all where there is no endpoint.
-        on: whether there is one.
-
-    Args:
-        endpoint: the collector's URL, or None.
-        service: this process' name in traces.
+        tracer: Makes spans; does nothing without an endpoint.
+        on: Whether there is an endpoint.
 
     Raises:
-        TracingError: the SDK is not installed.
+        TracingError: The SDK is not installed.
     """
 
     def __init__(self, endpoint: str | None, service: str) -> None:
@@ -73,27 +66,24 @@ class Tracing:
         self.tracer = self._provider.get_tracer("octavo", version("octavo"))
 
     async def close(self) -> None:
-        """Sends what is left, if the collector takes it in time."""
+        """Export the remaining spans, within the timeout."""
         if self._provider is not None:
             await asyncio.to_thread(self._provider.shutdown)
 
 
 def extract(carrier: Mapping[str, str]) -> Context:
-    """Returns the trace that `traceparent` and `tracestate` name; none if they are not valid."""
+    """Return the trace of `traceparent` and `tracestate`; an empty context if they are invalid."""
     return _propagator.extract(carrier, Context())
 
 
 def inject(context: Context) -> dict[str, str]:
-    """Returns what `extract` reads, for the span in `context`."""
+    """Return the fields of Trace Context for the span in `context`."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, context)
     return carrier
 
 
 def epoch_clock() -> Callable[[float], int]:
-    """Returns what turns times of the monotonic clock into spans' nanoseconds since 1970.
-
-    It goes by how far the two clocks are apart now, the same for all that it is given.
-    """
-    apart = time.time_ns() - time.monotonic_ns()
-    return lambda moment: int(moment * 1e9) + apart
+    """Return a function from monotonic seconds to nanoseconds since 1970, with a fixed offset."""
+    offset = time.time_ns() - time.monotonic_ns()
+    return lambda moment: int(moment * 1e9) + offset

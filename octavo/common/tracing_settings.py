@@ -1,4 +1,4 @@
-"""Where spans are sent; apart from `tracing`, so that flags need no OpenTelemetry."""
+"""Tracing settings, separate from `tracing` so that flags need no OpenTelemetry."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from octavo.common.settings import Settings
 
 
 class TracingSettings(Settings):
-    """Where spans are sent."""
+    """Settings of tracing."""
 
     otlp_endpoint: str | None = Field(
         None,

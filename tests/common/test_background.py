@@ -75,7 +75,7 @@ async def test_a_task_that_fails_is_started_again(log):
     task = keep_running(main, "restless")
     await until(lambda: runs == 3)
     assert [(event, fields["task"]) for event, fields in log.events] == [
-        ("background_task_failed", "restless")
+        ("background task failed", "restless")
     ] * 2
     await end(task)
     assert task.cancelled()
@@ -185,7 +185,7 @@ async def test_worker_threads_that_die_are_replaced(log, monkeypatch):
     with pytest.raises(BackgroundError, match="died"):  # this call wakes it, and is lost
         await workers.run(max, 1, 2)
     assert await workers.run(max, 1, 2) == 2
-    assert log.events == [("background_thread_failed", {"thread": "worker"})]
+    assert log.events == [("background thread failed", {"thread": "worker"})]
     workers.close()
 
 

@@ -1,4 +1,4 @@
-"""The cache directory of prepared models: each is made once, whole or not at all."""
+"""The cache directory of prepared models. A model appears in it atomically."""
 
 import os
 import shutil
@@ -13,37 +13,28 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 Stage = Callable[[str], None]
-"""Says what is being done now."""
+"""Report the current stage of work."""
 
 log = structlog.get_logger(__name__)
 
 UNFINISHED = ".preparing-"
-"""Before a model's name: the directory that is worked in."""
+"""Prefix of the directory in which a model is made."""
 LOCK = ".lock"
-"""After a model's name: the file that is locked meanwhile."""
+"""Suffix of the lock file."""
 
 
 def cache_dir() -> Path:
-    """Where prepared models are kept: OCTAVO_CACHE_DIR, else the user's cache."""
+    """Return the directory of prepared models: OCTAVO_CACHE_DIR, else the user's cache."""
     override = os.environ.get("OCTAVO_CACHE_DIR")
     return Path(override).expanduser() if override else platformdirs.user_cache_path("octavo")
 
 
 def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
-    """Returns the cached model `name`, making it first if need be.
+    """Return the cached model `name`; call `make` first if it is not there.
 
-    Several processes may ask at once: one works, the others wait. The directory
-    appears whole or not at all.
-
-    Args:
-        name: of the model's directory in the cache; stands for all that its
-            content depends on.
-        make: gets the directory to write the model to, and what to tell its
-            stages to. It may leave other files beside that directory: they are
-            removed with its parent.
-
-    Raises:
-        Exception: what `make` raises.
+    If several processes ask at once, one works and the others wait. `name` must identify all that
+    the content depends on. `make` gets the directory to write, and a function that reports stages;
+    temporary files beside that directory are removed afterwards. Its exceptions are raised.
     """
     target = cache_dir() / name
     if target.is_dir():
@@ -66,11 +57,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
 
 
 def remove(name: str) -> bool:
-    """Removes the cached model `name`, at once for all who look for it.
-
-    Returns:
-        Whether there was one that nobody is just making.
-    """
+    """Remove the cached model `name` atomically; return False if it is absent or being made."""
     target = cache_dir() / name
     work = _work(target)
     try:
@@ -84,13 +71,13 @@ def remove(name: str) -> bool:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Removes what is left in `folder` of preparations and removals whose process was killed."""
+    """Remove the files that killed processes left in `folder`."""
     directory = cache_dir() / folder
     for work in directory.glob(f"{UNFINISHED}*/"):
         target = work.with_name(work.name.removeprefix(UNFINISHED))
         with suppress(Timeout), _locked(target, blocking=False):
             shutil.rmtree(work, ignore_errors=True)
-            log.info("an interrupted preparation was removed", path=str(work))
+            log.info("interrupted preparation removed", path=str(work))
     for lock in directory.glob(f"*{LOCK}"):
         target = lock.with_name(lock.name.removesuffix(LOCK))
         with suppress(Timeout), _locked(target, blocking=False):
@@ -99,12 +86,10 @@ def remove_unfinished(folder: str) -> None:
 
 @contextmanager
 def _locked(target: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Held by who makes or removes `target`.
-
-    The lock's file goes at the end: who waits for it sees that it is gone, and makes a new one.
+    """Hold the lock on `target`; its file is removed at the end, and waiters make a new one.
 
     Raises:
-        Timeout: it is held, and not to be waited for.
+        Timeout: Another process holds it, and `blocking` is False.
     """
     file = target.with_name(f"{target.name}{LOCK}")
     with FileLock(file).acquire(blocking=blocking):
@@ -115,13 +100,13 @@ def _locked(target: Path, *, blocking: bool = True) -> Iterator[None]:
 
 
 def _work(target: Path) -> Path:
-    """Where `target` is made."""
+    """Return the directory in which `target` is made."""
     return target.with_name(f"{UNFINISHED}{target.name}")
 
 
 @contextmanager
 def _progress() -> Iterator[Stage]:
-    """Yields a function that tells the stage: a spinner on a terminal, else a log line."""
+    """Yield a function that shows the stage: a spinner on a terminal, else a log line."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield log.info

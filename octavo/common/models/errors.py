@@ -2,9 +2,9 @@
 
 
 class ModelError(Exception):
-    """A model cannot be had, or not be served. The message says what was looked for and why."""
+    """A model cannot be found or served. The message says what was looked for and why."""
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, short enough for a line of one's own."""
+    """Return the first line of an error's message."""
     return f"{error}".strip().partition("\n")[0] or type(error).__name__

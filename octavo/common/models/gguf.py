@@ -1,8 +1,4 @@
-"""Models in one GGUF file: checked, and converted once into what `from_pretrained` reads.
-
-Unpacking the file's blocks takes longer than loading a model, so the result is
-kept in the cache directory. The engine then loads it as it loads any directory.
-"""
+"""Conversion of a GGUF file into a model directory, kept in the cache because it is slow."""
 
 import hashlib
 from contextlib import redirect_stderr
@@ -15,23 +11,22 @@ from octavo.common.models.errors import ModelError, first_line
 
 MAGIC = b"GGUF"
 REVISION = 1
-"""Raised when what is converted changes, so that older caches are not taken for it."""
+"""Increased when the conversion changes, to invalidate older caches."""
 
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 SINGLE_DIGITS = frozenset(
     {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
 )
-"""Pre-tokenizers that files only name, which are GPT-2's with each digit on its own."""
+"""Names of pre-tokenizers that are GPT-2's with single digits."""
 
 
 def prepare(path: Path) -> Path:
-    """Returns the directory of a GGUF file's model, converting it first if need be.
+    """Return the directory of a GGUF file's model; convert it first if it is not in the cache.
 
     Raises:
-        ModelError: it is no GGUF file, is damaged or of a kind that
-            transformers cannot read, or was written to meanwhile.
-        OSError: it cannot be opened.
+        ModelError: The file is not GGUF, damaged, not supported by transformers, or changed.
+        OSError: The file cannot be opened.
     """
     _check_magic(path)
     name = identity(path)
@@ -46,13 +41,10 @@ def prepare(path: Path) -> Path:
 
 
 def identity(path: Path) -> str:
-    """Names what a file holds, for the cache: its stem and a digest.
+    """Return a file's name in the cache: its stem and a digest.
 
-    The digest is of size, time of modification and 64 pieces spread over the
-    content. A file that is changed in place gets another time; one of the same
-    size and time (images are often built with one time for all files) differs
-    in the pieces; a file that is moved keeps its name. Reading all of it would
-    cost seconds per GB at each start.
+    The digest covers size, modification time and 64 samples of the content (container images often
+    give all files one time). A digest of the whole content would take seconds per GB at each start.
     """
     status = path.stat()
     digest = hashlib.sha256(f"{REVISION} {status.st_size} {status.st_mtime_ns}".encode())
@@ -64,13 +56,9 @@ def identity(path: Path) -> str:
 
 
 def convert(source: Path, target: Path) -> None:
-    """Writes model and tokenizer of a GGUF file to the directory `target`.
+    """Write the model and tokenizer of a GGUF file to the directory `target`.
 
-    Weights become bfloat16, but for files that are all float32 or float16,
-    which keep their type.
-
-    Raises:
-        ModelError: as `prepare`.
+    Weights become bfloat16; files of float32 or float16 weights keep their type.
     """
     reader = _read(source)
     with redirect_stderr(StringIO()):  # progress bars over the spinner
@@ -83,11 +71,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """Reads model and tokenizer with transformers.
-
-    Raises:
-        ModelError: it cannot, or weights are missing (it would draw them at random).
-    """
+    """Read the model and tokenizer; missing weights, which would be random, are an error."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     place: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
@@ -116,11 +100,7 @@ def _check_magic(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
-    """Reads a file's fields and where its tensors are.
-
-    Raises:
-        ModelError: not all of that is there, or it is one part of several.
-    """
+    """Read a file's fields and tensor positions; check that it is a complete language model."""
     import gguf  # noqa: PLC0415 - rarely needed
 
     _check_magic(path)
@@ -141,7 +121,7 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
 
 
 def _dtype(reader: Any) -> Any:  # noqa: ANN401
-    """The type that loses nothing if there is one, else bfloat16."""
+    """Return the file's own float type, else bfloat16."""
     import torch  # noqa: PLC0415 - seconds to import, once in a model's life
     from gguf import GGMLQuantizationType as Kind  # noqa: PLC0415
 
@@ -152,7 +132,7 @@ def _dtype(reader: Any) -> Any:  # noqa: ANN401
 
 
 def _set_end_tokens(model: Any, reader: Any) -> None:  # noqa: ANN401
-    """Adds the tokens that end a turn or a message; transformers reads no end but the text's."""
+    """Add the tokens that end a turn or a message; transformers reads only the EOS token."""
     from gguf import Keys  # noqa: PLC0415
 
     known = model.config.eos_token_id
@@ -164,18 +144,18 @@ def _set_end_tokens(model: Any, reader: Any) -> None:  # noqa: ANN401
 
 
 def _set_pre_tokenizer(tokenizer: Any, reader: Any) -> None:  # noqa: ANN401
-    """Splits text as the model was trained, where the file says so only by a name."""
+    """Set the pre-tokenizer, which transformers does not read from its name."""
     from gguf import Keys  # noqa: PLC0415
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence  # noqa: PLC0415
 
     if _field(reader, Keys.Tokenizer.PRE) in SINGLE_DIGITS:
-        # Else spaces before a number come out differently.
+        # Otherwise spaces before a number are tokenized differently.
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
         )
 
 
 def _field(reader: Any, key: str) -> Any:  # noqa: ANN401
-    """A field's value; None if the file has none of that name."""
+    """Return a field's value, or None if the file does not have it."""
     field = reader.get_field(key)
     return None if field is None else field.contents()

@@ -1,4 +1,4 @@
-"""Where a model's files are: what `--model` may say."""
+"""Resolution of `--model` to a directory or a hub name."""
 
 import re
 from pathlib import Path
@@ -10,21 +10,14 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve(model: str) -> str:
-    """Turns `--model` into what `from_pretrained` takes.
+    """Return the absolute path or hub name that `from_pretrained` accepts.
 
-    Args:
-        model: "demo", a local directory, a GGUF file or a hub name. What is
-            there wins over a hub name that is spelt like it.
-
-    Returns:
-        An absolute path, or the hub name as it was given. For "demo" and for a
-        GGUF file the path of a directory in the cache that is made on first use,
-        which takes half a minute for a small model.
+    `model` is "demo", a local directory, a GGUF file or a hub name; a local path wins over a hub
+    name. "demo" and GGUF files are converted into the cache on first use.
 
     Raises:
-        ModelError: the path does not exist or holds no model, the name is no
-            hub name, or the model could not be converted.
-        OSError: a file cannot be opened.
+        ModelError: The path holds no model, the name is invalid, or the conversion failed.
+        OSError: A file cannot be opened.
     """
     if model == DEMO:
         from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo

@@ -1,4 +1,4 @@
-"""gRPC as router and engine use it: errors with details, handlers, servers.
+"""gRPC for the router and the engine: errors with details, handlers, servers.
 
 A handler raises `RpcError`; `RpcInterceptor` answers it with google.rpc details.
 """
