@@ -195,7 +195,7 @@ async def measure(minutes: float, streams: int, engines: int) -> bool:
             )
             rewriting.cancel()
             held = await left_over(served)
-            outcome.moves = int(served.front.metrics().value("octavo_router_moves_total"))
+            outcome.migrations = int(served.front.metrics().value("octavo_router_migrations_total"))
         held += [f"process {child.pid}: {child.name()}" for child in _children()]
     print(", ".join(f"{count} {name}" for name, count in events.items()))
     print(f"{outcome}, {len(held)} left over")

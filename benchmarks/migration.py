@@ -67,7 +67,7 @@ class Outcome:
         completed: Requests that came to their end.
         tokens: Output tokens of these.
         refused: Refusals before anything was done; these requests were sent again.
-        moves: Migrations to another engine.
+        migrations: Migrations to another engine.
         different: Kinds of requests with other outputs than in the undisturbed run.
         failures: Errors of the other requests.
     """
@@ -75,14 +75,14 @@ class Outcome:
     completed: int = 0
     tokens: int = 0
     refused: int = 0
-    moves: int = 0
+    migrations: int = 0
     different: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         return (
             f"{self.completed} completed ({self.tokens} tokens), {self.refused} refused at first,"
-            f" {len(self.failures)} failed, {len(self.different)} different, {self.moves} moves"
+            f" {len(self.failures)} failed, {len(self.different)} different, {self.migrations} migrations"
         )
 
     def problems(self) -> list[str]:
@@ -263,10 +263,10 @@ async def run(
     """Run `streams` streams while engines have a fault `times` times."""
     outcome, over = Outcome(), asyncio.Event()
 
-    def moves() -> int:
-        return int(cluster.router.metrics().value("octavo_router_moves_total"))
+    def migrations() -> int:
+        return int(cluster.router.metrics().value("octavo_router_migrations_total"))
 
-    before = moves()
+    before = migrations()
 
     async def trouble_engines() -> None:
         lasts = max(every, 2.5 * HEARTBEAT_SECONDS)
@@ -285,7 +285,7 @@ async def run(
     async with AsyncClient(cluster.router.address) as client:
         streaming = (stream(client, asks, i, outcome, over) for i in range(streams))
         await asyncio.gather(trouble_engines(), *streaming)
-    outcome.moves = moves() - before
+    outcome.migrations = migrations() - before
     return outcome
 
 

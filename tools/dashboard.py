@@ -200,7 +200,7 @@ SECTIONS = [
             ),
             Panel(
                 "Migrations",
-                {"{{model}}": rate("octavo_router_moves_total", ROUTER, "model")},
+                {"{{model}}": rate("octavo_router_migrations_total", ROUTER, "model")},
                 "ops",
                 "Requests that continue on another engine: theirs ended, hung or drained.",
             ),

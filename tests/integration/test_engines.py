@@ -75,7 +75,7 @@ async def test_a_killed_engine_s_requests_go_on_at_the_other(launch, demo_model)
         doomed.kill()
         outcomes = await asyncio.gather(*tasks)
         assert outcomes == [(grpc.StatusCode.OK, 40)] * STREAMS
-        assert 0 < router.metric("octavo_router_moves_total") < STREAMS
+        assert 0 < router.metric("octavo_router_migrations_total") < STREAMS
         wait_until(lambda: router.metric("octavo_router_requests_in_flight") == 0)
         assert spared.metric("octavo_engine_blocks", state="used") == 0
     launch("engine", "--model", "demo", *SMALL, port=doomed.port).wait_ready()

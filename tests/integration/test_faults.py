@@ -73,7 +73,7 @@ async def test_a_request_that_fails_on_two_engines_is_not_tried_on_a_third(model
     async with AsyncClient(router.address) as client:
         (error,) = await complete(client)
     assert isinstance(error, InternalError)
-    assert moves(port) == 1
+    assert migrations(port) == 1
 
 
 async def test_without_another_engine_a_failed_step_is_told_at_once(model, start):
@@ -105,7 +105,7 @@ async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start)
     async with AsyncClient(router.address) as client:
         done = await complete(client, 3)
         assert [c.usage.output_tokens for c in done] == [12] * 3
-        assert moves(port) == 0
+        assert migrations(port) == 0
         slow.signal(signal.SIGSTOP)
         await asyncio.to_thread(wait_until, lambda: engines_up(port) == 0, PATIENCE)
         slow.signal(signal.SIGCONT)
@@ -128,8 +128,8 @@ async def test_a_step_that_never_ends_ends_the_engine(model, start, trouble):
     assert "Timeout (0:00:04)!" in hung.errors.read_text()
 
 
-def moves(metrics_port):
-    return Metrics(metrics_port).value("octavo_router_moves_total")
+def migrations(metrics_port):
+    return Metrics(metrics_port).value("octavo_router_migrations_total")
 
 
 def engines_up(metrics_port):
