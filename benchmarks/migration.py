@@ -82,7 +82,8 @@ class Outcome:
     def __str__(self) -> str:
         return (
             f"{self.completed} completed ({self.tokens} tokens), {self.refused} refused at first,"
-            f" {len(self.failures)} failed, {len(self.different)} different, {self.migrations} migrations"
+            f" {len(self.failures)} failed, {len(self.different)} different,"
+            f" {self.migrations} migrations"
         )
 
     def problems(self) -> list[str]:

@@ -71,7 +71,7 @@ class RouterMetrics:
             "tenant",
             "kind",
         )
-        self.migrations = counter("migrations", "Migrations of requests to another engine.", "model")
+        self.migrations = counter("migrations", "Migrations of requests between engines.", "model")
         self.engines_up = gauge("engines_up", "Engines connected.", "model")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
         self._cached_tokens = counter(
