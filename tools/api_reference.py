@@ -106,7 +106,7 @@ class _Contract:
 
 
 def reference() -> str:
-    """Returns what docs/api.md must be.
+    """Return the text of docs/api.md.
 
     Raises:
         subprocess.CalledProcessError: a contract does not compile; protoc has printed where.

@@ -11,7 +11,7 @@ class MadePart:
     Attributes:
         document: from the repository's root.
         name: of the part, in its comments.
-        target: of make, that makes it anew.
+        target: the target of make that generates it.
     """
 
     document: Path
@@ -19,7 +19,7 @@ class MadePart:
     target: str
 
     def insert(self, text: str, made: str) -> str:
-        """Returns the document's text with `made` in place of what was there.
+        """Return the document's text with `made` in place of the old part.
 
         Raises:
             ValueError: the text has no such place.

@@ -44,7 +44,7 @@ class CopyTime(NamedTuple):
 
 
 class Swapper(Protocol):
-    """Does a step's swaps. The step sees them in the order of the calls."""
+    """Do a step's swaps, in the order of the calls."""
 
     def swap_out(self, pairs: BlockPairs) -> None:
         """Copy (device block, swap block) pairs. The device blocks may be overwritten at once."""

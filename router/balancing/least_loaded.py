@@ -6,7 +6,7 @@ from octavo.router.balancing.policy import C, Demand, occupancy, with_room
 
 
 class LeastLoaded:
-    """Gives each request to the least occupied engine."""
+    """Chooses the least occupied engine."""
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
         """Return the least occupied engine with room, or None."""

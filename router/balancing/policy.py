@@ -1,4 +1,4 @@
-"""What a policy is, what it sees of engines and requests, and the rule that all share."""
+"""The interface of balancing policies, what they see, and the rule that all share."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -48,7 +48,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
-    """Chooses among engines. May remember: what it chooses is given the request."""
+    """Chooses an engine for each request. It may keep state: its choice gets the request."""
 
     def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
         """Return an engine with room for the request, or None if none has any."""

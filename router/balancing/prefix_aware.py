@@ -1,4 +1,4 @@
-"""The engine with the least to do for a request, what it has of the prompt already counted."""
+"""Choose the engine with the least work for a request, counting its cached prefix."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ requests are held to the engine that has their prefix; the more, the more even t
 
 
 class PrefixAware:
-    """Gives each request to the engine where the least work stands before its output.
+    """Chooses the engine with the least work before the request's first token.
 
     Work is the prompt's tokens that the engine is not believed to hold, plus
     `SEQUENCE_TOKENS` for each place taken in its batch; memory counts as much,

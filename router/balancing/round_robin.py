@@ -7,7 +7,7 @@ from octavo.router.balancing.policy import C, Demand, has_room
 
 
 class RoundRobin:
-    """Gives requests to a model's engines in turn, passing over the full ones."""
+    """Chooses a model's engines in turn, except full ones."""
 
     def __init__(self) -> None:
         self._turns: defaultdict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""One engine's address: connecting to it, knowing what it serves, noticing when it is gone."""
+"""The connection to one engine's address: connect, learn what it serves, notice its loss."""
 
 import asyncio
 from collections.abc import Callable

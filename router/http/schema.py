@@ -47,7 +47,7 @@ def _only(*harmless: object) -> AfterValidator:
 
 
 def _parts(content: object) -> object:
-    """Makes a message's content a list of parts, whichever way it was given."""
+    """Return a message's content as a list of parts."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -58,12 +58,12 @@ def _parts(content: object) -> object:
 
 
 def _strings(value: object) -> object:
-    """Makes one string a list."""
+    """Return a list; a single string becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
-    """Makes a list of prompts of any of the four ways to give them."""
+    """Return a list of prompts, from any of the four forms of `prompt`."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -128,7 +128,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[Any, _only([])] = None
 
     def message(self) -> Message:
-        """Returns the message as clients of Octavo send it; parts are lines of one text."""
+        """Return the message as the contract has it; parts become lines of one text."""
         role = "system" if self.role == "developer" else self.role
         return Message(role, "\n".join(part.text for part in self.content))
 
@@ -191,7 +191,7 @@ class Parameters(Declared):
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def options(self) -> GenerateOptions:
-        """Returns what the client's `generate` takes."""
+        """Return the options as the client's `generate` takes them."""
         given = {name: getattr(self, name) for name in PARAMETER_NAMES}
         return {
             **cast("GenerateOptions", given),
@@ -255,7 +255,7 @@ class ChatRequest(Parameters):
         }
 
     def options(self) -> GenerateOptions:
-        """Returns what the client's `generate` takes."""
+        """Return the options as the client's `generate` takes them."""
         length = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return {**super().options(), "max_tokens": length, "logprobs": logprobs}
@@ -292,7 +292,7 @@ class CompletionRequest(Parameters):
         return {}
 
     def options(self) -> GenerateOptions:
-        """Returns what the client's `generate` takes."""
+        """Return the options as the client's `generate` takes them."""
         length = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return {**super().options(), "max_tokens": length, "logprobs": self.logprobs}
 

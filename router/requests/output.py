@@ -17,7 +17,7 @@ STOPPING_TOKEN = (FinishReason.FINISH_REASON_EOS, FinishReason.FINISH_REASON_STO
 
 
 class Output:
-    """Turns tokens into text until a stop string or the engine ends it.
+    """Detokenizes one output until a stop string or the engine ends it.
 
     Tokens are worked on as they come, so that a stop string is found however
     slowly the client reads; what the client has not been sent yet is kept

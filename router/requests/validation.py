@@ -79,7 +79,7 @@ def output_length(
 
 
 def num_outputs(request: generation_pb2.GenerateRequest) -> int:
-    """Returns how many outputs, each a sequence in the engine, a request asks for."""
+    """Return the number of outputs, each a sequence in the engine."""
     if request.HasField("beam"):
         return request.beam.width
     return request.sampling.n if request.sampling.HasField("n") else 1

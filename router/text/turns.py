@@ -29,7 +29,7 @@ class Turn:
 
 
 class Turns:
-    """Gives places to the tenant that has had the least, by size and weight.
+    """Gives the next place to the tenant that was served the least, by size and weight.
 
     A tenant that comes back has had no less than those who wait: what it did not use is
     not kept. One place is never given to long work, so that what is short never waits
