@@ -39,7 +39,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Port for Prometheus metrics; 0 disables them. If the default port is taken,"
         " the engine picks a free one and logs it.",
     )
-    device: Device = Field("auto", description="Device to compute on. auto: a GPU if there is one.")
+    device: Device = Field(
+        "auto", description="Device that runs the model. auto: a GPU if there is one, else the CPU."
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
         description="Data type of the weights. auto: the model's, if the device supports it well.",
@@ -81,7 +83,10 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None, ge=1, description="Number of KV-cache blocks; overrides --cache-memory."
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of the GPU's memory that the engine may use."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that the engine uses at most, 0 to 1.",
     )
     swap_space: float | None = Field(
         None,
@@ -95,7 +100,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         " cheaper of both.",
     )
     enable_prefix_caching: bool = Field(
-        True, description="Share full blocks between requests with a common prefix."
+        True, description="Share full KV-cache blocks between requests with a common prefix."
     )
     max_num_seqs: int | None = Field(
         None,
@@ -107,7 +112,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         ge=1,
         description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU.",
     )
-    max_outputs: int = Field(64, ge=1, description="Maximum outputs of a request (n).")
+    max_outputs: int = Field(64, ge=1, description="Maximum outputs per request (n).")
     max_waiting: int = Field(4096, ge=1, description="Maximum requests in the engine's queue.")
     max_message_bytes: int = Field(
         64 << 20, ge=1 << 16, description="Maximum size of a message from a router, in bytes."

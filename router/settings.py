@@ -13,7 +13,7 @@ from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
 
 DNS_SCHEME = "dns:///"
-"""Before a name whose every address is an engine, as in gRPC's own targets."""
+"""Prefix of a DNS name with one engine per address, as in gRPC targets."""
 
 
 def is_address(text: str) -> bool:
@@ -34,20 +34,23 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     engine_ca: Path | None = Field(
         None,
-        description="PEM file with the certificate authorities of engines' certificates. "
+        description="PEM file of the certificate authorities that sign the engines' certificates. "
         "Default: no TLS to engines.",
     )
     engine_cert: Path | None = Field(
-        None, description="PEM file with the router's client certificate for engines."
+        None,
+        description="PEM file of the router's client certificate for engines. Default: none.",
     )
-    engine_key: Path | None = Field(None, description="PEM file with its private key.")
+    engine_key: Path | None = Field(
+        None, description="PEM file of the private key of --engine-cert, not encrypted."
+    )
     engine_tls_name: str | None = Field(
         None,
-        description="Name in engines' certificates. Default: the host in --engine, or the address "
-        "that DNS returned.",
+        description="Name expected in the engines' certificates. Default: the host in --engine, or "
+        "the address that DNS returned.",
     )
     dns_interval: float = Field(
-        5.0, gt=0, description="Seconds between DNS lookups of the engines' names."
+        5.0, gt=0, description="Seconds between DNS lookups of dns:/// engine names."
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -55,14 +58,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         9151,
         ge=0,
         le=65535,
-        description="Port of the Prometheus metrics; 0 turns them off. If the default is taken, "
-        "they are at a free port that the log names.",
+        description="Port for Prometheus metrics; 0 disables them. If the default port is taken, "
+        "the router picks a free one and logs it.",
     )
     admin_host: str = Field("127.0.0.1", description="Address to listen on for AdminService.")
-    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 turns it off.")
+    admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 disables it.")
     tenants: Path | None = Field(
         None,
-        description="TOML file of the tenants, with their keys and limits; reloaded when it "
+        description="TOML file of tenants, their keys and their limits; reloaded when it "
         "changes. Default: no authentication.",
     )
     http_host: str = Field("127.0.0.1", description="Address to listen on for HTTP.")
@@ -70,106 +73,106 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         0,
         ge=0,
         le=65535,
-        description="Port of the HTTP server: OpenAI's API and the playground; 0 turns it off.",
+        description="Port of the HTTP server: OpenAI's API and the playground; 0 disables it.",
     )
     http_cors_origin: list[str] = Field(
         [],
-        description="Origin of web pages that may use the HTTP API, such as https://example.com, "
+        description="Origin of web pages allowed to use the HTTP API, such as https://example.com, "
         "or * for any. May be given several times. Default: none.",
     )
     tokenizer: str | None = Field(
         None,
-        description="Hub name, directory or 'demo' to load the tokenizer from. Default: the "
-        "engine's.",
+        description="Hub name, directory or `demo` to load the tokenizer from. Default: the "
+        "engine's model.",
     )
     balancing: PolicyName = Field(
         "prefix_aware",
-        description="Load balancing: prefix_aware is the least work before the first token, less "
-        "the cached part of the prompt; least_loaded ignores the cache; round_robin is each engine "
-        "in turn.",
+        description="Load balancing policy. prefix_aware: the engine with the least work before "
+        "the first token, without cached prompt tokens; least_loaded: the same, ignoring the "
+        "prefix cache; round_robin: each engine in turn.",
     )
-    max_queue_size: int = Field(
-        1024, ge=0, description="Maximum requests waiting in the router for an engine."
-    )
+    max_queue_size: int = Field(1024, ge=0, description="Maximum requests in the router's queue.")
     max_queue_tokens: int = Field(
         1 << 20,
         ge=0,
-        description="Maximum tokens of all waiting requests, expected output included.",
+        description="Maximum tokens of all queued requests, prompt and expected output.",
     )
     max_queue_time: float = Field(
-        600.0, gt=0, description="Maximum seconds a request waits while engines are busy."
+        600.0, gt=0, description="Maximum seconds in the queue while engines are busy."
     )
     max_message_bytes: int = Field(
-        4 << 20, ge=1024, description="Maximum bytes of a client's message."
+        4 << 20, ge=1024, description="Maximum size of a message from a client, in bytes."
     )
     max_calls_per_peer: int = Field(
         0,
         ge=0,
-        description="Maximum calls in progress per client address; 0 for no limit, as needed "
-        "behind a proxy.",
+        description="Maximum calls in progress per client address; 0 disables the limit, as "
+        "needed behind a proxy.",
     )
     max_connections_per_peer: int = Field(
         0,
         ge=0,
-        description="Maximum HTTP connections per client address; 0 for no limit, as needed "
-        "behind a proxy.",
+        description="Maximum HTTP connections per client address; 0 disables the limit, as "
+        "needed behind a proxy.",
     )
     max_connection_idle: float = Field(
-        0.0, ge=0, description="Seconds without a call until a connection is closed; 0 for never."
+        0.0,
+        ge=0,
+        description="Seconds without a call after which a connection is closed; 0: never.",
     )
     max_connection_age: float = Field(
         0.0,
         ge=0,
-        description="Maximum age of a connection in seconds, plus or minus 10%, so that load "
-        "balancers can spread clients again; 0 for no maximum.",
+        description="Maximum age of a connection in seconds, plus or minus 10%, so that a load "
+        "balancer can spread clients again; 0 disables the limit.",
     )
     max_connection_age_grace: float = Field(
-        600.0, ge=0, description="Seconds that calls in progress then have to complete."
+        600.0,
+        ge=0,
+        description="Seconds that calls have to finish after their connection's maximum age.",
     )
     connect_timeout: float = Field(
-        5.0, gt=0, description="Seconds that an engine has to answer when the router connects."
+        5.0, gt=0, description="Maximum seconds to connect to an engine."
     )
     keepalive_time: float = Field(
-        5.0, ge=1, description="Seconds of silence after which an engine is pinged."
+        5.0, ge=1, description="Seconds without data after which the router pings an engine."
     )
     keepalive_timeout: float = Field(
         5.0,
         gt=0,
-        description="Seconds that a pinged engine has to answer, or it is lost.",
+        description="Maximum seconds for an engine to answer a ping before it counts as lost.",
     )
     heartbeat_timeout: float = Field(
         20.0,
         gt=0,
-        description="Seconds of an engine's silence after which it counts as hung; engines "
-        "send a heartbeat once a second, also while a step runs.",
+        description="Seconds without a heartbeat after which an engine counts as hung; engines "
+        "send one per second, also during a step.",
     )
     max_moves: int = Field(
         5,
         ge=0,
-        description="Maximum migrations of a request to other engines; 0 for none.",
+        description="Maximum migrations per request to another engine; 0 disables migration.",
     )
     failover_timeout: float = Field(
         30.0,
         ge=0,
-        description="Seconds that requests wait while no engine is up; after that, waiting and "
-        "new requests are refused.",
+        description="Seconds without any engine after which waiting and new requests are refused.",
     )
     write_timeout: float = Field(
-        60.0, gt=0, description="Seconds that a client may leave its stream unread."
+        60.0, gt=0, description="Maximum seconds that a client leaves its stream unread."
     )
     max_unread_tokens: int = Field(
         4096,
         ge=1,
-        description="Maximum tokens of an output that wait for a slow client; beyond that the "
-        "request is cancelled.",
+        description="Maximum unread tokens per output; a slower client's request is cancelled.",
     )
     drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that running requests have to complete on SIGTERM."
+        30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
 
     @property
     def connection_limits(self) -> ConnectionLimits:
-        """As `create_server` takes them."""
+        """The limits for `create_server`."""
         return replace(
             super().connection_limits,
             max_idle=self.max_connection_idle,
@@ -179,7 +182,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def engine_tls(self) -> Tls | None:
-        """The router's files on its connections to engines; None: plaintext."""
+        """TLS files of the connections to engines; None: plaintext."""
         if self.engine_ca is None:
             return None
         return Tls(self.engine_ca, self.engine_cert, self.engine_key, self.engine_tls_name)
@@ -212,7 +215,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @field_validator("engine")
     @classmethod
     def _addresses(cls, addresses: list[str]) -> list[str]:
-        """Refuse what is neither, and repetitions, which would share one engine twice."""
+        """Refuse malformed and repeated addresses."""
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:

@@ -1,6 +1,6 @@
-"""The command `octavo`: one file a command.
+"""The command `octavo`: one file per command.
 
-Nothing here imports torch: commands that serve do so when they run.
+Nothing here imports torch; the serving commands import it when they run.
 """
 
 from importlib.metadata import version
@@ -21,7 +21,7 @@ from octavo.cli.serve import serve
 from octavo.cli.status import status
 
 app = typer.Typer(
-    help="Serves language models over gRPC from a paged KV cache.",
+    help="Serve language models over gRPC with a paged KV cache.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
@@ -43,7 +43,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
-    """Serves language models over gRPC from a paged KV cache."""
+    """Serve language models over gRPC with a paged KV cache."""

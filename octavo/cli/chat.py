@@ -11,21 +11,21 @@ from octavo.cli.generation import with_options
 from octavo.cli.output import err, out, report
 from octavo.client import Client, Error, GenerateOptions, Message
 
-HELP = """[bold]/help[/]           this
-[bold]/reset[/]          forget what was said
-[bold]/system TEXT[/]    set the system message and start over; without TEXT: show it
+HELP = """[bold]/help[/]           list the commands
+[bold]/reset[/]          start a new conversation
+[bold]/system TEXT[/]    set the system message and start a new conversation; without TEXT: print it
 [bold]/quit[/]           leave (so does ctrl-D); ctrl-C stops an answer"""
 
 
 class Conversation:
-    """What was said so far, and the system message it began with."""
+    """The messages so far and the system message."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
         self.messages: list[Message] = []
 
     def prompt(self) -> list[Message]:
-        """Everything that the model is to see."""
+        """Return the messages to send to the model."""
         first = [Message("system", self.system)] if self.system else []
         return [*first, *self.messages]
 
@@ -40,7 +40,7 @@ def chat(
     options: GenerateOptions,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
 ) -> None:
-    """Talk with a model. /help lists the commands."""
+    """Chat with a model. /help lists the commands."""
     conversation = Conversation(system)
     with server.client() as client:
         if sys.stdin.isatty():
@@ -57,7 +57,7 @@ def chat(
 
 
 def _read() -> str | None:
-    """The next line; None at the end. Ctrl-C clears the line."""
+    """Return the next line; None at the end of input. Ctrl-C clears the line."""
     while True:
         try:
             return input("› " if sys.stdin.isatty() else "").strip()
@@ -68,7 +68,7 @@ def _read() -> str | None:
 
 
 def _command(line: str, conversation: Conversation) -> bool:
-    """Obeys a /command. Returns False if it ends the conversation."""
+    """Execute a /command; return False if it ends the conversation."""
     name, _, rest = line.partition(" ")
     match name:
         case "/quit" | "/exit":
@@ -77,20 +77,21 @@ def _command(line: str, conversation: Conversation) -> bool:
             err.print(HELP)
         case "/reset":
             conversation.messages.clear()
-            err.print("[dim]forgotten[/]")
+            err.print("[dim]conversation cleared[/]")
         case "/system" if rest.strip():
             conversation.system = rest.strip()
             conversation.messages.clear()
-            err.print("[dim]set; the conversation starts over[/]")
+            err.print("[dim]system message set; conversation cleared[/]")
         case "/system":
-            err.print(f"[dim]{escape(conversation.system or 'the model has its own')}[/]")
+            system = conversation.system or "no system message; the model's default applies"
+            err.print(f"[dim]{escape(system)}[/]")
         case _:
-            err.print(f"[yellow]no command {escape(name)}[/]; /help lists them")
+            err.print(f"[yellow]unknown command {escape(name)}[/]; /help lists the commands")
     return True
 
 
 def _answer(client: Client, conversation: Conversation, options: GenerateOptions) -> None:
-    """Streams the answer and keeps it; a question that failed is taken back."""
+    """Stream and keep the answer; on failure, remove the question."""
     parts: list[str] = []
     try:
         with client.generate(conversation.prompt(), **options) as stream:

@@ -1,4 +1,4 @@
-"""The server that a command talks to: its address, who asks, over what wire."""
+"""The server of a command: address, API key and TLS."""
 
 import inspect
 from collections.abc import Callable
@@ -23,10 +23,10 @@ class Server:
     tls: Tls | None = None
 
     def client(self) -> Client:
-        """Makes a client.
+        """Return a client.
 
         Raises:
-            typer.Exit: the files for TLS cannot be used.
+            typer.Exit: the TLS files cannot be used.
         """
         try:
             return Client(self.address, api_key=self.api_key, tls=self.tls)
@@ -34,7 +34,7 @@ class Server:
             raise fail(str(error)) from None
 
     def async_client(self) -> AsyncClient:
-        """As `client`, for asyncio."""
+        """Return a client for asyncio; errors as in `client`."""
         try:
             return AsyncClient(self.address, api_key=self.api_key, tls=self.tls)
         except TlsError as error:
@@ -42,40 +42,45 @@ class Server:
 
 
 def _option(text: str, *names: str) -> Any:  # noqa: ANN401 - typer says the same
-    """An option that is also the variable of its last name."""
+    """Return an option with the environment variable of its last name."""
     variable = f"OCTAVO_{names[-1].strip('-').replace('-', '_').upper()}"
     return typer.Option(*names, envvar=variable, help=text, rich_help_panel="Connection")
 
 
 def _server(
     *,
-    address: Annotated[str, _option("The server's HOST:PORT.", "-a", "--address")] = (
+    address: Annotated[str, _option("HOST:PORT of the server.", "-a", "--address")] = (
         DEFAULT_ADDRESS
     ),
     api_key: Annotated[
         str | None,
-        _option("Says who asks. A flag can be seen by others here, the variable not.", "--api-key"),
+        _option(
+            "API key. Other users see flags in the process list; prefer the variable.", "--api-key"
+        ),
     ] = None,
-    tls: Annotated[bool, _option("TLS; the server's authority is a public one.", "--tls")] = False,
+    tls: Annotated[
+        bool, _option("Use TLS with the public certificate authorities.", "--tls")
+    ] = False,
     ca: Annotated[
-        Path | None, _option("TLS; the server's authority is in this PEM file.", "--ca")
+        Path | None, _option("Use TLS with the certificate authorities in this PEM file.", "--ca")
     ] = None,
     client_cert: Annotated[
-        Path | None, _option("TLS; the certificate to show to the server.", "--client-cert")
+        Path | None,
+        _option("Use TLS with the client certificate in this PEM file.", "--client-cert"),
     ] = None,
     client_key: Annotated[
-        Path | None, _option("The private key of --client-cert.", "--client-key")
+        Path | None, _option("PEM file of the private key of --client-cert.", "--client-key")
     ] = None,
     tls_name: Annotated[
         str | None,
-        _option("The name that the server's certificate is for, if not --address's.", "--tls-name"),
+        _option("Name in the server's certificate. Default: the host in --address.", "--tls-name"),
     ] = None,
 ) -> Server:
-    """Makes a server of what `with_server` adds to a command."""
+    """Return the server that the options of `with_server` set."""
     wanted = tls or ca or client_cert or client_key or tls_name
     return Server(address, api_key, Tls(ca, client_cert, client_key, tls_name) if wanted else None)
 
 
 def with_server(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of a connection in place of its parameter `server`."""
+    """Replace the parameter `server` of a command by the connection options."""
     return expand(command, "server", inspect.signature(_server).parameters.values(), _server)

@@ -1,4 +1,4 @@
-"""`octavo demo`: starts a server with the demo model and asks it a few things at once."""
+"""`octavo demo`: start a server with the demo model and send it several requests at once."""
 
 import asyncio
 import time
@@ -27,12 +27,12 @@ QUESTIONS = (
     "How do I boil an egg? List the steps.",
 )
 SERVER = ("--num-blocks", "64", "--max-model-len", "1024")
-"""A cache so small that its use can be seen."""
+"""Flags for a small KV cache, so that its use is visible."""
 
 
 @dataclass
 class Answer:
-    """A question and what came back so far."""
+    """A question and its answer so far."""
 
     question: str
     text: str = ""
@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass
 class Meter:
-    """What the display shows besides text. Times are in seconds."""
+    """Values on the status line. Times are in seconds."""
 
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
@@ -49,19 +49,19 @@ class Meter:
     peak: int = 0
 
     def seconds(self) -> float:
-        """How long it has run, or ran."""
+        """Return the duration so far, or in total after the end."""
         return (self.ended or time.monotonic()) - self.started
 
     def see(self, model: Model) -> None:
-        """Takes in the server's load."""
+        """Record the server's load."""
         self.model = model
         self.peak = max(self.peak, model.total_blocks - model.free_blocks)
 
 
 def demo(
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 160,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 160,
 ) -> None:
-    """Serve the demo model, ask it several things at once and show it at work."""
+    """Serve the demo model, send it several requests at once and show the KV cache in use."""
     require("demo", "engine", "router")
     try:
         models.resolve(models.DEMO)
@@ -86,7 +86,7 @@ def demo(
 
 
 async def _run(address: str, max_tokens: int) -> tuple[list[Answer], Meter]:
-    """Asks everything at once and shows the answers growing."""
+    """Send all questions at once and show the answers as they stream."""
     answers = [Answer(question) for question in QUESTIONS]
     async with AsyncClient(address) as client:
         meter = Meter()
@@ -111,7 +111,7 @@ async def _ask(client: AsyncClient, answer: Answer, max_tokens: int) -> None:
 
 
 async def _watch(client: AsyncClient, meter: Meter) -> None:
-    """Keeps the meter up to date."""
+    """Update the meter every 0.1 s."""
     while True:
         for model in await client.list_models(timeout=5):
             meter.see(model)
@@ -119,7 +119,7 @@ async def _watch(client: AsyncClient, meter: Meter) -> None:
 
 
 async def _show(answers: list[Answer], meter: Meter) -> None:
-    """Redraws on a terminal; elsewhere prints a line a second."""
+    """Redraw on a terminal; elsewhere print one line per second."""
     if not out.is_terminal:
         while True:
             await asyncio.sleep(1)
@@ -131,7 +131,7 @@ async def _show(answers: list[Answer], meter: Meter) -> None:
 
 
 def _view(answers: list[Answer], meter: Meter) -> RenderableType:
-    """The end of each answer, over the status line."""
+    """Return the last lines of each answer above the status line."""
     panels = [
         Panel("\n".join(answer.text.strip().splitlines()[-3:])[-240:], title=answer.question)
         for answer in answers
@@ -140,7 +140,7 @@ def _view(answers: list[Answer], meter: Meter) -> RenderableType:
 
 
 def _status(answers: list[Answer], meter: Meter) -> str:
-    """Throughput and KV-cache use in a line."""
+    """Return one line with throughput and KV-cache use."""
     tokens, seconds = sum(answer.tokens for answer in answers), meter.seconds()
     line = f"{tokens} tokens · [bold]{tokens / seconds:.1f} tokens/s[/]"
     if meter.model is not None:

@@ -1,4 +1,4 @@
-"""`octavo engine`: one model replica."""
+"""`octavo engine`: run one model replica."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from octavo.engine.settings import EngineSettings
 
 @settings_options(EngineSettings)
 def engine(flags: Flags) -> None:
-    """Run an engine: one model with its paged KV cache, for routers to use."""
+    """Run an engine: one model with its paged KV cache, which routers connect to."""
     require("engine", "engine")
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
@@ -31,7 +31,7 @@ async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
 async def run_engine(
     settings: EngineSettings, on_ready: Callable[[str], None], socket: Path | None = None
 ) -> None:
-    """Serves until SIGTERM, at a socket if one is given.
+    """Serve until SIGTERM, on a Unix socket if one is given.
 
     Raises:
         StartError: the settings do not fit each other, the model or the machine.

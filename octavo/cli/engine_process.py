@@ -1,4 +1,4 @@
-"""The engine of `octavo serve`: a child process that cannot outlive its parent."""
+"""The engine process of `octavo serve`; it dies with its parent."""
 
 import contextlib
 import ctypes
@@ -24,17 +24,17 @@ log = structlog.get_logger(__name__)
 
 PR_SET_PDEATHSIG = 1
 STOP_SECONDS = 5.0
-"""Beyond its own drain time, what the engine gets to stop before it is killed."""
+"""Seconds after the drain timeout before the engine is killed."""
 
 Report = tuple[Literal["ready", "failed"], str]
 
 
 class EngineProcess:
-    """Starts an engine in a fresh process and stops it on exit.
+    """Start an engine in a new process; stop it on exit.
 
     Args:
-        settings: the engine's.
-        socket: where it listens.
+        settings: of the engine.
+        socket: path of the Unix socket to listen on.
     """
 
     def __init__(self, settings: EngineSettings, socket: Path) -> None:
@@ -46,10 +46,10 @@ class EngineProcess:
         )
 
     async def ready(self) -> str:
-        """Waits until the engine accepts requests and returns its address.
+        """Wait until the engine accepts requests; return its address.
 
         Raises:
-            StartError: it failed to start; the message says why.
+            StartError: it failed to start.
         """
         try:
             kind, text = await call_in_thread(self._reports.recv)
@@ -61,14 +61,14 @@ class EngineProcess:
         return str(text)
 
     async def ended(self) -> None:
-        """Waits until the process is gone."""
+        """Wait until the process has ended."""
         await call_in_thread(self._process.join)
 
     def check(self) -> None:
-        """Does nothing while the process lives.
+        """Check that the process is alive.
 
         Raises:
-            StartError: it does not; the message says how it ended.
+            StartError: it ended; the message has the exit code or signal.
         """
         if self._process.is_alive():
             return
@@ -79,7 +79,7 @@ class EngineProcess:
         raise StartError(f"the engine ended by itself ({why})")
 
     def stop(self) -> None:
-        """Asks the engine to stop, waits for as long as it may drain, then kills it."""
+        """Send SIGTERM, wait for the drain timeout, then kill the process."""
         if self._process.is_alive():
             self._process.terminate()
             self._process.join(self._settings.drain_timeout + STOP_SECONDS)
@@ -88,13 +88,13 @@ class EngineProcess:
             self._process.join()
 
     def _end(self) -> str:
-        """How the process ended, for a person."""
+        """Return the signal or exit code that ended the process."""
         code = self._process.exitcode or 0
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def __enter__(self) -> Self:
         self._process.start()
-        self._child_end.close()  # so that the child's death is the pipe's end
+        self._child_end.close()  # the pipe then closes when the child dies
         return self
 
     def __exit__(
@@ -107,9 +107,9 @@ class EngineProcess:
 
 
 def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: int) -> None:
-    """The child: serves until SIGTERM, and tells the parent how the start went."""
+    """Serve until SIGTERM in the child; report readiness or failure to the parent."""
     _die_with(parent)
-    os.setpgid(0, 0)  # ctrl-C is the parent's to handle: it drains the router first
+    os.setpgid(0, 0)  # the parent handles ctrl-C: it drains the router first
     logging.configure(settings.log_format, settings.log_level)
 
     def report(kind: Literal["ready", "failed"], text: str) -> None:
@@ -123,20 +123,20 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
         with exit_on_sigterm():
             run_loop(run_engine(settings, ready, socket))
     except EXPECTED as error:
-        log.debug("the traceback of what follows", exc_info=True)
+        log.debug("traceback of the next error", exc_info=True)
         report("failed", str(error))
         sys.exit(1)
     except StoppedWhileStartingError:
         exit_at_once(0)
     except Exception as error:
-        log.exception("the engine failed")
+        log.exception("engine failed")
         report("failed", f"{error}" or type(error).__name__)
         sys.exit(1)
 
 
 def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when its parent dies, however that happens."""
+    """Make the kernel kill this process when its parent dies."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before prctl
         os.kill(os.getpid(), signal.SIGKILL)

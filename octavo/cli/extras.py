@@ -1,4 +1,4 @@
-"""The package's extras: what a command needs beyond the client, and how to install it."""
+"""The package's extras: modules that a command needs beyond the client."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ MODULES = {
     "engine": ("accelerate", "gguf", "grpc_reflection", "torch", "transformers", "uvloop"),
     "router": ("grpc_reflection", "jinja2", "starlette", "transformers", "uvicorn", "uvloop"),
 }
-"""Modules by which an extra of pyproject.toml is recognised as installed."""
+"""Modules that show that an extra of pyproject.toml is installed."""
 
 USAGE_ERROR = 2
 
@@ -20,7 +20,7 @@ def require(command: str, *extras: str) -> None:
     """Check that `extras` are installed.
 
     Raises:
-        typer.Exit: A module is missing; what to install has been printed.
+        typer.Exit: A module is missing; the pip command is printed.
     """
     needed = dict.fromkeys(module for extra in extras for module in MODULES[extra])
     missing = [module for module in needed if find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""`octavo generate`: one prompt, answered on stdout."""
+"""`octavo generate`: generate text for one prompt."""
 
 import dataclasses
 import json
@@ -23,14 +23,14 @@ def generate(
     prompt: Annotated[str, typer.Argument(help='The prompt; "-" reads it from stdin.')],
     chat: Annotated[
         bool,
-        typer.Option("--chat/--raw", help="Send the prompt as a user's message, or as plain text."),
+        typer.Option("--chat/--raw", help="Send the prompt as a user message, or as raw text."),
     ] = True,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds until the request is cancelled. Default: none.")
+        float | None, typer.Option(help="Deadline of the request in seconds. Default: none.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the whole result, log-probabilities too, as JSON.")
+        bool, typer.Option("--json", help="Print the result as JSON, log-probabilities included.")
     ] = False,
 ) -> None:
     """Generate text for one prompt, streamed to stdout; a summary goes to stderr."""
@@ -46,7 +46,7 @@ def generate(
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
-    """Wraps the text in messages unless it is to be taken as it is."""
+    """Return chat messages, or the raw text without `chat`."""
     if not chat:
         if system is not None:
             raise typer.BadParameter("--system needs --chat")
@@ -56,7 +56,7 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
 
 
 def show(stream: Stream, *, several: bool = False) -> None:
-    """Prints an answer as it comes (several outputs: when all are whole), then a summary."""
+    """Print the answer as it streams, or several outputs at the end; then a summary."""
     started, first, texts = time.monotonic(), None, dict[int, list[str]]()
     try:
         for event in stream.events():
@@ -80,7 +80,7 @@ def show(stream: Stream, *, several: bool = False) -> None:
 
 
 def summary(stream: Stream, started: float, first: float, ended: float) -> str:
-    """Counts, time to first token and the rate after it; times in seconds."""
+    """Return token counts, time to first token and rate; times are in seconds."""
     tokens = sum(end.usage.output_tokens for end in stream.finished)
     reasons = ", ".join(sorted({str(end.reason) for end in stream.finished}))
     prompt = stream.accepted.prompt_tokens if stream.accepted else 0

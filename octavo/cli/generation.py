@@ -1,4 +1,4 @@
-"""The options of `octavo generate` and `octavo chat` that are parameters of the request."""
+"""Request parameters as options of `octavo generate` and `octavo chat`."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -17,11 +17,11 @@ FLAGS = tuple(name for name, parameter in PARAMETERS.items() if parameter.flags 
 def with_options(
     names: Collection[str] = FLAGS, defaults: Mapping[str, object] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the flags of parameters in place of its parameter `options`.
+    """Replace the parameter `options` of a command by flags of request parameters.
 
     Args:
         names: The parameters.
-        defaults: Values of those that the command sets by itself.
+        defaults: The command's own default values.
     """
     own = defaults or {}
     shown = [_option(name, PARAMETERS[name], own.get(name)) for name in names]
@@ -29,7 +29,7 @@ def with_options(
 
 
 def _options(**given: object) -> GenerateOptions:
-    """Return those options that were given."""
+    """Return the options that were given."""
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
     return cast("GenerateOptions", {n: v for n, v in chosen.items() if v is not False})
 

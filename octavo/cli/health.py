@@ -1,4 +1,4 @@
-"""`octavo health`: what a container's or a load balancer's probe runs."""
+"""`octavo health`: the probe of containers and load balancers."""
 
 from typing import Annotated
 
@@ -18,11 +18,13 @@ def health(
     server: Server,
     live: Annotated[
         bool,
-        typer.Option("--live", help="Ask whether it answers at all, ready for requests or not."),
+        typer.Option("--live", help="Check liveness instead of readiness."),
     ] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it has to answer.")] = 5.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Maximum seconds to wait for the answer.")
+    ] = 5.0,
 ) -> None:
-    """Ask a router or an engine, over grpc.health.v1, whether it is ready; exit code 0 or 1."""
+    """Check over grpc.health.v1 whether a router or an engine is ready; exit code 0 or 1."""
     request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
     try:
         with _connect(server) as channel:

@@ -1,4 +1,4 @@
-"""`octavo key`: an API key for a tenant."""
+"""`octavo key`: make an API key for a tenant."""
 
 import re
 import secrets
@@ -10,18 +10,18 @@ from octavo.cli.output import err, out
 from octavo.router.tenants.tenant import NAME, hash_key
 
 PREFIX = "octavo_"
-"""So that whoever finds a key somewhere knows what it is."""
+"""Prefix by which a leaked key is recognized."""
 KEY_BYTES = 32
 
 
 def key(
-    tenant: Annotated[str, typer.Argument(help="Whose it is to be.")] = "NAME",
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")] = "NAME",
 ) -> None:
-    """Make an API key: the key for the client, its hash for the file of --tenants."""
+    """Make an API key and the entry with its hash for the --tenants file."""
     if not re.fullmatch(NAME, tenant):
-        raise typer.BadParameter("a tenant's name is letters, digits, '.', '_' and '-', 64 at most")
+        raise typer.BadParameter("a tenant's name has at most 64 letters, digits, '.', '_' and '-'")
     made = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    err.print("[dim]for the client; it is kept nowhere and shown this once:[/]")
+    err.print("[dim]for the client; the key is not stored and not shown again:[/]")
     out.out(made)
-    err.print("[dim]for the tenants' file:[/]")
+    err.print("[dim]for the --tenants file:[/]")
     out.out(f'[{tenant}]\nkeys = ["{hash_key(made)}"]')

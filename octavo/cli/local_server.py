@@ -1,4 +1,4 @@
-"""A server of one's own, for a demo or a measurement."""
+"""A temporary local server for `octavo demo` and `octavo bench`."""
 
 import contextlib
 import subprocess
@@ -17,20 +17,20 @@ START_SECONDS = 600.0  # a model may have to be compiled
 STOP_SECONDS = 40.0
 PLAIN = Server()
 TAIL_LINES = 25
-"""How much of the server's log is shown when it does not start."""
+"""Log lines printed when the server does not start."""
 
 
 @contextlib.contextmanager
 def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[str]:
-    """Runs `octavo serve` on a free port; yields its address once it is ready.
+    """Run `octavo serve` on a free port; yield its address when it is ready.
 
     Args:
-        model: as --model takes it.
-        *arguments: more flags for `octavo serve`.
-        like: how to connect to it, but for its address.
+        model: the value of --model.
+        *arguments: further flags of `octavo serve`.
+        like: API key and TLS of the connection.
 
     Raises:
-        typer.Exit: it does not start; the end of its log has been printed.
+        typer.Exit: it does not start; the end of its log is printed.
     """
     port = free_port()
     serve = ["octavo", "serve", "--model", model, *arguments]
@@ -52,7 +52,7 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, name: str) -> None:
-    """Waits until the server is ready; shows its log if it never is."""
+    """Wait until the server is ready; fail with the end of its log."""
     started = time.monotonic()
     with err.status(f"Starting {name}…"), server.client() as client:
         while time.monotonic() - started < START_SECONDS:
@@ -66,5 +66,5 @@ def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, name: str
 
 
 def _tail(log: Path) -> str:
-    """The log's last lines."""
+    """Return the last lines of the log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])

@@ -1,4 +1,4 @@
-"""Makes a command's options out of the fields of settings classes."""
+"""Command options made from the fields of settings classes."""
 
 import inspect
 import typing
@@ -13,29 +13,28 @@ from octavo.cli.signature import make_like
 from octavo.common.settings import Settings, SettingsError, arms, flag, is_collection
 
 Flags = dict[str, Any]
-"""What was given on the command line, by field name; None where nothing was."""
+"""Values given on the command line, by field name."""
 
 S = TypeVar("S", bound=Settings)
 
 EPILOG = (
     "Every option is also an environment variable (--block-size: OCTAVO_BLOCK_SIZE) and a key "
-    "of the TOML file (block_size), flat or under \\[engine] or \\[router]. A flag wins over the "
-    "variable, the variable over the file."
+    "of the TOML file (block_size), flat or under \\[engine] or \\[router]. A flag overrides the "
+    "variable, the variable overrides the file."
 )
 
 
 def settings_options(
     *classes: type[Settings], hidden: Collection[str] = ()
 ) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
-    """Gives a command one option for each field of `classes`.
+    """Give a command one option per field of `classes`.
 
-    Where two classes share a field, the first one's is shown. Values are passed
-    on as typed, or None: `load` checks them together with what the environment
-    and the TOML file say.
+    If two classes share a field, the first one's is shown. `load` checks the values
+    together with the environment and the TOML file.
 
     Args:
-        *classes: whose fields become options.
-        hidden: fields that the command sets itself.
+        *classes: settings classes.
+        hidden: fields without an option.
     """
     fields: dict[str, tuple[FieldInfo, str]] = {}
     for cls in classes:
@@ -56,10 +55,10 @@ def settings_options(
 
 
 def load(cls: type[S], flags: Flags) -> S:
-    """Makes `cls` from those of the flags that are its own.
+    """Return the settings `cls`, with the flags that are its fields.
 
     Raises:
-        typer.BadParameter: a value is not allowed; names where it was set.
+        typer.BadParameter: a value is not allowed; the message names its source.
     """
     try:
         return cls.load(**{name: flags[name] for name in flags if name in cls.model_fields})
@@ -68,13 +67,13 @@ def load(cls: type[S], flags: Flags) -> S:
 
 
 def declaring(cls: type[Settings], name: str) -> type[Settings]:
-    """Returns the settings class, `cls` or what it inherits from, that has a field first."""
+    """Return the class that declares a field: `cls` or one of its bases."""
     bases = (base for base in reversed(cls.__mro__) if issubclass(base, Settings))
     return next(base for base in bases if name in base.model_fields)
 
 
 def describe(field: FieldInfo) -> tuple[str, str]:
-    """Returns a field's type and its default, both for a person."""
+    """Return a field's type and default as text."""
     kinds = [_kind(arm) for arm in arms(field.annotation) if arm is not type(None)]
     if field.default_factory is not None or field.default in (None, PydanticUndefined):
         default = ""
@@ -88,7 +87,7 @@ def describe(field: FieldInfo) -> tuple[str, str]:
 
 
 def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """The typer option of one field. Its default is None, "not given"."""
+    """Return the typer option of one field; its default None means "not given"."""
     kind, default = describe(field)
     help_text = (field.description or "").replace("[", "\\[")
     if field.is_required():
@@ -116,7 +115,7 @@ def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 
 
 def _kind(annotation: object) -> str:
-    """A type's name as help shows it."""
+    """Return a type's name for --help."""
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(annotation))

@@ -1,4 +1,4 @@
-"""What commands print: answers on stdout, everything about them on stderr."""
+"""Output of commands: results on stdout, messages on stderr."""
 
 import sys
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 INTERRUPTED = 130
-"""The exit code of a command that ctrl-C ended, as shells expect it."""
+"""Exit code after ctrl-C, 128 + SIGINT."""
 
 
 @contextmanager
 def failures(address: str) -> Iterator[None]:
-    """Turns errors of a server at `address` into a message and exit code 1."""
+    """Report errors of the server at `address` and exit with code 1."""
     try:
         yield
     except Error as error:
@@ -27,13 +27,13 @@ def failures(address: str) -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of our output has gone; so do we
+    except BrokenPipeError:  # the reader of stdout has closed it
         sys.stderr.close()
         raise typer.Exit(1) from None
 
 
 def report(error: Error, address: str) -> None:
-    """Prints an error's code, message and what to do next."""
+    """Print an error's code and message, and what to do."""
     err.print(f"[bold red]{error.code.name}[/]: {escape(error.message)}", soft_wrap=True)
     for violation in error.violations:
         if violation.description not in error.message:
@@ -41,34 +41,34 @@ def report(error: Error, address: str) -> None:
     if error.retry_after is not None:
         err.print(f"  try again in {error.retry_after:.1f} s")
     if isinstance(error, UnauthenticatedError):
-        err.print("  a key goes into OCTAVO_API_KEY, or after --api-key")
+        err.print("  set the API key in OCTAVO_API_KEY or with --api-key")
     elif isinstance(error, UnavailableError) and "handshake failed" in error.message:
         err.print(
-            f"  {escape(address)} does not speak TLS, or its certificate is of another authority "
-            "or for another name (--ca, --tls-name)",
+            f"  {escape(address)} does not use TLS, or its certificate has another authority "
+            "or name (set --ca, --tls-name)",
             soft_wrap=True,
         )
     elif isinstance(error, UnavailableError) and "failed to connect" in error.message:
         err.print(
-            f"  nothing answers at {escape(address)}, or it speaks TLS (--tls, --ca); start a "
-            "server with [bold]octavo serve --model demo[/], or name one with --address",
+            f"  nothing answers at {escape(address)}, or it uses TLS (set --tls or --ca); start a "
+            "server with [bold]octavo serve --model demo[/], or set --address",
             soft_wrap=True,
         )
 
 
 def fail(message: str) -> typer.Exit:
-    """Prints a message in red; raise what it returns."""
+    """Print an error message; return the exception to raise."""
     err.print(f"[bold red]error[/]: {escape(message)}", soft_wrap=True)
     return typer.Exit(1)
 
 
 def warning(text: str) -> str:
-    """Return a line that warns of something, as markup."""
+    """Return a warning line as markup."""
     return f"[bold yellow]warning[/]: {escape(text)}"
 
 
 def bar(share: float, width: int = 20) -> str:
-    """A bar of `width` cells, `share` (0 to 1) of them full, coloured by how full."""
+    """Return a bar of `width` cells, `share` (0 to 1) of them full, coloured by share."""
     full = round(min(max(share, 0.0), 1.0) * width)
     colour = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
     return f"[{colour}]{'█' * full}[/][dim]{'░' * (width - full)}[/] {share:4.0%}"

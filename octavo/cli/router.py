@@ -1,4 +1,4 @@
-"""`octavo router`: what clients talk to."""
+"""`octavo router`: run the server that clients connect to."""
 
 from octavo.cli import running
 from octavo.cli.extras import require
@@ -9,7 +9,7 @@ from octavo.router.settings import RouterSettings
 
 @settings_options(RouterSettings)
 def router(flags: Flags) -> None:
-    """Run a router: takes clients' requests and spreads them over engines."""
+    """Run a router: accept requests from clients and balance them over engines."""
     require("router", "router")
     settings = load(RouterSettings, flags)
     logging.configure(settings.log_format, settings.log_level)

@@ -1,4 +1,4 @@
-"""What `serve`, `router` and `engine` share: progress, errors, an event loop."""
+"""Progress, errors and event loop of `serve`, `router` and `engine`."""
 
 import asyncio
 import gc
@@ -26,10 +26,10 @@ log = structlog.get_logger(__name__)
 
 
 class StartError(Exception):
-    """A server cannot start, or ended by itself; the message says why."""
+    """A server cannot start or ended unexpectedly; the message says why."""
 
 
-# Failures whose message says it all; others are shown with their traceback.
+# Errors that are reported without a traceback.
 EXPECTED = (StartError, ModelError, SettingsError, TlsError, OSError)
 
 
@@ -37,7 +37,7 @@ class Progress:
     """A spinner and a panel on a terminal; log lines elsewhere and in JSON.
 
     Args:
-        log_format: the settings' own; "json" keeps everything for machines.
+        log_format: of the settings; "json" logs lines on a terminal too.
     """
 
     def __init__(self, log_format: str) -> None:
@@ -47,7 +47,7 @@ class Progress:
         self._started = time.monotonic()
 
     def stage(self, text: str) -> None:
-        """Says what is being done now."""
+        """Show the current stage of the start."""
         if not self._fancy:
             log.info(text)
         elif self._status is None:
@@ -57,7 +57,7 @@ class Progress:
             self._status.update(f"{text}…")
 
     def ready(self, title: str, facts: dict[str, str]) -> None:
-        """Says that requests are accepted, and how long it took to get there; settles."""
+        """Show that the server is ready and its start time; call `settle`."""
         settle()
         seconds = time.monotonic() - self._started
         self.close()
@@ -86,7 +86,7 @@ def settle() -> None:
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Runs a server in an event loop of its own, and lets go of all that it kept."""
+    """Run a server in a new event loop, then undo `settle`."""
     import uvloop  # noqa: PLC0415 - of the servers' extras
 
     try:
@@ -117,7 +117,7 @@ async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
 
 
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
-    """Runs a server until it ends; what stops it from starting becomes exit code 1."""
+    """Run a server until it ends; an expected error becomes exit code 1."""
     progress = Progress(log_format)
     try:
         with exit_on_sigterm():
@@ -126,7 +126,7 @@ def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) 
         raise typer.Exit(INTERRUPTED) from None
     except EXPECTED as error:
         progress.close()
-        log.debug("the traceback of what follows", exc_info=True)
+        log.debug("traceback of the next error", exc_info=True)
         raise fail(f"{error}" or type(error).__name__) from None
     except BackgroundError as error:
         progress.close()

@@ -1,4 +1,4 @@
-"""`octavo serve`: router and engine together."""
+"""`octavo serve`: run a router and an engine together."""
 
 import asyncio
 import importlib
@@ -23,26 +23,27 @@ from octavo.v1 import generation_pb2
 log = structlog.get_logger(__name__)
 
 CONNECT_SECONDS = 60.0
-"""What the router gets to find an engine that is up."""
+"""Seconds for the router to connect to the engine before a warning."""
 
 
 LINK_TO_ENGINE = ("engine_ca", "engine_cert", "engine_key", "engine_tls_name")
 PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
-"""Settings that do not hold here: the two are on one machine, and no wire is between them."""
+"""TLS settings between router and engine; unused on a Unix socket."""
 
 
 @settings_options(RouterSettings, EngineSettings, hidden={"engine", *LINK_TO_ENGINE})
 def serve(flags: Flags) -> None:
     """Serve a model: a router here and an engine in a child process.
 
-    --host, --port, --metrics-port, --max-message-bytes and --tls-... are the router's. The engine
-    listens on a socket that its user alone can open; its metrics' port is the one after the
-    router's.
+    --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. The engine
+    listens on a Unix socket of this user only; its metrics port is the router's plus one.
     """
     require("serve", "engine", "router")
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     own: Flags = {"host": "127.0.0.1"}
-    if "metrics_port" in router.model_fields_set:  # else each falls back from its default
+    if (
+        "metrics_port" in router.model_fields_set
+    ):  # else each picks a free port if its default is taken
         own["metrics_port"] = router.metrics_port + 1 if router.metrics_port else 0
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
@@ -55,14 +56,14 @@ def serve(flags: Flags) -> None:
 
 
 def _without(flags: Flags, name: str) -> Flags:
-    """The flags but one."""
+    """Return the flags without one."""
     return {key: value for key, value in flags.items() if key != name}
 
 
 async def _serve(
     router: RouterSettings, engine: EngineSettings, progress: running.Progress
 ) -> None:
-    """Starts both, watches both, and stops the router before the engine."""
+    """Run router and engine; stop the router before the engine."""
     progress.stage(f"Looking for {engine.model}")
     await call_in_thread(models.resolve, engine.model)
     progress.stage(f"Loading {engine.model}")
@@ -70,8 +71,8 @@ async def _serve(
         TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
         EngineProcess(engine, socket := Path(directory, "engine.sock")) as process,
     ):
-        # The router starts while the model loads: its imports take seconds too, and a port that
-        # is taken is told at once.
+        # Start the router while the model loads: its imports take seconds, and a taken port is
+        # reported at once.
         server = await call_in_thread(_import_router)
         loop = asyncio.get_running_loop()
         served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
@@ -101,7 +102,7 @@ async def _serve(
 
 
 async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
-    """Waits until an engine has ended that was ready once; a failed start is the router's."""
+    """Wait until a ready engine ends; the router reports a failed start."""
     await asyncio.wait({ready})
     if not ready.cancelled() and ready.exception() is None:
         await process.ended()
@@ -110,7 +111,7 @@ async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
 
 
 def _import_router() -> ModuleType:
-    """Imports the router, and what it needs to load a tokenizer, beforehand."""
+    """Import the router and the tokenizer loader."""
     importlib.import_module("transformers.models.auto.tokenization_auto")
     return importlib.import_module("octavo.router.server")
 
@@ -122,7 +123,7 @@ async def _announce(
     router: RouterSettings,
     progress: running.Progress,
 ) -> None:
-    """Tells when the model can be used, and where."""
+    """Show the address and model when requests are accepted."""
     address = await listening
     await asyncio.wait({ready})
     if ready.cancelled() or ready.exception() is not None:
@@ -132,7 +133,7 @@ async def _announce(
         async with asyncio.timeout(CONNECT_SECONDS):
             model = await asyncio.shield(served)
     except TimeoutError:
-        log.warning("the router has found no engine yet", address=address)
+        log.warning("no engine connected to the router yet", address=address)
         return
     facts = {
         "address": address,

@@ -1,4 +1,4 @@
-"""Parameters of commands that are made from several options."""
+"""Command parameters that are made from several options."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -14,10 +14,10 @@ def expand(
     """Return a command with `options` in place of its parameter `name`.
 
     Args:
-        command: As typer takes it.
+        command: A typer command.
         name: One of its parameters.
-        options: The parameters to show instead, after all others.
-        make: Makes the value of the parameter from those of `options`.
+        options: The parameters that replace it, placed last.
+        make: Returns the value of the parameter from those of `options`.
     """
     options = list(options)
     own = inspect.signature(command).parameters.values()

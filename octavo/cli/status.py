@@ -1,4 +1,4 @@
-"""`octavo status`: what is served and how busy it is."""
+"""`octavo status`: show models and load."""
 
 import dataclasses
 import json
@@ -21,8 +21,8 @@ TIMEOUT = 5.0
 @with_server
 def status(
     server: Server,
-    once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print it once, as JSON.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the status once and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status once as JSON.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 1.0,
 ) -> None:
     """Show the models, their engines, requests and KV-cache use; live on a terminal."""
@@ -36,7 +36,7 @@ def status(
 
 
 def _follow(client: Client, interval: float) -> None:
-    """Redraws until ctrl-C; a server that goes away is shown as such."""
+    """Redraw until ctrl-C; show an error while the server is unreachable."""
     view = _view(client)
     try:
         with Live(view, console=out, auto_refresh=False) as live:
@@ -52,7 +52,7 @@ def _follow(client: Client, interval: float) -> None:
 
 
 def _view(client: Client) -> RenderableType:
-    """The models in two tables, under a line on the server's health."""
+    """Return the server's health and two tables of models."""
     models = client.list_models(timeout=TIMEOUT)
     serving = client.is_serving(timeout=TIMEOUT)
     health = "[green]serving[/]" if serving else "[red]not serving[/]"
@@ -63,12 +63,12 @@ def _view(client: Client) -> RenderableType:
 
 
 def warnings(models: tuple[Model, ...]) -> list[str]:
-    """Return what slows engines down, each once."""
+    """Return the engines' warnings without repetitions."""
     return sorted({text for model in models for text in model.warnings})
 
 
 def requests(models: tuple[Model, ...]) -> Table:
-    """Who serves and what is asked of them, one row a model."""
+    """Return a table of engines and requests, one row per model."""
     table = _table("model", "engines", "context", "running", "waiting", "swapped")
     for model in models:
         numbers = model.engines, model.max_model_len, model.running, model.waiting, model.swapped
@@ -77,7 +77,7 @@ def requests(models: tuple[Model, ...]) -> Table:
 
 
 def memory(models: tuple[Model, ...]) -> Table:
-    """Where the KV cache's blocks are, one row a model."""
+    """Return a table of KV-cache blocks, one row per model."""
     table = _table("model", "cache in use", "blocks", "shared", "cached", "in swap", "waste")
     for model in models:
         table.add_row(

@@ -37,7 +37,7 @@ class ConnectionLimits:
         options = [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_streams),
-            # Between the two, gRPC would refuse calls at random.
+            # gRPC refuses calls at random when the size is between the two.
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.http2.min_ping_interval_without_data_ms", _ms(self.min_ping_interval)),
@@ -60,22 +60,22 @@ class ConnectionSettings(Settings):
     max_connections: int = Field(
         DEFAULT_LIMITS.max_connections,
         ge=1,
-        description="Most connections, over all peers; more are closed as they come.",
+        description="Maximum connections of all peers; more are closed at once.",
     )
     max_streams: int = Field(
         DEFAULT_LIMITS.max_streams,
         ge=1,
-        description="Most calls in progress on one connection; the peer holds back more.",
+        description="Maximum calls in progress per connection; the peer queues more.",
     )
     max_metadata_bytes: int = Field(
         DEFAULT_LIMITS.max_metadata_bytes,
         ge=1024,
-        description="Most bytes of metadata that a call may come with.",
+        description="Maximum bytes of a call's metadata; a call with more is refused.",
     )
     min_ping_interval: float = Field(
         DEFAULT_LIMITS.min_ping_interval,
         ge=0,
-        description="Seconds between a peer's pings; one that pings faster is cut off.",
+        description="Minimum seconds between a peer's pings; a faster peer is disconnected.",
     )
 
     @property

@@ -16,11 +16,15 @@ class TlsSettings(Settings):
 
     tls_cert: Path | None = Field(
         None,
-        description="The port's certificate, in PEM; read anew when it changes. Default: no TLS.",
+        description="PEM file of the port's certificate; reloaded on change. Default: no TLS.",
     )
-    tls_key: Path | None = Field(None, description="The certificate's private key, in PEM.")
+    tls_key: Path | None = Field(
+        None, description="PEM file of the certificate's private key, not encrypted."
+    )
     tls_client_ca: Path | None = Field(
-        None, description="Authorities, in PEM, of one of which clients must have a certificate."
+        None,
+        description="PEM file of the certificate authorities that sign client certificates. "
+        "Default: clients need no certificate.",
     )
 
     @model_validator(mode="after")
@@ -33,7 +37,7 @@ class TlsSettings(Settings):
 
     @property
     def tls(self) -> Tls | None:
-        """The port's files; None: no TLS."""
+        """The port's TLS files; None: no TLS."""
         if self.tls_cert is None:
             return None
         return Tls(self.tls_client_ca, self.tls_cert, self.tls_key)

@@ -42,13 +42,15 @@ class Settings(BaseSettings):
     """The TOML table that belongs to this class: "engine", "router" or none."""
 
     config: Path | None = Field(
-        None, description="TOML file with settings; flags and the environment win over it."
+        None,
+        description="TOML file of settings; flags and environment variables override it.",
     )
     log_format: Literal["console", "json"] = Field(
-        "console", description="Logs for people (console) or for machines (json lines)."
+        "console",
+        description="Log format: console is text for people, json is one JSON object per line.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least severe log level that is written."
+        "info", description="Minimum severity of log lines; less severe lines are dropped."
     )
 
     @field_validator("*", mode="before")

@@ -11,6 +11,6 @@ class TracingSettings(Settings):
     otlp_endpoint: str | None = Field(
         None,
         pattern=r"^https?://",
-        description="URL of an OpenTelemetry collector that receives spans by OTLP over gRPC, "
+        description="URL of the OpenTelemetry collector that receives spans over OTLP/gRPC, "
         "such as http://localhost:4317. Default: no tracing.",
     )

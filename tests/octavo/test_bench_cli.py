@@ -82,7 +82,7 @@ def test_no_model_yet(bench, service):
     ("arguments", "complaint"),
     [
         (["throughput", "-c", "0"], "--concurrency"),
-        (["throughput", "-c", "8", "-r", "4", *SMALL], "-c 8: 4 requests"),
+        (["throughput", "-c", "8", "-r", "4", *SMALL], "-c 8 exceeds the 4 requests"),
         (["throughput", "-r", "0"], "--requests"),
         (["throughput", "--prompt-tokens", "60", "--output-tokens", "41"], "101 tokens of prompt"),
         (["throughput", "--prompt-spread", "3"], "--prompt-spread needs --lengths"),

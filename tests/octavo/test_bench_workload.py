@@ -130,7 +130,7 @@ def test_a_dataset_begins_again_if_it_is_short(dataset):
         ([{"prompt": "a", "max_tokens": 0}], "line 1: max_tokens: "),
         ([{"messages": [{"role": "user"}]}], "line 1: messages.0.content: "),
         (["[1]"], "line 1: "),
-        ([], "no prompt in it"),
+        ([], "the file has no prompt"),
     ],
 )
 def test_a_dataset_s_mistakes_are_named(dataset, lines, complaint):

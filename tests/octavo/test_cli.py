@@ -92,7 +92,7 @@ def test_chat_sends_what_was_said(octavo, service):
     assert result.exit_code == 0
     said = [[m.content for m in request.chat.messages] for request in service.requests]
     assert said == [["hello"], ["hello", "hello ", "more"], ["S", "again"], ["S", "new"]]
-    assert "no command /nonsense" in result.stderr
+    assert "unknown command /nonsense" in result.stderr
 
 
 def test_chat_takes_a_failed_question_back(octavo, service):

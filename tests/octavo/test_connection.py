@@ -116,7 +116,7 @@ def test_commands_say_what_is_missing(service, secure_service, tls, tmp_path):
     assert "cannot read" in stderr("--ca", tmp_path / "none.pem")
     assert "go together" in stderr("--client-cert", tls.cert)
     assert "--tls" in stderr("--address", secure_service.address)
-    assert "does not speak TLS" in stderr("--address", service.address, "--ca", tls.ca)
+    assert "does not use TLS" in stderr("--address", service.address, "--ca", tls.ca)
     service.fail(grpc.StatusCode.UNAUTHENTICATED, "who?")
     assert "OCTAVO_API_KEY" in stderr("--address", service.address)
 

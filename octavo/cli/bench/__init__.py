@@ -1,9 +1,4 @@
-"""`octavo bench`: what load a server bears, seen from a client.
-
-commands: the sub-commands. flags, several_values: their flags. settings: what
-those amount to.
-workload: the requests. load: sends them. metrics: what the answers amount to.
-report: the JSON. tables, plots: for people. session: one call of the command.
+"""`octavo bench`: measure a server's throughput and latency from a client.
 
 Nothing that commands imports needs numpy, so that `octavo` starts fast.
 """

@@ -47,10 +47,10 @@ from octavo.cli.connection import Server, with_server
 from octavo.cli.extras import require
 
 METRICS = """\
-[bold]What is measured[/], by the client's clock, over the requests that succeeded:
+[bold]Metrics[/], by the client's clock, over the requests that succeeded:
 
 [bold]TTFT[/], time to first token: from sending a request to its first message with tokens. \
-`serve` counts from when the request was due, so a late generator hides nothing.
+`serve` counts from when the request was due, so a late load generator hides no latency.
 
 [bold]e2e[/]: from the same instant to the end of the stream.
 
@@ -58,8 +58,8 @@ METRICS = """\
 of at least two tokens.
 
 [bold]ITL[/], inter-token latency: the gaps between successive messages with tokens, of all \
-requests together. A message that carries several tokens (the router joins what a slow reader has \
-not fetched) ends one gap; tokens per message are shown where there are more than one.
+requests together. A message with several tokens (the router joins tokens that a slow client has \
+not read) ends one gap; the table shows tokens per message if they exceed one.
 
 [bold]goodput[/]: requests per second that met every --slo. A one-token request meets any tpot.
 
@@ -89,7 +89,7 @@ def throughput(
             "-c",
             min=1,
             metavar="N...",
-            help="Requests in flight; several are measured in turn. Default: all at once.",
+            help="Requests in flight; several values are measured in turn. Default: all at once.",
         ),
     ] = None,
     requests: Requests = None,
@@ -108,7 +108,7 @@ def throughput(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """The most that a server does: all requests at once, or so many at any time."""
+    """Measure maximum throughput: send all requests at once, or keep a number in flight."""
     _measure(
         "throughput",
         _workload(
@@ -136,7 +136,9 @@ def latency(
     server_flags: ServerFlags = None,
     model: ModelName = None,
     serve: Serve = None,
-    requests: Annotated[int, typer.Option("--requests", "-r", min=1, help="How many.")] = 10,
+    requests: Annotated[
+        int, typer.Option("--requests", "-r", min=1, help="Number of requests.")
+    ] = 10,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
     seed: Seed = 0,
@@ -146,7 +148,7 @@ def latency(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """The time that one request takes with the server to itself: one after the other."""
+    """Measure the latency of single requests: send one after the other."""
     prompt, output = choose_lengths(
         Shape.FIXED, (float(prompt_tokens), None), (float(output_tokens), None)
     )
@@ -170,15 +172,15 @@ def serve(
         typer.Option(
             "--rate",
             metavar="R...",
-            help="Requests per second, on average; several are measured in turn.",
+            help="Mean requests per second; several values are measured in turn.",
         ),
     ],
     server_flags: ServerFlags = None,
     burstiness: Annotated[
         float,
         typer.Option(
-            help="Shape of the gamma-distributed gaps. 1: a Poisson process; less: bursts; "
-            "more: evenly."
+            help="Shape of the gamma distribution of arrival gaps. 1: a Poisson process; less: "
+            "bursts; more: evenly spaced."
         ),
     ] = 1.0,
     model: ModelName = None,
@@ -199,7 +201,7 @@ def serve(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """How latency grows with load: requests come at random times, at a given rate."""
+    """Measure latency under load: send requests at random times, at a given mean rate."""
     for value, flag in (*((r, "--rate") for r in rate), (burstiness, "--burstiness")):
         if not 0 < value < math.inf:
             raise typer.BadParameter(f"{flag} {value:g}: must be above 0, and finite")
@@ -233,10 +235,10 @@ def _workload(
     ignore_eos: bool | None,
     seed: int,
 ) -> Workload:
-    """What the flags ask to be sent; `prompt` and `output` are a mean and a spread.
+    """Return the workload that the flags set; `prompt` and `output` are (mean, spread).
 
     Raises:
-        typer.BadParameter: flags that exclude each other.
+        typer.BadParameter: flags exclude each other.
     """
     if dataset is None:
         shapes = choose_lengths(lengths or Shape.FIXED, prompt, output)
@@ -266,10 +268,10 @@ def _measure(
     objectives: Objectives | None,
     outputs: Outputs,
 ) -> None:
-    """Checks what can be known beforehand, then measures.
+    """Check the flags and the installed extras, then measure.
 
     Raises:
-        typer.BadParameter: flags that make no sense together.
+        typer.BadParameter: server flags without --serve, or an output that cannot be written.
     """
     if target.server_flags and target.serve is None:
         extra = " ".join(target.server_flags)

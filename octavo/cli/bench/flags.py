@@ -1,4 +1,4 @@
-"""The flags that several sub-commands of `octavo bench` have."""
+"""Flags that several sub-commands of `octavo bench` share."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,10 +15,10 @@ ServerFlags = Annotated[
         show_default=False,
     ),
 ]
-ModelName = Annotated[str | None, typer.Option(help="Model; default: the first one served.")]
+ModelName = Annotated[str | None, typer.Option(help="Model name. Default: the first model served.")]
 Serve = Annotated[
     str | None,
-    typer.Option(metavar="MODEL", help="Start a server with this model for the measurement."),
+    typer.Option(metavar="MODEL", help="Start a server with this model and measure it."),
 ]
 Requests = Annotated[
     int | None,
@@ -26,69 +26,74 @@ Requests = Annotated[
         "--requests",
         "-r",
         min=1,
-        help=f"How many, for each rate or concurrency. Default: {DEFAULT_REQUESTS}; "
-        "with --dataset, one for each line.",
+        help=f"Number of requests per rate or concurrency. Default: {DEFAULT_REQUESTS}; "
+        "with --dataset, one per line.",
     ),
 ]
 LengthsShape = Annotated[
     Shape | None,
     typer.Option(
-        help="Distribution of the numbers of tokens; default: fixed. sharegpt: log-normal, "
-        "with ShareGPT's means in the PagedAttention paper.",
+        help="Distribution of prompt and output lengths. Default: fixed. sharegpt: log-normal, "
+        "with ShareGPT's means from the PagedAttention paper.",
     ),
 ]
 PromptTokens = Annotated[
-    float | None, typer.Option(min=1, help="Mean tokens of a prompt. Default: 128.")
+    float | None, typer.Option(min=1, help="Mean prompt length in tokens. Default: 128.")
 ]
 PromptSpread = Annotated[
     float | None,
-    typer.Option(min=0, help="Standard deviation, in tokens. Default: half of the mean."),
+    typer.Option(min=0, help="Standard deviation in tokens. Default: half the mean."),
 ]
 OutputTokens = Annotated[
     float | None,
     typer.Option(
         min=1,
-        help="Mean tokens of an output. Default: 128. With --dataset: most tokens of an "
+        help="Mean output length in tokens. Default: 128. With --dataset: maximum tokens of an "
         "output, for lines without max_tokens.",
     ),
 ]
 OutputSpread = PromptSpread
 PrefixTokens = Annotated[
-    int, typer.Option(min=0, help="Tokens before each prompt, the same in all: cached once.")
+    int, typer.Option(min=0, help="Length in tokens of a prefix that all prompts share.")
 ]
 DatasetFile = Annotated[
     Path | None,
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="JSON lines instead of random tokens: `prompt` (text) or `messages` (a list of "
-        "role and content); optional `max_tokens`.",
+        help="JSON-lines file of prompts; each line has `prompt` (text) or `messages` (a list "
+        "of role and content), and optionally `max_tokens`. Default: random tokens.",
     ),
 ]
 IgnoreEos = Annotated[
     bool | None,
     typer.Option(
         "--ignore-eos/--stop-at-eos",
-        help="Go on to the full length. Default: only without --dataset.",
+        help="Generate the full output length. Default: on, off with --dataset.",
         show_default=False,
     ),
 ]
-Seed = Annotated[int, typer.Option(min=0, help="Draws prompts, lengths and arrival times.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of prompts, lengths and arrival times.")]
 Slo = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME:MS...", help="For goodput: ttft:500 tpot:50 e2e:10000."),
+    typer.Option(
+        metavar="NAME:MS...",
+        help="Maximum latencies in milliseconds for goodput: ttft:500 tpot:50 e2e:10000.",
+    ),
 ]
-Warmup = Annotated[int, typer.Option(min=0, help="Requests sent before, which do not count.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Each request's deadline, seconds.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Requests sent before each run, not measured.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, help="Deadline per request in seconds.")]
 Json = Annotated[
     str | None,
     typer.Option(
         "--json",
         metavar="FILE",
-        help='Write everything, each request and all settings too. "-": to stdout.',
+        help='Write all results, settings and requests to a JSON file; "-" is stdout.',
     ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw the results: .png, .svg or .pdf; needs matplotlib."),
+    typer.Option(
+        metavar="FILE", help="Plot the results to a .png, .svg or .pdf file; needs matplotlib."
+    ),
 ]

@@ -1,7 +1,7 @@
-"""The load generator: sends requests and notes when tokens come back.
+"""The load generator: sends requests and records when tokens arrive.
 
-It shares the machine with the server, so it does little per message: grpc's own
-part is most of its time, and what is computed is computed after the run.
+It may share the machine with the server, so it does little per message; metrics are
+computed after the run.
 """
 
 import asyncio
@@ -14,17 +14,17 @@ from octavo.client import AsyncClient, Delta, Error, Finished, Usage
 
 
 class Load:
-    """Sends requests once, in one of two ways.
+    """Send requests in a closed or an open loop.
 
     Args:
         client: connected to the router.
         model: the model's name.
-        salt: keeps the prompts apart from those of other runs in the prefix cache.
-        timeout: each request's deadline in seconds.
-        on_end: called at each request's end.
+        salt: prefix-cache salt, so that runs share no cached blocks.
+        timeout: deadline per request in seconds.
+        on_end: called when a request ends.
 
     Attributes:
-        records: of the requests that ended, in the order of their ends.
+        records: one per ended request, in order of ending.
         sent: requests sent so far.
     """
 
@@ -48,11 +48,11 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since construction."""
         return time.perf_counter() - self._started
 
     async def send_closed(self, requests: Sequence[Request], concurrency: int) -> None:
-        """Keeps `concurrency` requests in flight until all have ended."""
+        """Keep `concurrency` requests in flight until all have ended."""
         waiting = iter(enumerate(requests))
 
         async def work() -> None:
@@ -64,14 +64,14 @@ class Load:
                 group.create_task(work())
 
     async def send_open(self, requests: Sequence[Request], times: Sequence[float]) -> None:
-        """Sends each request at its time, in seconds, and waits until all have ended."""
+        """Send each request at its time, in seconds, and wait until all have ended."""
         async with asyncio.TaskGroup() as group:
             for index, (request, due) in enumerate(zip(requests, times, strict=True)):
                 await asyncio.sleep(due - self.seconds)
                 group.create_task(self._send(index, request, due))
 
     async def _send(self, index: int, request: Request, due: float) -> None:
-        """Sends one request and reads its answer to the end."""
+        """Send one request and record its stream."""
         times, tokens, usages = list[float](), list[int](), list[Usage]()
         code, message = OK, ""
         self.sent += 1

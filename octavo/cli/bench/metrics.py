@@ -1,9 +1,8 @@
-"""What the answers to a run's requests amount to.
+"""Metrics of a run: throughput, latency, goodput.
 
-`octavo bench` defines the figures for its users (METRICS in commands); they are
-those of vLLM's serving benchmark, and goodput is as in DistServe: requests per
-second within all objectives. Times here are in seconds since the run's start,
-where nothing else is said; distributions are in milliseconds.
+METRICS in commands defines them; they are those of vLLM's serving benchmark, and
+goodput is as in DistServe: requests per second within all objectives. Times are in
+seconds since the run's start unless stated; distributions are in milliseconds.
 """
 
 from collections import Counter
@@ -20,19 +19,19 @@ OK = "OK"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request and how it went.
+    """The outcome of one request.
 
     Attributes:
-        index: its place in the workload.
-        due: when it was to be sent; what its latencies count from.
-        sent: when it was sent.
-        ended: when its stream ended.
-        message_times: when each message with tokens was read.
-        message_tokens: how many tokens each of them had.
-        prompt_tokens: as the server counts them; so are the next two.
-        cached_tokens: of the prompt, those found in the prefix cache.
-        output_tokens: drawn in all.
-        code: the gRPC status' name, "OK" for success.
+        index: position in the workload.
+        due: scheduled sending time; latencies count from it.
+        sent: actual sending time.
+        ended: end of the stream.
+        message_times: arrival of each message with tokens.
+        message_tokens: number of tokens in each of these messages.
+        prompt_tokens: counted by the server, as are the next two.
+        cached_tokens: prompt tokens found in the prefix cache.
+        output_tokens: tokens of all outputs.
+        code: name of the gRPC status.
         error: the server's message; empty for success.
     """
 
@@ -50,28 +49,28 @@ class Record:
 
     @property
     def e2e(self) -> float:
-        """Seconds from when it was due to its end."""
+        """Seconds from the due time to the end."""
         return self.ended - self.due
 
     @property
     def ttft(self) -> float:
-        """Seconds to its first token; to its end if it had none."""
+        """Seconds from the due time to the first token, or to the end without tokens."""
         return (self.message_times[0] if self.message_times else self.ended) - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None if there was no second."""
+        """Seconds per token after the first; None for fewer than two tokens."""
         if self.output_tokens < 2:
             return None
         return (self.e2e - self.ttft) / (self.output_tokens - 1)
 
     @property
     def itl(self) -> npt.NDArray[np.float64]:
-        """Seconds between its messages, [messages - 1]."""
+        """Seconds between messages, [messages - 1]."""
         return np.diff(np.asarray(self.message_times))
 
     def meets(self, objectives: Objectives) -> bool:
-        """Whether it succeeded within all objectives."""
+        """Return whether the request succeeded within all objectives."""
         taken = ((self.ttft, objectives.ttft), (self.tpot, objectives.tpot))
         return self.code == OK and all(
             limit is None or seconds is None or seconds * 1e3 <= limit
@@ -91,18 +90,18 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A run in numbers.
+    """Metrics of one run.
 
     Attributes:
-        seconds: from the first request's sending to the last one's end.
-        requests: those that succeeded; all below but `errors` is about them.
-        unfinished: those that were cut off by ctrl-C.
+        seconds: from the first sending to the last end.
+        requests: successful requests; all fields but `errors` are about them.
+        unfinished: requests interrupted by ctrl-C.
         errors: failed requests by gRPC status.
         tokens_per_message: mean; above 1 if the router joined tokens.
         goodput: requests per second within the objectives; None without any.
-        lag: how late requests were sent, where they come by the clock.
-        client_cpu_share: of one core, used by the generator.
-        client_cpu_us_per_token: the same time over the tokens read, in microseconds.
+        lag: delay of sending after the due time.
+        client_cpu_share: share of one core used by the load generator.
+        client_cpu_us_per_token: its CPU time per token read, in microseconds.
     """
 
     seconds: float
@@ -134,14 +133,14 @@ def compute_figures(
     unfinished: int = 0,
     objectives: Objectives | None = None,
 ) -> Figures:
-    """Sums a run up.
+    """Return the metrics of a run.
 
     Args:
-        records: of the requests that ended.
-        seconds: the run's length.
+        records: the ended requests.
+        seconds: duration of the run.
         cpu_seconds: CPU time of this process in the run.
-        unfinished: requests that were sent and have no record.
-        objectives: what counts as goodput.
+        unfinished: number of sent requests without a record.
+        objectives: latency limits for goodput.
     """
     done = [record for record in records if record.code == OK]
     per_second = 1 / seconds if seconds else 0.0
@@ -176,7 +175,7 @@ def compute_figures(
 
 
 def distribution(seconds: npt.ArrayLike) -> Distribution | None:
-    """Sums up times, in seconds; None if there are none."""
+    """Return the distribution of times in seconds; None if there are none."""
     times = np.asarray(seconds, dtype=np.float64) * 1e3
     if not times.size:
         return None

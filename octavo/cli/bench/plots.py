@@ -1,4 +1,4 @@
-"""Results as a figure: latency against rate, throughput against concurrency, one run's spread."""
+"""Plots: latency and throughput over rate or concurrency, or one run's distributions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _COLOURS = {"p50": "#2a9d5c", "p90": "#e08e45", "p99": "#d1495b"}
 
 
 def save(report: Report, path: Path) -> None:
-    """Draws the report into a file of the kind that its ending says.
+    """Plot the report to a file; its suffix sets the format.
 
     Raises:
         OSError: it cannot be written.
@@ -32,7 +32,7 @@ def save(report: Report, path: Path) -> None:
 
 
 def _spreads(figure: Figure, run: Run) -> None:
-    """Cumulative distributions of one run's times."""
+    """Plot the cumulative distributions of one run's latencies."""
     done = [record for record in run.records if record.code == OK]
     samples: dict[str, npt.ArrayLike] = {
         "ttft": [record.ttft for record in done],
@@ -44,12 +44,12 @@ def _spreads(figure: Figure, run: Run) -> None:
         times = np.asarray(seconds) * 1e3
         if times.size:
             axes.ecdf(times)
-        axes.set(title=_title(name), xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
+        axes.set(title=_title(name), xlabel="ms", ylabel="share of samples", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
 
 
 def _sweep(figure: Figure, runs: Sequence[Run]) -> None:
-    """Rates, then the percentiles of each latency, against what was varied."""
+    """Plot rates and latency percentiles over the varied rate or concurrency."""
     label, places = _variable(runs)
     grid = figure.subplots(2, 3)
     _throughput(grid[0, 0], runs, places)
@@ -68,13 +68,13 @@ def _sweep(figure: Figure, runs: Sequence[Run]) -> None:
 
 
 def _variable(runs: Sequence[Run]) -> tuple[str, list[float]]:
-    """What differs between runs, and its values."""
+    """Return the label of the varied quantity and its values."""
     values: list[float] = []
     label = "requests in flight"
     for run in runs:
         match run.plan:
             case Open(rate=rate):
-                label = "requests/s that came"
+                label = "request rate, requests/s"
                 values.append(rate)
             case Closed(concurrency=limit):
                 values.append(limit or len(run.records))
@@ -89,10 +89,10 @@ def _throughput(axes: Axes, runs: Sequence[Run], places: Sequence[float]) -> Non
 
 
 def _requests(axes: Axes, runs: Sequence[Run], places: Sequence[float]) -> None:
-    """Requests that were served, and those of them that were in time."""
+    """Plot served requests and goodput."""
     axes.plot(places, [run.figures.requests_per_s for run in runs], "o-", label="served")
     goodput = [run.figures.goodput for run in runs if run.figures.goodput is not None]
-    if goodput:  # all runs of a report have it, or none
+    if goodput:  # all runs of a report have it or none
         axes.plot(places, goodput, "s--", label="goodput")
     axes.set(title="Requests", ylabel="requests/s")
     axes.set_ylim(bottom=0)

@@ -1,4 +1,4 @@
-"""What `--json` writes: everything about a call of `octavo bench`, each request included."""
+"""The JSON report of `octavo bench`: settings, metrics and every request."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,7 +19,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What sets it apart from the other runs."""
+        """The rate or concurrency, for a table row."""
         match self.plan:
             case Open(rate=rate):
                 return f"{rate:g}/s"
@@ -31,20 +31,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A call of the command.
+    """The results of one invocation.
 
     Attributes:
-        format: this layout's name; another one gets another name.
-        version: octavo's, on the client's side.
+        format: name and version of this layout.
+        version: octavo's version on the client.
         command: "throughput", "latency" or "serve".
-        date: the start, ISO 8601 in UTC.
-        client: the machine that the load came from.
+        date: start time, ISO 8601 in UTC.
+        client: the load generator's machine.
         model: the model's name.
-        workload: what was sent.
-        target: where it was sent.
-        objectives: what counts as goodput.
-        runs: in the order they were made.
-        interrupted: whether ctrl-C ended it; the last run is then a part.
+        workload: the requests.
+        target: the server.
+        objectives: latency limits for goodput.
+        runs: in order of execution.
+        interrupted: whether ctrl-C ended it; the last run is then incomplete.
     """
 
     version: str
@@ -64,14 +64,14 @@ _ADAPTER = TypeAdapter(Report)
 
 
 def to_json(report: Report) -> str:
-    """The report as JSON."""
+    """Return the report as JSON."""
     return _ADAPTER.dump_json(report, indent=1).decode()
 
 
 def from_json(text: str) -> Report:
-    """Reads what `to_json` wrote.
+    """Return the report in the JSON of `to_json`.
 
     Raises:
-        pydantic.ValidationError: it is something else.
+        pydantic.ValidationError: the JSON is not a report.
     """
     return _ADAPTER.validate_json(text)

@@ -1,4 +1,4 @@
-"""One call of `octavo bench`: finds or starts the server, measures, shows and keeps the results."""
+"""One invocation of `octavo bench`: find or start the server, measure, print and write results."""
 
 import contextlib
 import os
@@ -38,13 +38,13 @@ from octavo.client import AsyncClient, Model, NotFoundError, UnavailableError
 LOOKUP_SECONDS = 5.0
 
 FILE_WIDTH = 120
-"""Columns that a table may have where no terminal limits it."""
+"""Table width in columns when stdout is no terminal."""
 
 EXPECTED_ERRORS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED.name,
     grpc.StatusCode.DEADLINE_EXCEEDED.name,
 }
-"""What a server under load is right to answer."""
+"""gRPC statuses that an overloaded server may return."""
 
 
 def measure(
@@ -56,21 +56,21 @@ def measure(
     objectives: Objectives | None,
     outputs: Outputs,
 ) -> None:
-    """Carries out the plans, one after the other, with the same requests.
+    """Run the plans one after the other, with the same requests.
 
     Args:
         command: the sub-command's name.
-        workload: what is sent.
-        plans: how it is sent.
-        server: where it is sent, unless a server is started.
-        target: what is measured there.
-        objectives: what counts as goodput.
-        outputs: where results go besides the terminal.
+        workload: the requests.
+        plans: one per run: the rate or the concurrency.
+        server: the server to measure, unless one is started.
+        target: the model, and the server to start if any.
+        objectives: latency limits for goodput.
+        outputs: the files to write.
 
     Raises:
         typer.BadParameter: the flags do not fit the model or the dataset.
-        typer.Exit: with code 1, there is no server or a request failed that
-            should not have; with code 130, ctrl-C.
+        typer.Exit: with code 1, no server answers or a request failed with an
+            unexpected status; with code 130, ctrl-C.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with _running(server, target) as found, failures(found.address):
@@ -80,7 +80,7 @@ def measure(
             uvloop.run(session.run())
         except KeyboardInterrupt:
             interrupted = True
-            err.print("[yellow]interrupted[/]: what was measured so far")
+            err.print("[yellow]interrupted[/]: partial results follow")
         if not session.runs:
             raise typer.Exit(INTERRUPTED)
         report = Report(
@@ -104,7 +104,7 @@ def measure(
 
 @contextlib.contextmanager
 def _running(server: Server, target: Target) -> Iterator[Server]:
-    """Yields the server to measure: the one named, or one that is started for it."""
+    """Yield the server to measure: the given one, or one started for the run."""
     if target.serve is None:
         yield server
     else:
@@ -113,7 +113,7 @@ def _running(server: Server, target: Target) -> Iterator[Server]:
 
 
 class _Session:
-    """The measuring itself; `runs` are there even if it is cut off."""
+    """The runs of one invocation; `runs` keeps results after an interrupt."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Session:
         self._objectives = objectives
 
     async def run(self) -> None:
-        """Carries out all plans."""
+        """Run all plans."""
         async with self._server.async_client() as client:
             model = await self._find_model(client)
             self.model_name = model.name
@@ -145,11 +145,11 @@ class _Session:
                     err.print(tables.line(self.runs[-1]), soft_wrap=True)
 
     async def _find_model(self, client: AsyncClient) -> Model:
-        """The model to measure: the one named, else the first.
+        """Return the model to measure: the named one, else the first.
 
         Raises:
-            typer.Exit: nothing answers.
-            NotFoundError: there is no such model.
+            typer.Exit: no server answers.
+            NotFoundError: the model is not served.
         """
         try:
             models = await client.list_models(timeout=LOOKUP_SECONDS)
@@ -171,14 +171,14 @@ class _Session:
         )
 
     async def _warm_up(self, client: AsyncClient, requests: Sequence[Request]) -> None:
-        """Sends the first requests, one by one, and forgets them."""
+        """Send the first requests one by one, without measuring them."""
         load = self._load(client)
         await load.send_closed(requests[: self._target.warmup], 1)
 
     async def _carry_out(
         self, client: AsyncClient, plan: Plan, requests: Sequence[Request]
     ) -> None:
-        """Adds a run, a part of one if it is cut off."""
+        """Run a plan and add its results, also after an interrupt."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -239,21 +239,21 @@ class _Session:
 
 
 def _check_concurrency(plans: Sequence[Plan], count: int) -> None:
-    """Refuses a concurrency that the requests are too few for.
+    """Check that no concurrency exceeds the number of requests.
 
     Raises:
-        typer.BadParameter: there is one.
+        typer.BadParameter: one does.
     """
     for plan in plans:
         if isinstance(plan, Closed) and (plan.concurrency or 1) > count:
             raise typer.BadParameter(
-                f"-c {plan.concurrency}: {count} requests cannot keep as many in flight; "
-                f"-r {plan.concurrency} or more can"
+                f"-c {plan.concurrency} exceeds the {count} requests; "
+                f"set -r to {plan.concurrency} or more"
             )
 
 
 def _deliver(report: Report, outputs: Outputs) -> None:
-    """Prints the tables, writes the files and says what failed."""
+    """Print the tables and notes, and write the files."""
     console = err if outputs.json == "-" else out
     width = None if console.is_terminal else max(console.width, FILE_WIDTH)
     for part in tables.render(report):
@@ -272,10 +272,10 @@ def _deliver(report: Report, outputs: Outputs) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file and says so.
+    """Write a file and print its path.
 
     Raises:
-        typer.Exit: it cannot be written; what was measured has been printed.
+        typer.Exit: it cannot be written.
     """
     try:
         write(path)
@@ -285,5 +285,5 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _went_wrong(run: Run) -> bool:
-    """Whether nothing succeeded, or something failed that load does not excuse."""
+    """Return whether no request succeeded or one failed with an unexpected status."""
     return not run.figures.requests or not run.figures.errors.keys() <= EXPECTED_ERRORS

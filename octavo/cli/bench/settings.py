@@ -1,4 +1,4 @@
-"""What a call of `octavo bench` is to do, as its flags said."""
+"""Settings of an `octavo bench` invocation, made from its flags."""
 
 import importlib.util
 import math
@@ -14,7 +14,7 @@ DEFAULT_REQUESTS = 64
 
 
 class Shape(StrEnum):
-    """How lengths are spread around their mean."""
+    """Distribution of lengths around their mean."""
 
     FIXED = "fixed"
     NORMAL = "normal"
@@ -24,11 +24,11 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The distribution of a number of tokens.
+    """A distribution of lengths in tokens.
 
     Attributes:
         shape: FIXED, NORMAL or LOGNORMAL.
-        mean: before rounding, and before cutting to what the model takes.
+        mean: before rounding and clipping to the model's context.
         spread: standard deviation, in tokens; 0 if fixed.
     """
 
@@ -37,8 +37,8 @@ class Lengths:
     spread: float
 
 
-# The means are ShareGPT's in the PagedAttention paper (section 6.1). It gives no
-# spreads; these are wide, as what people paste and what models answer.
+# ShareGPT's means from the PagedAttention paper (section 6.1). The paper gives no
+# standard deviations; these are assumed.
 SHAREGPT = (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440))
 
 
@@ -47,7 +47,7 @@ def choose_lengths(
     prompt: tuple[float | None, float | None],
     output: tuple[float | None, float | None],
 ) -> tuple[Lengths, Lengths]:
-    """The distributions of prompt and output lengths, from (mean, spread) flags.
+    """Return the distributions of prompt and output lengths from (mean, spread) flags.
 
     Raises:
         typer.BadParameter: a fixed length was given a spread.
@@ -74,7 +74,7 @@ class Synthetic:
     """Requests of random tokens.
 
     Attributes:
-        prefix: tokens in front of each prompt that are the same in all.
+        prefix: tokens of a prefix that all prompts share.
     """
 
     prompt: Lengths
@@ -87,7 +87,7 @@ class Dataset:
     """Requests from a JSON-lines file.
 
     Attributes:
-        max_tokens: for lines that do not say it.
+        max_tokens: default for lines without it.
     """
 
     path: Path
@@ -96,12 +96,12 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What requests are sent.
+    """The requests of a run.
 
     Attributes:
-        count: how many; None is DEFAULT_REQUESTS, or all lines of a file.
-        seed: what prompts, lengths and arrival times are drawn with.
-        ignore_eos: outputs go on to their full length.
+        count: number of requests; None: DEFAULT_REQUESTS, or all lines of a file.
+        seed: of prompts, lengths and arrival times.
+        ignore_eos: generate the full output length.
     """
 
     source: Synthetic | Dataset
@@ -112,19 +112,19 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many requests in flight at any time: one ends, the next is sent. None: all at once."""
+    """Closed loop: keep `concurrency` requests in flight; None sends all at once."""
 
     concurrency: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Requests come by the clock, whatever became of those before.
+    """Open loop: send requests at random times, independent of earlier ones.
 
     Attributes:
         rate: requests per second, on average.
-        burstiness: shape of the gaps' gamma distribution. 1: a Poisson process;
-            below it requests come in bursts, above it more evenly.
+        burstiness: shape of the gamma distribution of gaps. 1: a Poisson process;
+            less: bursts; more: evenly spaced.
     """
 
     rate: float
@@ -136,15 +136,15 @@ Plan = Closed | Open
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is measured.
+    """The server and model to measure.
 
     Attributes:
-        address: a running router's; not used if `serve` is set.
+        address: of a running router; unused if `serve` is set.
         model: the model's name; None: the first one served.
-        serve: the model to start a server of one's own with.
-        server_flags: more flags for that server.
-        timeout: each request's deadline in seconds.
-        warmup: requests that are sent before each run and do not count.
+        serve: model of the server to start; None: use `address`.
+        server_flags: flags of that server.
+        timeout: deadline per request in seconds.
+        warmup: requests sent before each run, not measured.
     """
 
     address: str
@@ -157,7 +157,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a request must keep to count as goodput: milliseconds; None: anything goes."""
+    """Maximum latencies for goodput, in milliseconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -165,10 +165,10 @@ class Objectives:
 
 
 def parse_objectives(texts: Sequence[str]) -> Objectives | None:
-    """Reads "ttft:500"; None if there are none.
+    """Return the objectives of texts like "ttft:500"; None if there are none.
 
     Raises:
-        typer.BadParameter: a text is no NAME:MILLISECONDS, or names one twice.
+        typer.BadParameter: a text is not NAME:MS, or repeats a name.
     """
     found: dict[str, float] = {}
     for text in texts:
@@ -179,20 +179,20 @@ def parse_objectives(texts: Sequence[str]) -> Objectives | None:
             limit = math.nan
         if name not in Objectives.__slots__ or not 0 < limit < math.inf:
             raise typer.BadParameter(
-                f"--slo {text!r} is none of ttft:MS, tpot:MS, e2e:MS, with MS above 0"
+                f"--slo {text!r}: must be ttft:MS, tpot:MS or e2e:MS, with MS above 0"
             )
         if name in found:
-            raise typer.BadParameter(f"--slo has {name} twice")
+            raise typer.BadParameter(f"--slo sets {name} twice; set it once")
         found[name] = limit
     return Objectives(**found) if found else None
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Where results go besides the terminal.
+    """Files of the results.
 
     Attributes:
-        json: the file; "-" is stdout, and what is for people then goes to stderr.
+        json: the JSON file; "-" is stdout, and tables then go to stderr.
         plot: the PNG, SVG or PDF file.
     """
 
@@ -200,15 +200,17 @@ class Outputs:
     plot: Path | None = None
 
     def check(self) -> None:
-        """Finds out before the measurement whether it can be kept.
+        """Check before the measurement that the files can be written.
 
         Raises:
-            typer.BadParameter: a folder is missing, the plot's ending is unknown or
+            typer.BadParameter: a folder is missing, the plot's suffix is unknown or
                 matplotlib is not installed.
         """
         for flag, path in (("--json", self.json), ("--plot", self.plot)):
             if path is not None and not Path(path).parent.is_dir():
-                raise typer.BadParameter(f"{flag} {path}: there is no such folder")
+                raise typer.BadParameter(
+                    f"{flag} {path}: the folder does not exist; create it first"
+                )
         if self.plot is None:
             return
         if self.plot.suffix not in {".png", ".svg", ".pdf"}:

@@ -1,4 +1,4 @@
-"""Options that take several values in a row, as in `--rate 1 2 4`, which typer has not."""
+"""Options with several values, such as `--rate 1 2 4`, which typer lacks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ class SeveralValues(TyperCommand):
     """A command whose repeatable options also take several values: `--rate 1 2 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's or typer's own copy of it
-        """Repeats an option's name before each of its further values, then parses as usual."""
+        """Repeat the option's name before each further value, then parse."""
         names = {
             name for option in self.params if getattr(option, "multiple", 0) for name in option.opts
         }
@@ -18,7 +18,7 @@ class SeveralValues(TyperCommand):
 
 
 def repeat_names(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """Writes `--rate 1 2` as `--rate 1 --rate 2`, up to a `--`, for the options in `names`."""
+    """Return `--rate 1 2` as `--rate 1 --rate 2`, up to a `--`, for the options in `names`."""
     repeated: list[str] = []
     name, has_value = "", False
     for position, argument in enumerate(arguments):

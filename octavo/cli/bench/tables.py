@@ -1,4 +1,4 @@
-"""Results on the terminal: a table for one run, a row each for several."""
+"""Results on the terminal: a table for one run, or one row per run."""
 
 from collections.abc import Iterator
 
@@ -11,14 +11,14 @@ from octavo.cli.bench.report import Report, Run
 from octavo.cli.bench.settings import Closed, Open, Plan
 
 CPU_SHARE_TO_TELL = 0.2
-"""The generator's share of a core from which on it may slow a server beside it."""
+"""Share of a core above which the load generator may slow a server on this machine."""
 
 LAG_TO_TELL = 20.0
-"""Milliseconds by which requests may leave late before it is said."""
+"""Milliseconds of p99 sending delay above which a note is printed."""
 
 
 def describe(plan: Plan) -> str:
-    """A plan in a few words."""
+    """Return a short description of a plan."""
     match plan:
         case Open(rate=rate, burstiness=burstiness):
             spread = "" if burstiness == 1 else f", burstiness {burstiness:g}"
@@ -32,7 +32,7 @@ def describe(plan: Plan) -> str:
 
 
 def line(run: Run) -> str:
-    """A run in one line, while others are still to come."""
+    """Return one line with a run's main metrics."""
     figures = run.figures
     ttft = f", TTFT p50 {_ms(figures.ttft.p50)} ms" if figures.ttft else ""
     return (
@@ -42,7 +42,7 @@ def line(run: Run) -> str:
 
 
 def render(report: Report) -> Iterator[RenderableType]:
-    """What to print of a report."""
+    """Yield the printed parts of a report."""
     yield f"[bold]{report.command}[/] of {escape(report.model)}"
     if len(report.runs) == 1:
         yield _rates(report.runs[0])
@@ -52,7 +52,7 @@ def render(report: Report) -> Iterator[RenderableType]:
 
 
 def notes(run: Run) -> Iterator[str]:
-    """What a reader of a run's figures should know."""
+    """Yield a run's errors and warnings."""
     figures = run.figures
     first = {record.code: record.error for record in reversed(run.records) if record.code != OK}
     for code, count in figures.errors.items():
@@ -60,13 +60,13 @@ def notes(run: Run) -> Iterator[str]:
     per_token = figures.client_cpu_us_per_token
     if figures.client_cpu_share > CPU_SHARE_TO_TELL and per_token is not None:
         yield (
-            f"[yellow]{describe(run.plan)}: the load generator took {figures.client_cpu_share:.0%} "
-            f"of a core, {per_token:.0f} µs per token; a server on the same cores had less[/]"
+            f"[yellow]{describe(run.plan)}: the load generator used {figures.client_cpu_share:.0%} "
+            f"of a core, {per_token:.0f} µs per token; this slows a server on the same machine[/]"
         )
     if isinstance(run.plan, Open) and figures.lag and figures.lag.p99 > LAG_TO_TELL:
         yield (
-            f"[yellow]{describe(run.plan)}: requests left late, p99 {figures.lag.p99:.0f} ms; "
-            "latencies count from when they were due[/]"
+            f"[yellow]{describe(run.plan)}: requests were sent late, p99 {figures.lag.p99:.0f} ms; "
+            "latencies count from the due time[/]"
         )
 
 
@@ -80,14 +80,14 @@ def _rates(run: Run) -> Table:
     ]
     if figures.cached_tokens:
         share = figures.cached_tokens / figures.input_tokens
-        rows.insert(2, ("  in the cache", f"{figures.cached_tokens:,}", f"{share:.0%}"))
+        rows.insert(2, ("  cached", f"{figures.cached_tokens:,}", f"{share:.0%}"))
     if figures.goodput is not None:
         share = figures.goodput * figures.seconds / figures.requests if figures.requests else 0.0
-        rows.append(("goodput", f"{share:.0%} of them in time", f"{figures.goodput:,.2f}/s"))
+        rows.append(("goodput", f"{share:.0%} of requests", f"{figures.goodput:,.2f}/s"))
     if figures.tokens_per_message is not None and figures.tokens_per_message > 1.005:
         rows.append(("tokens per message", f"{figures.tokens_per_message:.2f}", ""))
     if figures.unfinished:
-        rows.append(("cut off", f"{figures.unfinished} requests", ""))
+        rows.append(("interrupted", f"{figures.unfinished} requests", ""))
     if figures.errors:
         rows.append(("failed", _errors(figures.errors), ""))
     table = Table.grid(padding=(0, 2))
@@ -139,12 +139,12 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _errors(errors: dict[str, int], before: str = "") -> str:
-    """Failures by status; nothing if there are none."""
+    """Return failures by status; empty if there are none."""
     if not errors:
         return ""
     return before + ", ".join(f"[red]{count} × {code}[/]" for code, count in errors.items())
 
 
 def _ms(milliseconds: float) -> str:
-    """As exact as is of use."""
+    """Return milliseconds, with one decimal below 100."""
     return f"{milliseconds:,.1f}" if milliseconds < 100 else f"{milliseconds:,.0f}"

@@ -1,4 +1,4 @@
-"""The requests of a measurement, and when they come."""
+"""The requests of a run and their arrival times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,11 +25,11 @@ from octavo.client import Message, Model, Prompt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# What each generator draws, so that no two of them draw the same numbers.
+# Seeds of the generators, so that they draw different numbers.
 _LENGTHS, _TOKENS, _ARRIVALS = range(3)
 
 FIRST_TOKEN = 256
-"""Random prompts are made of tokens from here on: the first ones are often special."""
+"""Lowest token id of random prompts; lower ids are often special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Request:
 
 
 def make_requests(workload: Workload, model: Model) -> list[Request]:
-    """The workload's requests; the same for the same workload and model.
+    """Return the requests, which depend on workload and model only.
 
     Raises:
-        typer.BadParameter: fixed lengths that the model does not take, or a file
-            that is not as it should be.
+        typer.BadParameter: fixed lengths exceed the model's context, or the dataset
+            is malformed.
     """
     if isinstance(workload.source, Dataset):
         return _from_dataset(workload.source, workload)
@@ -54,7 +54,7 @@ def make_requests(workload: Workload, model: Model) -> list[Request]:
 
 
 def draw_lengths(lengths: Lengths, rng: np.random.Generator, count: int, most: int | Ints) -> Ints:
-    """Draws `count` whole numbers of tokens from 1 to `most`, [count] or one for all."""
+    """Draw `count` lengths in tokens from 1 to `most`, which is [count] or a number."""
     match lengths.shape:
         case Shape.NORMAL:
             drawn = rng.normal(lengths.mean, lengths.spread, count)
@@ -67,9 +67,9 @@ def draw_lengths(lengths: Lengths, rng: np.random.Generator, count: int, most: i
 
 
 def arrival_times(plan: Open, count: int, seed: int) -> Floats:
-    """When each request is due, [count], in seconds; the first at 0.
+    """Return the due times of requests in seconds, [count]; the first is 0.
 
-    For one seed, the times at two rates are the same but for their scale.
+    For one seed, the times at two rates differ by a factor only.
     """
     rng = np.random.default_rng([seed, _ARRIVALS])
     gaps = rng.gamma(plan.burstiness, 1 / (plan.rate * plan.burstiness), max(count - 1, 0))
@@ -97,25 +97,25 @@ def _random_requests(source: Synthetic, workload: Workload, model: Model) -> lis
 
 
 def _check_fits(source: Synthetic, model: Model, most: int) -> None:
-    """Refuses fixed lengths that are too long; drawn ones are cut instead."""
+    """Refuse fixed lengths that are too long; random lengths are clipped instead."""
     needed = 2
     if source.prompt.shape is Shape.FIXED:
         needed = round(source.prompt.mean) + round(source.output.mean)
     if needed > most:
         raise typer.BadParameter(
-            f"{needed + source.prefix} tokens of prompt and output are more than the "
-            f"{model.max_model_len} that {model.name} takes"
+            f"{needed + source.prefix} tokens of prompt and output exceed the "
+            f"{model.max_model_len} of {model.name}; set shorter lengths"
         )
 
 
 def _from_dataset(dataset: Dataset, workload: Workload) -> list[Request]:
-    """The file's requests, from the start again if there are fewer than asked for."""
+    """Return the file's requests, repeated from the start if more are needed."""
     lines = [
         Request(line.content, line.max_tokens or dataset.max_tokens, workload.ignore_eos)
         for line in _read(dataset.path)
     ]
     if not lines:
-        raise typer.BadParameter(f"--dataset {dataset.path}: no prompt in it")
+        raise typer.BadParameter(f"--dataset {dataset.path}: the file has no prompt")
     count = workload.count or len(lines)
     return [lines[i % len(lines)] for i in range(count)]
 
@@ -126,7 +126,7 @@ class _Turn(BaseModel):
 
 
 class _Line(BaseModel):
-    """A line of a dataset; what else it has is ignored."""
+    """A line of a dataset; other keys are ignored."""
 
     prompt: Annotated[str, Field(min_length=1)] | None = None
     messages: Annotated[list[_Turn], Field(min_length=1)] | None = None
@@ -135,19 +135,19 @@ class _Line(BaseModel):
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("either `prompt` or `messages` is needed")
+            raise ValueError("a line needs either `prompt` or `messages`")
         return self
 
     @property
     def content(self) -> str | Sequence[Message]:
-        """The prompt as the client takes it."""
+        """The prompt for the client."""
         if self.prompt is not None:
             return self.prompt
         return [Message(turn.role, turn.content) for turn in self.messages or ()]
 
 
 def _read(path: Path) -> Iterator[_Line]:
-    """Yields the lines that are not blank."""
+    """Yield the lines that are not blank."""
     try:
         for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
             if not text.strip():
