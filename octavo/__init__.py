@@ -1,70 +1,11 @@
 """Octavo: a gRPC service for large language models, built on PagedAttention.
 
-What is here is the Python client; `router`, `engine` and `kernels` are the
-service itself.
+This package is the Python client; `octavo.router` and `octavo.engine` are the service.
 """
 
 from octavo import _environment as _environment
-from octavo.client import (
-    Accepted,
-    AsyncClient,
-    AsyncStream,
-    CancelledError,
-    Client,
-    Completion,
-    DeadlineExceededError,
-    Delta,
-    Error,
-    FieldViolation,
-    Finished,
-    FinishReason,
-    GenerateOptions,
-    InternalError,
-    InvalidArgumentError,
-    Message,
-    Model,
-    NotFoundError,
-    Output,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    Stream,
-    Tls,
-    TlsError,
-    TokenLogprob,
-    TopLogprob,
-    UnauthenticatedError,
-    UnavailableError,
-    Usage,
-)
+from octavo import client as _client
+from octavo.client import *  # noqa: F403
 
-__all__ = [
-    "Accepted",
-    "AsyncClient",
-    "AsyncStream",
-    "CancelledError",
-    "Client",
-    "Completion",
-    "DeadlineExceededError",
-    "Delta",
-    "Error",
-    "FieldViolation",
-    "FinishReason",
-    "Finished",
-    "GenerateOptions",
-    "InternalError",
-    "InvalidArgumentError",
-    "Message",
-    "Model",
-    "NotFoundError",
-    "Output",
-    "PermissionDeniedError",
-    "ResourceExhaustedError",
-    "Stream",
-    "Tls",
-    "TlsError",
-    "TokenLogprob",
-    "TopLogprob",
-    "UnauthenticatedError",
-    "UnavailableError",
-    "Usage",
-]
+__all__: list[str] = []
+__all__ += _client.__all__
