@@ -65,7 +65,8 @@ def test_serve(bench, tmp_path):
     slow, fast = from_json((tmp_path / "a.json").read_text()).runs
     assert slow.figures.requests == fast.figures.requests == 5
     assert slow.records[-1].due == pytest.approx(5 * fast.records[-1].due, rel=1e-3)
-    assert all(record.sent >= record.due for record in slow.records)
+    early = 0.002  # the event loop's timers count milliseconds
+    assert all(record.sent > record.due - early for record in slow.records)
     assert len({record.prompt_tokens for record in slow.records}) > 1
     assert slow.figures.cached_tokens >= 4 * 32  # the prefix
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
     if not (VENV / ".installed").exists():
         pytest.skip("needs .venv, which `make test` creates")
     small = {"OCTAVO_NUM_BLOCKS": "512", "OCTAVO_SWAP_SPACE": "0.1", "OCTAVO_METRICS_PORT": "0"}
-    small["OCTAVO_MAX_MODEL_LEN"] = "256"  # bounds an answer without max_tokens
+    small["OCTAVO_MAX_MODEL_LEN"] = "640"  # bounds an answer without max_tokens
     address = f"localhost:{(port := free_port())}"
     return os.environ | small | {"OCTAVO_PORT": str(port), "OCTAVO_ADDRESS": address}
 
@@ -109,6 +109,7 @@ def test_serve_then_use_the_commands(environment, tmp_path):
     assert "demo" in printed
 
 
+@pytest.mark.slow  # test_http.py covers most of it
 def test_the_http_server_and_openai_s_client(environment, tmp_path):
     (program,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     with running(HTTP_SERVER, environment, tmp_path / "log"):
@@ -118,6 +119,7 @@ def test_the_http_server_and_openai_s_client(environment, tmp_path):
     assert len(text) > 20
 
 
+@pytest.mark.slow  # test_engines.py covers most of it
 def test_an_engine_and_a_router_by_hand(environment, tmp_path):
     with (
         running(ENGINE, environment, tmp_path / "engine.log"),
