@@ -36,12 +36,14 @@ def keep_running(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task
     """Run `main` as a task until it returns or is cancelled; log its errors and run it again."""
 
     async def restarting() -> None:
-        for delay in _restart_delays():
+        delays = _restart_delays()
+        while True:
             try:
                 await main()
             except (Exception, asyncio.CancelledError) as error:
                 if _cancelled(error):
                     raise
+                delay = next(delays)
                 log.exception("background task failed", task=name, restart_seconds=delay)
                 await asyncio.sleep(delay)
             else:
@@ -133,10 +135,12 @@ def keep_thread_running(main: Callable[[], None], name: str) -> threading.Thread
     """Run `main` in a daemon thread; when it fails, log the error and run it again."""
 
     def restarting() -> None:
-        for delay in _restart_delays():
+        delays = _restart_delays()
+        while True:
             try:
                 main()
             except BaseException:
+                delay = next(delays)
                 log.exception("background thread failed", thread=name, restart_seconds=delay)
                 time.sleep(delay)
             else:
@@ -262,10 +266,10 @@ class Workers:
 
 
 def _restart_delays() -> Iterator[float]:
-    """Yield the seconds to wait before each restart."""
-    delay = FIRST_DELAY
+    """Yield, at each failure, the seconds to wait before the restart."""
+    delay, failed = FIRST_DELAY, time.monotonic()
     while True:
-        started = time.monotonic()
         yield delay
-        ran = time.monotonic() - started
+        last, failed = failed, time.monotonic()
+        ran = failed - last
         delay = FIRST_DELAY if ran > STEADY_SECONDS else min(2 * delay, LONGEST_DELAY)

@@ -103,6 +103,23 @@ async def test_restarts_come_further_and_further_apart(log, monkeypatch):
     assert delays == [0.001, 0.002, 0.004, 0.004]
 
 
+async def test_a_failure_after_a_steady_run_restarts_soon(log, monkeypatch):
+    monkeypatch.setattr(background, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(background, "LONGEST_DELAY", 0.004)
+    monkeypatch.setattr(background, "STEADY_SECONDS", 0.1)
+
+    async def main():
+        if len(log.events) == 3:
+            await asyncio.sleep(0.2)
+        raise OSError
+
+    task = keep_running(main, "steady")
+    await until(lambda: len(log.events) == 5)
+    await end(task)
+    delays = [fields["restart_seconds"] for _, fields in log.events]
+    assert delays == [0.001, 0.002, 0.004, 0.001, 0.002]
+
+
 async def test_a_job_that_fails_is_told_of(log):
     async def main():
         raise OSError
