@@ -1,4 +1,4 @@
-"""What one step computes, and what it gives back."""
+"""A step's input and output: `Batch` and `SamplerOutput`."""
 
 import time
 from dataclasses import dataclass, field
@@ -96,7 +96,7 @@ Continuations = list[tuple[int, float]]
 
 @dataclass(slots=True)
 class SamplerOutput:
-    """What one step gives.
+    """The output of one step.
 
     Attributes:
         tokens: the sampled tokens.

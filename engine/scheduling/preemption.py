@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
-from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 
@@ -25,6 +25,11 @@ def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:
     return running[-1]
 
 
+def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:
+    """Return the live sequences that have blocks; siblings wait for the lead's prefill."""
+    return [sequence for sequence in group.live if cache.holds(sequence.id)]
+
+
 def preempt(
     group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counters
 ) -> None:
@@ -33,7 +38,7 @@ def preempt(
     The group's state is SWAPPED afterwards where its blocks were copied to swap space, and
     WAITING where they were dropped and its tokens are to be computed again.
     """
-    sequences = [sequence for sequence in group.live if cache.holds(sequence.id)]
+    sequences = with_blocks(group, cache)
     for sequence in sequences:
         cache.trim(sequence.id, sequence.num_computed)
     ids = [sequence.id for sequence in sequences]

@@ -1,4 +1,4 @@
-"""What an engine is asked for: immutable, checked, free of protobuf."""
+"""Requests as the engine uses them: immutable, validated, without protobuf."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Where an output goes on that another engine began.
+    """An output that another engine has started.
 
     Attributes:
         token_ids: drawn for it so far, in order.

@@ -13,7 +13,7 @@ from operator import attrgetter
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
 from octavo.engine.scheduling.fork_beams import advance_search
-from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt
+from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
@@ -150,7 +150,7 @@ class Scheduler:
             self.cache.free(sequence.id)
         if not group.live:
             self.remove(group)
-        elif group.state is not GroupState.WAITING and not self._with_blocks(group):
+        elif group.state is not GroupState.WAITING and not with_blocks(group, self.cache):
             self._leave_queue(group)  # the lead ended before its siblings shared the prompt
             group.state = GroupState.WAITING
             _insert(self.waiting, group)
@@ -240,16 +240,12 @@ class Scheduler:
             self._scored_left -= scored
         return end - start
 
-    def _with_blocks(self, group: SequenceGroup) -> list[Sequence]:
-        """Return the live sequences that have blocks; siblings wait for the lead's prefill."""
-        return [s for s in group.live if self.cache.holds(s.id)]
-
     def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
         """Return where each sequence's prefill ends: at the prompt's end, while siblings wait.
 
         The last token that an output may have is never computed: no token follows it.
         """
-        sequences = self._with_blocks(group)
+        sequences = with_blocks(group, self.cache)
         if len(sequences) < len(group.live):
             return [(s, s.num_prompt) for s in sequences]
         others = group.request.max_tokens - 1
