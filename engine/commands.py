@@ -1,4 +1,4 @@
-"""What sessions and the server ask of the core."""
+"""Commands that sessions and the server send to the core."""
 
 from dataclasses import dataclass
 

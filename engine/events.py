@@ -1,4 +1,4 @@
-"""What the core publishes to the sessions, step by step."""
+"""Events that the core publishes to the sessions after each step."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class PrefixChange:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How busy the engine is, at one moment.
+    """The engine's load at one moment.
 
     Attributes:
         running: requests with sequences in the running batch.

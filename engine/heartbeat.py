@@ -1,4 +1,4 @@
-"""Heartbeats while a step runs, and a limit on how long a step may run."""
+"""Send heartbeats while a step runs, and end the engine if a step exceeds its timeout."""
 
 import asyncio
 import faulthandler

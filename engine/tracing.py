@@ -14,7 +14,7 @@ FAULTS = ("internal", "unavailable", "deadline_exceeded")
 
 
 class RequestTracer:
-    """Turns the history of a group that ended into spans.
+    """Makes spans from the history of a group that has ended.
 
     The request's span has a child for each phase: queue, prefill, decode. Preemptions and
     swaps are events of the request's span.

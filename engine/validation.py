@@ -1,4 +1,4 @@
-"""Turns a router's Submit into a request, or says what is wrong with it."""
+"""Convert a router's Submit to a request, or raise an error that names the invalid field."""
 
 import secrets
 import time

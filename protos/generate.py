@@ -1,4 +1,4 @@
-"""Makes the Python stubs, typed, from every contract under protos/."""
+"""Generate typed Python stubs from the contracts in protos/."""
 
 import shutil
 import subprocess

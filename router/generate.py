@@ -293,7 +293,7 @@ class Generator:
         return self._admission.expected_tokens(state)
 
     async def _serve(self, state: RequestState, write: Write, span: RequestSpan) -> None:
-        """Wait for an engine and stream what it draws; again if the engine is lost meanwhile."""
+        """Wait for an engine and stream its tokens; repeat that if the engine is lost."""
         request = state.request
         self._requests.add(state)
         try:

@@ -227,7 +227,7 @@ class Router:
 
     @property
     def _serving(self) -> bool:
-        """Whether there is an engine to serve with, and the router is not stopping."""
+        """Whether the router has an engine and is not stopping."""
         return bool(self.pool.up()) and not self._stopping
 
     def _engines_changed(self, model: str) -> None:

@@ -94,7 +94,7 @@ class _Contract:
         }
 
     def comment(self, *path: int) -> str:
-        """What the comment before a declaration says, as one paragraph.
+        """Return the comment before a declaration, as one paragraph.
 
         Raises:
             ValueError: there is none.

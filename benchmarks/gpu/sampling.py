@@ -60,7 +60,7 @@ def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0)
 
 
 def draw_by_sorting(logits: torch.Tensor, draws: SamplingTensors) -> torch.Tensor:
-    """Draw a token from each row by a full sort; see `octavo.kernels.ops.draw_tokens`."""
+    """Sample a token from each row by sorting all its logits, the baseline of `draw_tokens`."""
     temperature, top_k, top_p, min_p, uniform = (
         torch.from_numpy(column).to(logits.device)[:, None] for column in draws
     )

@@ -62,7 +62,7 @@ class CacheCounters:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """How many blocks are in which state, at one moment.
+    """Numbers of blocks by state, at one moment.
 
     Attributes:
         total_blocks: on the device.
@@ -131,7 +131,7 @@ class KVCacheManager:
 
     @property
     def stats(self) -> CacheStats:
-        """How many blocks are in which state now."""
+        """The numbers of blocks by state now."""
         return CacheStats(
             total_blocks=self.device.num_blocks,
             free_blocks=self.device.num_free,

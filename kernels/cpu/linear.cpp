@@ -34,7 +34,8 @@ struct Fours {  // of bytes, unsigned and signed
 // The sums over a group of inputs of 4-bit weights, for a few rows.
 //
 // A weight is q * scale + zero, with q from -8 to 7 and a scale and a zero per output and group of
-// inputs. So a group's products are summed with q as bfloat16, which is exact, and scaled together.
+// inputs. bfloat16 represents q exactly. So the kernel sums q's products over a group first, and
+// multiplies the sum by the scale once.
 // A panel's group is kPanelVectors times four vectors of 4-bit numbers, then the scales, then the
 // zeros. Lane h of an output's two in vector t has, from its low bits up, the weights of inputs
 // 8 t + h, 8 t + h + 2, ...

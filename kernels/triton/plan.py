@@ -1,4 +1,4 @@
-"""Divides a batch among programs, on the host, once per step."""
+"""Split the work of a batch among Triton programs. Runs on the host, once per step."""
 
 import numpy as np
 import torch

@@ -77,7 +77,7 @@ class Progress:
 
 
 def settle() -> None:
-    """Has the garbage collector pass over what a server that has started keeps.
+    """Exclude the objects of a started server from garbage collection.
 
     It would look at all 250,000 objects of an engine now and then, for 0.1 to 0.3 s, and
     nothing is served meanwhile. `run_loop` undoes it at the end.

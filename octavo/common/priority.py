@@ -1,4 +1,4 @@
-"""How priority and waiting time weigh against each other, in routers' and engines' queues."""
+"""The order of requests by priority and waiting time, in routers' and engines' queues."""
 
 PRIORITY_SECONDS = 10.0
 """Seconds of waiting that one unit of priority is worth."""

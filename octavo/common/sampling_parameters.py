@@ -36,7 +36,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of one parameter.
+    """The declaration of one parameter.
 
     Attributes:
         path: Its field in GenerateRequest.

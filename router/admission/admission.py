@@ -48,7 +48,7 @@ class ModelQueue(Generic[E]):
 
 
 class Admission(Generic[E]):
-    """Gives each request an engine: at once if one has room, else in turn.
+    """Dispatches each request to an engine: at once if one has room, otherwise in turn.
 
     Args:
         candidates: The engines of a model that take requests; raises RpcError

@@ -1,4 +1,4 @@
-"""What requests need of an engine: now, and at their peak."""
+"""The blocks that requests need on an engine: now, and at their peak."""
 
 from asyncio import Future, TimerHandle
 from bisect import insort

@@ -27,7 +27,7 @@ CREDIT_TOKENS = 4096.0
 
 
 class TenantCounters:
-    """What each tenant has been served, comparably."""
+    """The service that each tenant has received, on one scale."""
 
     def __init__(self) -> None:
         self._served: defaultdict[str, float] = defaultdict(float)
@@ -97,7 +97,7 @@ class TenantCounters:
         self._charge(claim, claim.charge)
 
     def settle(self, claim: Claim[Any]) -> None:
-        """Make the charge for a request that has ended what it was served."""
+        """Replace an ended request's charge by the service that it received."""
         self._charge(claim, claim.served)
 
     def _charge(self, claim: Claim[Any], charge: float) -> None:

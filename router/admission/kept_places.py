@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Demand:
-    """When a tenant asked recently, and for how many sequences.
+    """A tenant's recent requests: when, and for how many sequences.
 
     Attributes:
         weight: The tenant's, as of then.

@@ -70,7 +70,7 @@ class DrainRate:
 
 
 class Margin:
-    """What estimated waits are multiplied by, so that nearly all who may wait are served in time.
+    """The factor on estimated waits that lets nearly all admitted requests meet their deadlines.
 
     It follows a quantile of true waits over estimated ones by what it does itself: each
     who had to leave a queue for his deadline raises it, and each who was served lowers
@@ -91,7 +91,7 @@ class Margin:
 
 
 class Pace:
-    """How long requests that have an engine take, as running means over those that ended."""
+    """Running means of the time that requests take on an engine."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock

@@ -12,7 +12,7 @@ RETRY_BOUNDS = (1.0, 60.0)
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What may wait, all models together.
+    """Limits of the queue, over all models.
 
     Attributes:
         requests: Most of them.

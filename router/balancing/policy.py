@@ -11,7 +11,7 @@ class Candidate(Protocol):
     """An engine as policies see it."""
 
     load: engine_pb2.Load
-    """What it reported last."""
+    """The last reported load."""
 
     @property
     def sequences(self) -> int:
@@ -37,7 +37,7 @@ class Demand(Protocol):
 
     @property
     def sequences(self) -> int:
-        """How many sequences it runs."""
+        """Number of sequences that it needs."""
 
     @property
     def prompt(self) -> Prompt | None:

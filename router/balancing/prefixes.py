@@ -1,4 +1,4 @@
-"""What one engine's prefix cache is believed to hold."""
+"""The contents of one engine's prefix cache, as it reported them."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ from octavo.v1.generation_pb2 import Delta, Finished, GenerateRequest, GenerateR
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 Vocabularies = Callable[[str], Vocabulary]
-"""Returns a model's vocabulary."""
+"""A function that returns a model's vocabulary."""
 Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
 """Generates the outputs of one call for the HTTP request's tenant; `Write` gets the responses."""
 Send = Callable[[bytes], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""How an API lays out its answers: what chat and completions have in common."""
+"""The format of an API's answers: the common part of chat and completions."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias

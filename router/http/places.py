@@ -17,7 +17,7 @@ MAX_ADDRESSES = 1024
 
 
 class Connection(Protocol):
-    """What `Places` needs to know of a connection."""
+    """The part of a connection that `Places` uses."""
 
     address: str
     known: bool
@@ -100,7 +100,7 @@ class Places:
 
 
 class Pace:
-    """How fast an address may send requests without a valid key.
+    """The rate at which an address may send requests without a valid key.
 
     Args:
         clock: Seconds, monotonic.

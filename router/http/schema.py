@@ -1,4 +1,4 @@
-"""What requests to the OpenAI API may say.
+"""Schemas of requests to the OpenAI API.
 
 An argument that Octavo does not serve is refused, never passed over: an answer
 that ignores `tools` or `response_format` is a wrong answer. Those that OpenAI's
@@ -91,7 +91,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream reports besides its choices.
+    """Options of a stream.
 
     Attributes:
         include_usage: A last chunk counts the tokens.
@@ -182,7 +182,7 @@ class Parameters(Declared):
 
     @property
     def choices(self) -> int:
-        """How many answers each prompt gets: of a beam search, that many of the best."""
+        """Number of answers per prompt; with beam search, the best ones."""
         return 1 if self.n is None else self.n
 
     @property
@@ -245,7 +245,7 @@ class ChatRequest(Parameters):
 
     @property
     def params(self) -> dict[str, str]:
-        """What fields of GenerateRequest are called here."""
+        """The HTTP names of fields of GenerateRequest."""
         length = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
         return {
             "stop.max_tokens": length,
@@ -288,7 +288,7 @@ class CompletionRequest(Parameters):
 
     @property
     def params(self) -> dict[str, str]:
-        """What fields of GenerateRequest are called here: by their own names."""
+        """The HTTP names of fields of GenerateRequest: their own names."""
         return {}
 
     def options(self) -> GenerateOptions:

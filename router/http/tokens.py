@@ -25,7 +25,7 @@ class TokenizeRequest(Strict):
 
     @property
     def text_or_chat(self) -> Prompt:
-        """What to turn into tokens."""
+        """The body of POST /tokenize."""
         if self.messages is not None:
             return [message.message() for message in self.messages]
         return self.prompt or ""

@@ -22,7 +22,7 @@ _BYTES = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """How a token is shown.
+    """The text and bytes of a token.
 
     Attributes:
         text: Its text; U+FFFD stands for what is not a whole character.

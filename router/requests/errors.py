@@ -1,4 +1,4 @@
-"""How a request can fail at one engine and still be completed by another."""
+"""Errors after which a request may migrate to another engine."""
 
 import grpc
 

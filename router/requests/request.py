@@ -1,4 +1,4 @@
-"""What a client asked for."""
+"""A client's request: validated, tokenized, immutable."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a call may ask of a router, beyond the limits that engines share.
+"""Validation of calls, beyond the limits that router and engine share.
 
 Nothing here waits or looks at an engine's state: a request that is refused
 would be refused at any time.

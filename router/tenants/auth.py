@@ -44,7 +44,7 @@ def caller() -> Tenant:
 
 
 class Authenticator:
-    """Tells tenants by their API keys and certificates; without a tenants' file anybody may call.
+    """Finds a caller's tenant by API key or certificate; allows all calls if there is no file.
 
     Args:
         path: The tenants' file; None for no authentication.
@@ -71,7 +71,7 @@ class Authenticator:
 
     @property
     def open(self) -> bool:
-        """Whether anybody may call."""
+        """Whether all calls are allowed without authentication."""
         return self._path is None
 
     def authenticate(

@@ -34,7 +34,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Kind(IntEnum):
-    """How a token takes part in the text."""
+    """The kind of a token, which decides how it is decoded."""
 
     TEXT = 0
     BYTE = 1  # one byte of a character

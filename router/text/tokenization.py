@@ -228,7 +228,7 @@ class Tokenizers:
         )
 
     def close(self) -> None:
-        """End the threads; what they still do is not waited for."""
+        """End the threads, without waiting for running work."""
         self._threads.close()
 
     async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:

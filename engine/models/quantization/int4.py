@@ -75,7 +75,7 @@ class PackedInt4Linear(PackedLayer):
 
 
 def _round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Round each group of weights to 16 levels, spaced for the least squared error.
+    """Quantize each group of weights to 16 levels, with the scale of the least squared error.
 
     Returns:
         `[out, groups, GROUP]` 0 to 15; `[out, groups, 1]` scales and `[out, groups, 1]` zeros, of

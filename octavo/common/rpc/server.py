@@ -12,11 +12,11 @@ LIVENESS = "liveness"
 """The health of this name is always SERVING. It is for liveness probes: a server without engines,
 or one that drains, must not be restarted."""
 TERMINATION_SECONDS = 3600.0
-"""How long one wait for a server's end takes before the next one."""
+"""Timeout of one wait for a server's end, in seconds; the wait is then repeated."""
 
 
 def server_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
-    """Return the channel arguments of a server.
+    """Return the gRPC channel arguments of a server.
 
     A peer that does not answer pings is disconnected after 20 s, with or without calls.
     """

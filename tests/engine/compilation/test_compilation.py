@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partialmethod
 
 import pytest
-import torch
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 from octavo.common.models.cache import cache_dir
 from octavo.engine.compilation import Compiler, Recipe, locate
@@ -20,6 +20,7 @@ from octavo.engine.models.checks.self_check import Reference
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels.integrity import fingerprint
+from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
 LENGTHS = (1, 2, 3, 5, 17, 40)
@@ -39,11 +40,7 @@ def model(tmp_path_factory):
         max_position_embeddings=512,
         eos_token_id=None,
     )
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    made.save_pretrained(path)
+    save_random_model(config, path, std=0.1)
     return path
 
 
@@ -132,6 +129,18 @@ def kept(model, _cache):
     """An artifact, whichever test comes first."""
     assert engine(model, "wait", "bfloat16", "int4").parts.executor.compiled
     return model
+
+
+@contextmanager
+def restored_artifact(model, directory):
+    """The artifact of `kept`, to be damaged within the block and restored at its end."""
+    artifact = locate(Recipe(str(model), "bfloat16", "int4", 16))
+    shutil.copytree(artifact.path, directory / "kept")
+    try:
+        yield artifact
+    finally:
+        shutil.rmtree(artifact.path, ignore_errors=True)
+        shutil.copytree(directory / "kept", artifact.path)
 
 
 def test_a_greedy_step_gives_the_logits_greatest(kept):
@@ -230,12 +239,10 @@ def lose_the_manifest(directory):
     ],
 )
 def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch, tmp_path):
-    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
-    shutil.copytree(artifact.path, tmp_path / "kept")
-    file = damage(artifact.path)
     asked = []
     monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
-    try:
+    with restored_artifact(kept, tmp_path) as artifact:
+        file = damage(artifact.path)
         with capture_logs() as logs:
             loaded = engine(kept, "auto", "bfloat16", "int4")
         assert not loaded.parts.executor.compiled
@@ -243,32 +250,24 @@ def test_a_damaged_artifact_is_removed_and_made_again(kept, damage, monkeypatch,
         assert not artifact.path.exists()
         warned = [entry.get("error", "") for entry in logs if entry["log_level"] == "warning"]
         assert any(str(file) in error for error in warned), logs
-    finally:
-        shutil.rmtree(artifact.path, ignore_errors=True)
-        shutil.copytree(tmp_path / "kept", artifact.path)
     assert engine(kept, "auto", "bfloat16", "int4").parts.executor.compiled
 
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(kept, monkeypatch, tmp_path):
-    artifact = locate(Recipe(str(kept), "bfloat16", "int4", 16))
-    shutil.copytree(artifact.path, tmp_path / "kept")
-    expected = Reference.load(artifact.path / REFERENCE)
-    (artifact.path / REFERENCE).unlink()
-    Reference(expected.tokens, expected.logits.flip(1)).save(artifact.path / REFERENCE)
-    (artifact.path / REFERENCE).chmod(0o644)
-    manifest = Manifest.read(artifact.path / MANIFEST)
-    files = manifest.files | {REFERENCE: fingerprint(artifact.path / REFERENCE)}
-    dataclasses.replace(manifest, files=files).write(artifact.path / MANIFEST)
     asked = []
     monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=asked))
-    try:
+    with restored_artifact(kept, tmp_path) as artifact:
+        expected = Reference.load(artifact.path / REFERENCE)
+        (artifact.path / REFERENCE).unlink()
+        Reference(expected.tokens, expected.logits.flip(1)).save(artifact.path / REFERENCE)
+        (artifact.path / REFERENCE).chmod(0o644)
+        manifest = Manifest.read(artifact.path / MANIFEST)
+        files = manifest.files | {REFERENCE: fingerprint(artifact.path / REFERENCE)}
+        dataclasses.replace(manifest, files=files).write(artifact.path / MANIFEST)
         with capture_logs() as logs:
             loaded = engine(kept, "auto", "bfloat16", "int4")
         assert not loaded.parts.executor.compiled
         assert any("self-check failed: alone" in entry.get("error", "") for entry in logs), logs
-    finally:
-        shutil.rmtree(artifact.path, ignore_errors=True)
-        shutil.copytree(tmp_path / "kept", artifact.path)
 
 
 def test_a_cache_that_others_can_write_to_is_not_used(kept, monkeypatch):

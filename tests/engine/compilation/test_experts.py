@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture
@@ -11,6 +11,7 @@ from octavo.engine.compilation.export import UncallableOperatorError, compile_gr
 from octavo.engine.models.load_model import load
 from octavo.engine.models.step import EagerStep
 from tests.engine.compilation.test_compilation import check, engine, outputs
+from tests.engine.random_model import save_random_model
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,7 @@ def model(tmp_path_factory):
         max_position_embeddings=512,
         eos_token_id=None,
     )
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(config)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    made.save_pretrained(path)
+    save_random_model(config, path, std=0.1)
     return path
 
 

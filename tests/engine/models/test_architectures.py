@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -21,6 +20,7 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.models.load_model import UnsupportedModelError
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
+from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
 SMALL = {
@@ -57,11 +57,7 @@ CONFIGS = {
 
 
 def save(config, path):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # far from uniform, so that argmax is decided
-        torch.nn.init.normal_(parameter, std=0.15)
-    model.save_pretrained(path)
+    model = save_random_model(config, path, std=0.15, dtype=torch.float32)
     model.set_attn_implementation("eager")  # before 5.23 the default one leaves the soft cap out
     return model.eval()
 

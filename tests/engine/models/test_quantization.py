@@ -26,6 +26,7 @@ from octavo.engine.models.quantization.calibration import calibration_tokens, ru
 from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
+from tests.engine.random_model import save_random_model
 
 SMALL = {
     "vocab_size": 500,
@@ -66,11 +67,7 @@ def saved(tmp_path):
     """Saves a tiny model of a kind, without a tokenizer, and returns where."""
 
     def save(name):
-        torch.manual_seed(0)
-        made = AutoModelForCausalLM.from_config(CONFIGS[name]())
-        for parameter in made.parameters():
-            nn.init.normal_(parameter, std=0.1)
-        made.save_pretrained(tmp_path / name)
+        save_random_model(CONFIGS[name](), tmp_path / name, std=0.1)
         return tmp_path / name
 
     return save

@@ -1,0 +1,27 @@
+"""Models with random weights, saved as a checkpoint."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+def save_random_model(
+    config: PretrainedConfig, path: Path, std: float, **options: object
+) -> PreTrainedModel:
+    """Save a model with normal weights of deviation `std`, and return it.
+
+    Weights far from uniform decide argmax, so that rounding does not.
+
+    Args:
+        config: the model's configuration.
+        path: the checkpoint's directory.
+        std: the standard deviation of all weights.
+        **options: as `from_config` takes them.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, **options)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    model.save_pretrained(path)
+    return model
