@@ -97,9 +97,9 @@ async def test_restarts_come_further_and_further_apart(log, monkeypatch):
         raise OSError
 
     task = keep_running(main, "hopeless")
-    await until(lambda: len(log.events) == 4)
+    await until(lambda: len(log.events) >= 4)
     await end(task)
-    delays = [fields["restart_seconds"] for _, fields in log.events]
+    delays = [fields["restart_seconds"] for _, fields in log.events[:4]]
     assert delays == [0.001, 0.002, 0.004, 0.004]
 
 
@@ -114,9 +114,9 @@ async def test_a_failure_after_a_steady_run_restarts_soon(log, monkeypatch):
         raise OSError
 
     task = keep_running(main, "steady")
-    await until(lambda: len(log.events) == 5)
+    await until(lambda: len(log.events) >= 5)
     await end(task)
-    delays = [fields["restart_seconds"] for _, fields in log.events]
+    delays = [fields["restart_seconds"] for _, fields in log.events[:5]]
     assert delays == [0.001, 0.002, 0.004, 0.001, 0.002]
 
 
