@@ -69,6 +69,10 @@ class EngineMetrics:
             "eager_steps", "Steps that ran eagerly because they do not fit the compiled model."
         )
         self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
+        self.kv_cache_usage = gauge(
+            "kv_cache_usage_ratio",
+            "Share of the device's KV-cache blocks in block tables, 0 to 1; cached ones are not.",
+        )
         self.shared_blocks = gauge(
             "shared_blocks", "Blocks on the device that several block-table entries hold."
         )
@@ -102,7 +106,7 @@ class EngineMetrics:
         Setting them all after every step would take 0.1 ms of it.
         """
 
-        def show(gauge: Gauge, read: Callable[[Load], int]) -> None:
+        def show(gauge: Gauge, read: Callable[[Load], float]) -> None:
             gauge.set_function(lambda: read(load()))
 
         show(self.groups.labels("running"), lambda load: load.running)
@@ -111,6 +115,7 @@ class EngineMetrics:
         show(self.blocks.labels("used"), lambda load: load.cache.used_blocks)
         show(self.blocks.labels("cached"), lambda load: load.cache.cached_blocks)
         show(self.blocks.labels("free"), lambda load: load.cache.free_blocks)
+        show(self.kv_cache_usage, lambda load: load.cache.usage_ratio)
         show(self.shared_blocks, lambda load: load.cache.shared_blocks)
         show(self.wasted_slots, lambda load: load.cache.wasted_slots)
         show(self.swap_blocks.labels("used"), lambda load: load.cache.used_swap_blocks)

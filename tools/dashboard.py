@@ -89,6 +89,7 @@ def share(part: str, whole: str) -> str:
 FAILED = ROUTER + ', code=~"INTERNAL|UNAVAILABLE|UNKNOWN|DATA_LOSS"'
 REFUSED = ROUTER + ', code="RESOURCE_EXHAUSTED"'
 BLOCKS = "octavo_engine_blocks"
+KV_CACHE_USAGE = "octavo_engine_kv_cache_usage_ratio"
 
 SECTIONS = [
     Section(
@@ -130,9 +131,9 @@ SECTIONS = [
             ),
             stat(
                 "Used blocks",
-                f'sum({BLOCKS}{{{ENGINE}, state="used"}}) / sum({BLOCKS}{{{ENGINE}}})',
+                f"avg({KV_CACHE_USAGE}{{{ENGINE}}})",
                 "percentunit",
-                help="Without cached blocks, which are evicted on demand.",
+                help="Mean over engines, without cached blocks, which are evicted on demand.",
                 thresholds=(0.8, 0.95),
             ),
             stat(
@@ -250,10 +251,7 @@ SECTIONS = [
             ),
             Panel(
                 "Used, by engine",
-                {
-                    "{{instance}}": f'{BLOCKS}{{{ENGINE}, state="used"}} / ignoring (state) '
-                    f"sum without (state) ({BLOCKS}{{{ENGINE}}})"
-                },
+                {"{{instance}}": f"{KV_CACHE_USAGE}{{{ENGINE}}}"},
                 "percentunit",
                 "At 100% the next block preempts a request.",
                 maximum=1,

@@ -91,6 +91,11 @@ class CacheStats:
         return self.total_blocks - self.free_blocks - self.cached_blocks
 
     @property
+    def usage_ratio(self) -> float:
+        """Share of the device blocks that sequences hold, 0 to 1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
     def free_swap_blocks(self) -> int:
         """Blocks of swap space that hold nothing."""
         return self.total_swap_blocks - self.used_swap_blocks - self.cached_swap_blocks

@@ -149,6 +149,7 @@ def test_a_request_starts_gives_its_tokens_and_ends(running):
 def test_an_engine_that_nobody_asked_yet_shows_its_blocks(running):
     sample = running().metrics.registry.get_sample_value
     assert sample("octavo_engine_blocks", {"state": "free"}) == 64
+    assert sample("octavo_engine_kv_cache_usage_ratio") == 0
     assert sample("octavo_engine_groups", {"state": "running"}) == 0
 
 
