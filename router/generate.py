@@ -19,6 +19,7 @@ from octavo.router.admission import Admission
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.engines.link import Engine
 from octavo.router.engines.pool import EnginePool
+from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import validation
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
@@ -75,6 +76,7 @@ class Generator:
         self.metrics = RouterMetrics(
             registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
         )
+        self._gen_ai_metrics = GenAiMetrics(registry)
         self._accounts = Accounts(self.metrics)
 
     @property
@@ -154,6 +156,7 @@ class Generator:
             self.metrics.requests.labels(model, outcome.name).inc()
             if model:
                 self.metrics.of(model).duration.observe(duration)
+                self._gen_ai_metrics.ended(model, message, outcome, duration, state)
             log.info(
                 "request done",
                 request_id=request_id,

@@ -91,6 +91,13 @@ class Output:
         """Tokens that came since the last `take`: the client is slow if they are many."""
         return len(self.token_ids) - self._taken
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean seconds per token after the first; None before the second."""
+        if len(self.token_ids) < 2:
+            return None
+        return (self.last_time - self.first_time) / (len(self.token_ids) - 1)
+
     def push(
         self,
         token_ids: Sequence[int],

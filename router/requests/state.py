@@ -263,6 +263,5 @@ class RequestState:
         self._usage.output(tokens)
 
     def _observe_tpot(self, output: Output) -> None:
-        if len(output.token_ids) > 1:
-            seconds = output.last_time - output.first_time
-            self._metrics.tpot.observe(seconds / (len(output.token_ids) - 1))
+        if output.seconds_per_token is not None:
+            self._metrics.tpot.observe(output.seconds_per_token)

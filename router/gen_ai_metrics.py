@@ -1,0 +1,101 @@
+"""Metrics of requests by OpenTelemetry's conventions for generative AI.
+
+The conventions' names with dots become Prometheus' names with underscores and the unit:
+`gen_ai.server.request.duration` is `gen_ai_server_request_duration_seconds`. The boundaries of the
+buckets are the conventions' too. A request is observed once, when it has ended.
+"""
+
+import grpc
+from prometheus_client import CollectorRegistry, Histogram
+
+from octavo.router.requests.state import RequestState
+from octavo.v1 import generation_pb2
+
+PROVIDER = "octavo"
+"""`gen_ai.provider.name`, in metrics and spans."""
+
+_LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+_DURATION_SECONDS = tuple(0.01 * 2**i for i in range(14))
+_FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1),
+    *(0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_OUTPUT_TOKEN_SECONDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+_TOKENS = tuple(float(4**i) for i in range(14))
+
+
+def operation_name(message: generation_pb2.GenerateRequest) -> str:
+    """Return `gen_ai.operation.name` of a request."""
+    return "chat" if message.HasField("chat") else "text_completion"
+
+
+class GenAiMetrics:
+    """The conventions' metrics of a model server, and of its tokens.
+
+    Only the duration has requests that failed; the rest describes complete ones, so that a request
+    that was refused does not look like a fast one.
+
+    Args:
+        registry: Where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(
+                f"gen_ai_{name}", text, (*_LABELS, *labels), registry=registry, buckets=buckets
+            )
+
+        self._duration = histogram(
+            "server_request_duration_seconds",
+            "Time from a request's arrival to its end; error_type is its gRPC status unless OK.",
+            _DURATION_SECONDS,
+            "error_type",
+        )
+        self._first_token = histogram(
+            "server_time_to_first_token_seconds",
+            "Time to first token, of requests that ended with OK.",
+            _FIRST_TOKEN_SECONDS,
+        )
+        self._output_token = histogram(
+            "server_time_per_output_token_seconds",
+            "Time per output token after the first, of requests that ended with OK.",
+            _OUTPUT_TOKEN_SECONDS,
+        )
+        self._tokens = histogram(
+            "client_token_usage",
+            "Tokens of each request that ended with OK; gen_ai_token_type is input or output.",
+            _TOKENS,
+            "gen_ai_token_type",
+        )
+
+    def ended(
+        self,
+        model: str,
+        message: generation_pb2.GenerateRequest,
+        code: grpc.StatusCode,
+        seconds: float,
+        state: RequestState | None,
+    ) -> None:
+        """Observe a request that has ended.
+
+        Args:
+            model: Resolved name of the model.
+            message: What the client asked for.
+            code: How it ended.
+            seconds: Time from its arrival to its end.
+            state: Its outputs; None if it was refused before it had any.
+        """
+        labels = (operation_name(message), PROVIDER, model)
+        ok = code is grpc.StatusCode.OK
+        self._duration.labels(*labels, "" if ok else code.name).observe(seconds)
+        if not ok or state is None:
+            return
+        if state.ttft is not None:
+            self._first_token.labels(*labels).observe(state.ttft)
+        for output in state.outputs:
+            if output.seconds_per_token is not None:
+                self._output_token.labels(*labels).observe(output.seconds_per_token)
+        self._tokens.labels(*labels, "input").observe(len(state.request.prompt))
+        self._tokens.labels(*labels, "output").observe(state.output_tokens)
