@@ -38,9 +38,10 @@ class RequestTracer:
                 "gen_ai.request.max_tokens": request.max_tokens,
                 "gen_ai.request.choice.count": request.num_outputs,
                 "gen_ai.response.id": request.request_id,
+                "gen_ai.response.model": self._model,
                 "gen_ai.usage.input_tokens": len(request.prompt),
                 "gen_ai.usage.output_tokens": sum(s.num_output for s in group.sequences),
-                "octavo.usage.cached_tokens": group.cached_tokens,
+                "gen_ai.usage.cache_read.input_tokens": group.cached_tokens,
                 "octavo.outcome": outcome,
             },
         )

@@ -8,6 +8,7 @@ import grpc
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
 from octavo.common.tracing import CONTEXT_FIELDS, Tracing, epoch_clock, extract, inject
+from octavo.router.gen_ai_metrics import PROVIDER, operation_name
 from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
@@ -26,6 +27,8 @@ AT_FAULT = {
     grpc.StatusCode.DATA_LOSS,
 }
 """Codes that are a server's errors; others are its client's."""
+MAX_INTEGER = 2**63 - 1
+"""The largest integer that an attribute can have."""
 
 
 class RequestSpan:
@@ -61,23 +64,26 @@ class RequestSpan:
         if not self._span.is_recording():
             return
         sampling = request.message.sampling
-        kind = "chat" if request.message.HasField("chat") else "text_completion"
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": kind,
-            "gen_ai.provider.name": "octavo",
+            "gen_ai.operation.name": operation_name(request.message),
+            "gen_ai.provider.name": PROVIDER,
             "gen_ai.request.model": request.model,
+            "gen_ai.request.stream": not request.whole,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.choice.count": request.num_outputs,
             "gen_ai.response.id": request.request_id,
+            "gen_ai.response.model": request.model,
         }
-        for name in ("temperature", "top_p", "seed"):
+        for name in ("temperature", "top_p"):
             if sampling.HasField(name):
-                # Seeds have 64 bits, and attributes a sign.
-                value = getattr(sampling, name)
-                attributes[f"gen_ai.request.{name}"] = str(value) if name == "seed" else value
+                attributes[f"gen_ai.request.{name}"] = getattr(sampling, name)
         for name in ("top_k", "frequency_penalty", "presence_penalty"):
             if value := getattr(sampling, name):
-                attributes[f"gen_ai.request.{name}"] = value
+                attributes[f"gen_ai.request.{name}"] = float(value)
+        if sampling.HasField("seed"):
+            # A seed has 64 bits, and an integer attribute 63 and a sign.
+            fits = sampling.seed <= MAX_INTEGER
+            attributes["gen_ai.request.seed"] = sampling.seed if fits else str(sampling.seed)
         self._span.set_attributes(attributes)
 
     @contextmanager
@@ -93,13 +99,13 @@ class RequestSpan:
     def attempt(self, engine: str) -> Iterator[dict[str, str]]:
         """Span an attempt at an engine; yield the trace context for the engine."""
         span = self._tracer.start_span(
-            "engine", self._context, kind=SpanKind.CLIENT, attributes={"server.address": engine}
+            "engine", self._context, kind=SpanKind.CLIENT, attributes=_server(engine)
         )
         try:
             yield inject(set_span_in_context(span)) if self._on else {}
         except EngineLostError as error:
             span.set_status(Status(StatusCode.ERROR, error.message))
-            self._span.add_event("engine lost", {"server.address": engine})
+            self._span.add_event("engine lost", _server(engine))
             raise
         finally:
             span.end()
@@ -119,11 +125,20 @@ class RequestSpan:
                         "gen_ai.response.finish_reasons": reasons,
                         "gen_ai.usage.input_tokens": len(state.request.prompt),
                         "gen_ai.usage.output_tokens": state.output_tokens,
-                        "octavo.usage.cached_tokens": state.cached_tokens,
+                        "gen_ai.usage.cache_read.input_tokens": state.cached_tokens,
                         "octavo.migrations": state.migrations,
                     }
                 )
-            if code in AT_FAULT:
+            if code is not grpc.StatusCode.OK:
                 self._span.set_attribute("error.type", code.name)
+            if code in AT_FAULT:
                 self._span.set_status(Status(StatusCode.ERROR, message))
         self._span.end()
+
+
+def _server(address: str) -> dict[str, str | int]:
+    """Return the attributes of a server's address: HOST:PORT in two, a socket's path in one."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        return {"server.address": address}
+    return {"server.address": host.strip("[]"), "server.port": int(port)}

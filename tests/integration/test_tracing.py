@@ -127,12 +127,18 @@ async def test_a_request(collector, model):
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.seed": str(2**64 - 1),
         "gen_ai.usage.input_tokens": len(PROMPT),
+        "gen_ai.request.stream": True,
+        "gen_ai.response.model": "tiny",
         "gen_ai.usage.output_tokens": 5,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ["length"],
         "rpc.grpc.status_code": 0,
     }
     assert expected.items() <= attributes(served).items()
     assert attributes(refused)["rpc.grpc.status_code"] == 3
+    assert attributes(refused)["error.type"] == "INVALID_ARGUMENT"
+    assert (served.status.code, refused.status.code) == (0, 0)  # the client's error
+    assert "error.type" not in attributes(served)
     (request,) = collector.named("request")
     assert {**common, "octavo.outcome": "finished"}.items() <= attributes(request).items()
     for span in collector.spans:
@@ -157,12 +163,18 @@ async def test_a_request_that_loses_its_engine(collector, model):
         )
     ]
     lost, kept = sorted(collector.named("engine"), key=lambda span: span.start_time_unix_nano)
-    assert attributes(lost)["server.address"] == busy.address
-    assert attributes(kept)["server.address"] != busy.address
+    (other,) = (engine for engine in engines if engine is not busy)
+    assert [place(span) for span in (lost, kept)] == [busy.address, other.address]
     assert (lost.status.code, kept.status.code) == (2, 0)
     (call,) = collector.named("Generate")
     assert [event.name for event in call.events] == ["engine lost"]
     assert attributes(call)["octavo.migrations"] == 1
+
+
+def place(span) -> str:
+    """HOST:PORT of the server that a span names."""
+    named = attributes(span)
+    return f"{named['server.address']}:{named['server.port']}"
 
 
 async def busy_one(engines):
