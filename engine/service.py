@@ -114,6 +114,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             dtype=parts.dtype,
             load=to_load(self.core.load),
             warnings=parts.warnings,
+            default_sampling=parts.defaults.sampling,
+            default_max_tokens=parts.defaults.max_tokens,
         )
 
     def close(self) -> None:

@@ -102,6 +102,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     enable_prefix_caching: bool = Field(
         True, description="Share full KV-cache blocks between requests with a common prefix."
     )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Defaults of sampling parameters that a request does not set. auto: those of"
+        " the model's generation_config.json. none: Octavo's own, whatever the model.",
+    )
     max_num_seqs: int | None = Field(
         None,
         ge=1,

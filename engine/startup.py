@@ -13,6 +13,7 @@ from octavo.common.limits import Limits
 from octavo.common.models.resolve import resolve
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_step import LoadedStep, load_step
+from octavo.engine.generation_config import Defaults, read
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_tensors import (
     GIB,
@@ -62,6 +63,7 @@ class Parts:
         device: The device's name.
         dtype: The weights' data type.
         warnings: What makes the engine slow and what to do about it.
+        defaults: The model's own defaults of what requests do not set.
     """
 
     scheduler: Scheduler
@@ -74,6 +76,7 @@ class Parts:
     device: str
     dtype: str
     warnings: tuple[str, ...]
+    defaults: Defaults
 
 
 def build(settings: EngineSettings) -> Parts:
@@ -87,7 +90,8 @@ def build(settings: EngineSettings) -> Parts:
     """
     began = time.perf_counter()
     _limit_threads()
-    loaded = load_step(settings, resolve(settings.model))
+    model = resolve(settings.model)
+    loaded = load_step(settings, model)
     log.info(
         "model loaded",
         model=settings.model,
@@ -149,6 +153,7 @@ def build(settings: EngineSettings) -> Parts:
         device=_device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         warnings=_warnings(loaded.device),
+        defaults=Defaults() if settings.generation_config == "none" else read(model, limits),
     )
 
 

@@ -256,6 +256,8 @@ class Generator:
     ) -> RequestState:
         """Validate and tokenize."""
         limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
+        defaults = self._pool.defaults(model)
+        defaults.fill_in(message)
         validation.check_request(message, limits)
         if message.WhichOneof("prompt") == "tokens":
             token_ids = list(message.tokens.token_ids)
@@ -270,7 +272,9 @@ class Generator:
             tenant=usage.tenant,
             message=message,
             prompt=Prompt(token_ids, usage.tenant.salt(message.cache_salt)),
-            max_tokens=validation.output_length(message, len(token_ids), limits),
+            max_tokens=validation.output_length(
+                message, len(token_ids), limits, defaults.max_tokens
+            ),
             arrival=arrival,
             deadline=deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),

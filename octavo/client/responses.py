@@ -16,6 +16,7 @@ from octavo.client.types import (
     TopLogprob,
     Usage,
 )
+from octavo.common.sampling_parameters import set_values
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import sampling_pb2
 
@@ -49,11 +50,18 @@ def event(response: pb.GenerateResponse) -> Event | None:
 
 def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     """Decode a ListModelsResponse."""
-    names = [field.name for field in fields(Model) if field.name != "warnings"]
-    return tuple(
-        Model(**{name: getattr(card, name) for name in names}, warnings=tuple(card.warnings))
-        for card in response.models
-    )
+    return tuple(map(_model, response.models))
+
+
+def default_sampling(card: pb.ModelCard) -> dict[str, float]:
+    """Return a model's own defaults, by the option of `generate`."""
+    values = {
+        name: value
+        for name, parameter, value in set_values(card.default_sampling, "sampling")
+        if parameter.generation_config
+    }
+    # A float of 32 bits has seven digits: 0.6 is not to be shown as 0.6000000238418579.
+    return {n: v if isinstance(v, int) else float(f"{v:.7g}") for n, v in values.items()}
 
 
 class Gathering:
@@ -93,6 +101,15 @@ class Gathering:
             stop_token_id=end.stop_token_id,
             score=end.score,
         )
+
+
+def _model(card: pb.ModelCard) -> Model:
+    values = {field.name: getattr(card, field.name) for field in fields(Model)}
+    values["warnings"] = tuple(card.warnings)
+    values["default_sampling"] = default_sampling(card)
+    if not card.HasField("default_max_tokens"):
+        values["default_max_tokens"] = None
+    return Model(**values)
 
 
 def _finished(finished: pb.Finished) -> Finished:

@@ -1,6 +1,7 @@
 """Values that a client returns."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -128,7 +129,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model, its limits and its load. See ModelCard in the contract."""
+    """A served model, its limits and its load. See ModelCard in the contract.
+
+    Attributes:
+        default_sampling: The model's own defaults, by the option of `generate`.
+    """
 
     name: str
     max_model_len: int
@@ -146,6 +151,8 @@ class Model:
     total_swap_blocks: int
     used_swap_blocks: int
     warnings: tuple[str, ...] = ()
+    default_sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    default_max_tokens: int | None = None
 
     @property
     def used_blocks(self) -> int:

@@ -45,6 +45,8 @@ class Parameter:
         default: The value of a request that does not set it; None: there is none.
         flags: Its flags on the command line; empty: no flag. Default: its name.
         http: Whether it is a member of HTTP requests, by its name.
+        generation_config: The key of a model's own default in its generation_config.json; None:
+            models have none.
     """
 
     path: str
@@ -53,6 +55,7 @@ class Parameter:
     default: float | None = None
     flags: tuple[str, ...] | None = None
     http: bool = True
+    generation_config: str | None = None
 
     def shown_flags(self, name: str) -> tuple[str, ...]:
         """Return the flags of the parameter of this name."""
@@ -96,7 +99,12 @@ class GenerateOptions(TypedDict, total=False):
             flags=(),
         ),
     ]
-    max_tokens: Annotated[int | None, Parameter("stop.max_tokens", "Maximum tokens per output.")]
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            "stop.max_tokens", "Maximum tokens per output.", generation_config="max_new_tokens"
+        ),
+    ]
     min_tokens: Annotated[
         int | None,
         Parameter("stop.min_tokens", "Minimum tokens per output.", default=0),
@@ -130,6 +138,7 @@ class GenerateOptions(TypedDict, total=False):
             Range(0, 100),
             default=1,
             flags=("--temperature", "-t"),
+            generation_config="temperature",
         ),
     ]
     top_p: Annotated[
@@ -139,11 +148,17 @@ class GenerateOptions(TypedDict, total=False):
             "Keep the smallest set of most likely tokens with this total probability.",
             Range(0, 1, above=True),
             default=1,
+            generation_config="top_p",
         ),
     ]
     top_k: Annotated[
         int | None,
-        Parameter("sampling.top_k", "Keep this many of the most likely tokens; 0: all.", default=0),
+        Parameter(
+            "sampling.top_k",
+            "Keep this many of the most likely tokens; 0: all.",
+            default=0,
+            generation_config="top_k",
+        ),
     ]
     min_p: Annotated[
         float | None,
@@ -152,6 +167,7 @@ class GenerateOptions(TypedDict, total=False):
             "Keep tokens with at least this fraction of the most likely token's probability.",
             Range(0, 1),
             default=0,
+            generation_config="min_p",
         ),
     ]
     repetition_penalty: Annotated[
@@ -161,6 +177,7 @@ class GenerateOptions(TypedDict, total=False):
             "Divisor of positive, and factor of negative, logits of tokens in prompt or output.",
             Range(0, 100, above=True),
             default=1,
+            generation_config="repetition_penalty",
         ),
     ]
     presence_penalty: Annotated[
@@ -261,6 +278,16 @@ PARAMETERS: dict[str, Parameter] = {
     for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
 }
 """Every parameter, by its name."""
+
+
+NEUTRAL: GenerateOptions = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": 0,
+    "repetition_penalty": 1,
+}
+"""Values that change nothing: a request with these does not depend on a model's own defaults."""
 
 
 @cache

@@ -4,14 +4,18 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 import grpc
+import structlog
 
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.limits import Limits
 from octavo.router.engines.link import Engine, EngineLink
+from octavo.router.requests.defaults import Defaults
 from octavo.router.settings import RouterSettings
 from octavo.router.text.tokenization import Tokenizer, Tokenizers
 from octavo.v1 import generation_pb2
+
+log = structlog.get_logger(__name__)
 
 
 class EnginePool:
@@ -35,10 +39,11 @@ class EnginePool:
     ) -> None:
         self._settings = settings
         self._tokenizers = tokenizers
-        self._on_change = on_change
+        self._tell_change = on_change
         self._on_load = on_load
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._disagreeing: set[str] = set()  # models of which that has been logged
 
     def __contains__(self, address: str) -> bool:
         return address in self._links
@@ -162,6 +167,14 @@ class EnginePool:
         """Return the tokens that end an output of a resolved model."""
         return frozenset(self._known(model)[0].info.eos_token_ids)
 
+    def defaults(self, model: str) -> Defaults:
+        """Return the defaults of a resolved model's requests.
+
+        Where engines differ, those of the first address hold, so that all routers use the same.
+        """
+        engine = min(self._known(model), key=lambda engine: engine.address)
+        return Defaults.of(engine.info)
+
     def limits(self, model: str) -> Limits:
         """Return what every engine of a resolved model can take.
 
@@ -185,7 +198,7 @@ class EnginePool:
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
         """Return what clients are told of a model; `queued` wait in the router."""
         engines = self.up(model)
-        limits = self.limits(model)
+        limits, defaults = self.limits(model), self.defaults(model)
         loads = [engine.load for engine in engines]
         return generation_pb2.ModelCard(
             name=model,
@@ -204,6 +217,8 @@ class EnginePool:
             total_swap_blocks=sum(load.total_swap_blocks for load in loads),
             used_swap_blocks=sum(load.used_swap_blocks for load in loads),
             warnings=sorted({text for engine in engines for text in engine.info.warnings}),
+            default_sampling=defaults.sampling,
+            default_max_tokens=defaults.max_tokens,
         )
 
     def _known(self, model: str) -> list[Engine]:
@@ -230,6 +245,22 @@ class EnginePool:
         """Call `on_change`: an engine takes requests again, or no more."""
         if link.engine is not None:
             self._on_change(link.engine.info.model)
+
+    def _on_change(self, model: str) -> None:
+        """Tell that an engine of `model` came, went or drains; log if its engines disagree."""
+        engines = sorted(self.up(model), key=lambda engine: engine.address)
+        used = [Defaults.of(engine.info) for engine in engines]
+        if all(defaults == used[0] for defaults in used):
+            self._disagreeing.discard(model)
+        elif model not in self._disagreeing:
+            self._disagreeing.add(model)
+            log.warning(
+                "engines of one model have different defaults of sampling parameters",
+                model=model,
+                used=engines[0].address,
+                hint="give all the same generation_config.json and --generation-config",
+            )
+        self._tell_change(model)
 
     def _none_up(self, model: str) -> rpc.RpcError:
         """For clients: engines' addresses are for the log and AdminService."""

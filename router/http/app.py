@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from octavo.client.requests import tokenize_request
+from octavo.client.responses import default_sampling
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
@@ -181,6 +182,10 @@ class Api:
             "created": self._created,
             "owned_by": "octavo",
             "max_model_len": card.max_model_len,
+            "default_sampling": default_sampling(card),
+            "default_max_tokens": (
+                card.default_max_tokens if card.HasField("default_max_tokens") else None
+            ),
         }
 
 

@@ -17,7 +17,7 @@ class Request:
         request_id: Its id in responses, logs and traces.
         model: Resolved name of the model.
         tenant: The caller.
-        message: What the client sent.
+        message: What the client sent, and the model's defaults of what it did not set.
         prompt: The prompt's tokens.
         max_tokens: Maximum tokens per output.
         arrival: When it arrived, in seconds of the monotonic clock.

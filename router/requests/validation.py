@@ -65,9 +65,18 @@ def check_chat(request: PromptRequest, limits: Limits) -> None:
 
 
 def output_length(
-    request: generation_pb2.GenerateRequest, prompt_tokens: int, limits: Limits
+    request: generation_pb2.GenerateRequest,
+    prompt_tokens: int,
+    limits: Limits,
+    default: int | None = None,
 ) -> int:
     """Checks lengths, as `octavo.common.limits.output_length` does.
+
+    Args:
+        request: The request.
+        prompt_tokens: Its prompt's tokens.
+        limits: Those of the model.
+        default: The model's own default of max_tokens, if it has one.
 
     Returns:
         The most tokens that each output may have.
@@ -75,7 +84,10 @@ def output_length(
     Raises:
         rpc.RpcError: INVALID_ARGUMENT for what could never be served.
     """
-    return common.output_length(prompt_tokens, num_outputs(request), request.stop, limits)
+    room = common.output_length(prompt_tokens, num_outputs(request), request.stop, limits)
+    if default is None or request.stop.HasField("max_tokens"):
+        return room
+    return min(room, max(default, request.stop.min_tokens))
 
 
 def num_outputs(request: generation_pb2.GenerateRequest) -> int:

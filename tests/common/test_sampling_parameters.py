@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli.bench.load import OPTIONS
 from octavo.cli.generation import FLAGS
 from octavo.client.requests import generate_request
-from octavo.common.sampling_parameters import PARAMETERS, TYPES, SamplingParams
+from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams
 from octavo.engine.validation import _sampling
 from octavo.router.http.schema import CompletionRequest
 from octavo.v1 import generation_pb2, sampling_pb2
@@ -89,6 +90,13 @@ def test_http_takes_it(name):
     options = CompletionRequest.model_validate_json(json.dumps(body)).options()
     assert options[name] == example(name)
     assert plain(value_at(generate_request("x", options), PARAMETERS[name].path)) == example(name)
+
+
+def test_a_benchmark_sets_all_that_a_model_may_have_defaults_of():
+    own = {name for name, p in PARAMETERS.items() if p.generation_config}
+    assert own == NEUTRAL.keys() | {"max_tokens"}
+    assert {name: PARAMETERS[name].default for name in NEUTRAL} == NEUTRAL
+    assert OPTIONS == {**NEUTRAL, "temperature": 0}
 
 
 def test_docs_are_the_table():

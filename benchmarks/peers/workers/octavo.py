@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import typer
 
 from octavo import AsyncClient, Delta
+from octavo.cli.bench.load import OPTIONS
 from octavo.cli.local_server import local_server
 
 from .protocol import Outcome, Request, Runner, Setup, serve
@@ -66,10 +67,10 @@ async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tupl
     stream = client.generate(
         request.prompt,
         max_tokens=request.output_tokens,
-        temperature=0,
         ignore_eos=True,
         token_ids=True,
         final_only=whole,
+        **OPTIONS,
     )
     async for event in stream.events():
         if isinstance(event, Delta):

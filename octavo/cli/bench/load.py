@@ -10,7 +10,11 @@ from collections.abc import Callable, Sequence
 
 from octavo.cli.bench.metrics import OK, Record
 from octavo.cli.bench.workload import Request
-from octavo.client import AsyncClient, Delta, Error, Finished, Usage
+from octavo.client import AsyncClient, Delta, Error, Finished, GenerateOptions, Usage
+from octavo.common.sampling_parameters import NEUTRAL
+
+OPTIONS: GenerateOptions = {**NEUTRAL, "temperature": 0}
+"""Greedy, and whatever a model's own defaults are: results of models can be compared."""
 
 
 class Load:
@@ -70,6 +74,16 @@ class Load:
                 await asyncio.sleep(due - self.seconds)
                 group.create_task(self._send(index, request, due))
 
+    def _options(self, request: Request) -> GenerateOptions:
+        return {
+            **OPTIONS,
+            "model": self._model,
+            "cache_salt": self._salt,
+            "max_tokens": request.max_tokens,
+            "ignore_eos": request.ignore_eos,
+            "token_ids": True,
+        }
+
     async def _send(self, index: int, request: Request, due: float) -> None:
         """Send one request and record its stream."""
         times, tokens, usages = list[float](), list[int](), list[Usage]()
@@ -78,14 +92,7 @@ class Load:
         sent = self.seconds
         try:
             stream = self._client.generate(
-                request.prompt,
-                model=self._model,
-                cache_salt=self._salt,
-                max_tokens=request.max_tokens,
-                ignore_eos=request.ignore_eos,
-                temperature=0,
-                token_ids=True,
-                timeout=self._timeout,
+                request.prompt, timeout=self._timeout, **self._options(request)
             )
             async for event in stream.events():
                 if isinstance(event, Delta) and event.token_ids:

@@ -197,8 +197,16 @@ function stop() {
 function showModels(engines) {
   const names = [...new Set(engines.map((engine) => engine.model))].sort();
   const shown = [...$("#model").options].map((option) => option.value);
-  if (names.join() !== shown.join())
-    $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
+  if (names.join() === shown.join()) return;
+  $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
+  showDefaults();
+}
+
+/** Shows the sampling parameters that the model's authors chose, where there is a field for them. */
+async function showDefaults() {
+  const { data } = await api.get("v1/models");
+  const defaults = data.find(({ id }) => id === $("#model").value)?.default_sampling ?? {};
+  for (const [name, value] of Object.entries(defaults)) if ($(`#${name}`)) $(`#${name}`).value = value;
 }
 
 function askForKey() {
@@ -220,6 +228,7 @@ $("#prompt").addEventListener("keydown", (event) => {
   send();
 });
 document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+$("#model").addEventListener("change", showDefaults);
 $("#cancel").addEventListener("click", stop);
 $("#clear").addEventListener("click", () => {
   stop();

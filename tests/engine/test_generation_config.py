@@ -1,0 +1,111 @@
+"""A model's own defaults are read from its generation_config.json, and checked."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from octavo.common.limits import Limits
+from octavo.engine.generation_config import NAME, Defaults, read
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from octavo.v1 import sampling_pb2
+
+LIMITS = Limits(128, 1000, 8, 16, 16, beam_search=True)
+QWEN = {
+    "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
+    "max_new_tokens": 2048, "do_sample": False, "eos_token_id": [2], "num_beams": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes a generation_config.json; returns its directory."""
+
+    def write(content) -> str:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (tmp_path / NAME).write_text(text)
+        return str(tmp_path)
+
+    return write
+
+
+def test_all_that_requests_have_is_read(model):
+    expected = sampling_pb2.SamplingParams(
+        temperature=0.5, top_k=20, top_p=0.75, min_p=0.25, repetition_penalty=1.5
+    )
+    with capture_logs() as logs:
+        assert read(model(QWEN), LIMITS) == Defaults(expected, 2048)
+    (line,) = logs
+    assert line["log_level"] == "info"
+    assert (line["temperature"], line["max_new_tokens"]) == (0.5, 2048)
+
+
+def test_neutral_values_are_the_model_s_too(model):
+    defaults = read(model({"temperature": 0, "top_k": 0, "min_p": None}), LIMITS)
+    assert defaults.sampling.HasField("temperature")
+    assert defaults.sampling.HasField("top_k")
+    assert not defaults.sampling.HasField("min_p")
+    assert defaults.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("temperature", -1, "sampling.temperature must be in [0, 100]; got -1"),
+        ("temperature", float("nan"), "got nan"),
+        ("temperature", True, "sampling.temperature must be a number; got true"),
+        ("temperature", "hot", ""),
+        ("top_p", 0, "sampling.top_p must be in (0, 1]; got 0"),
+        ("min_p", 2, "sampling.min_p must be in [0, 1]; got 2"),
+        ("top_k", -1, ""),
+        ("top_k", 0.5, ""),
+        ("top_k", 1 << 40, ""),
+        ("repetition_penalty", 0, "sampling.repetition_penalty must be in (0, 100]; got 0"),
+        ("max_new_tokens", 0, "stop.max_tokens must be in"),
+    ],
+)
+def test_a_value_that_no_request_may_have_is_left_out(model, key, value, reason):
+    other = "top_k" if key != "top_k" else "top_p"
+    with capture_logs() as logs:
+        defaults = read(model({key: value, other: 1}), LIMITS)
+    assert defaults == Defaults(sampling_pb2.SamplingParams(**{other: 1}))
+    (warning,) = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["key"] == key
+    assert reason in warning["reason"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\ufeff{"])
+def test_a_file_that_cannot_be_read_is_logged(model, content):
+    with capture_logs() as logs:
+        assert read(model(content), LIMITS) == Defaults()
+    assert logs[0]["log_level"] == "warning"
+
+
+def test_a_model_without_the_file(tmp_path):
+    with capture_logs() as logs:
+        assert read(str(tmp_path), LIMITS) == Defaults()
+        assert read("nobody/has-this-model", LIMITS) == Defaults()
+    assert logs == []
+
+
+def test_a_hub_model_has_it_in_the_hub_s_cache(tmp_path, model, monkeypatch):
+    folder = tmp_path / "hub" / "models--some--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    shutil.move(Path(model(QWEN), NAME), folder / "snapshots" / "abc" / NAME)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert read("some/model", LIMITS).sampling.top_k == 20
+
+
+def test_the_setting_turns_it_off(tiny_model, tmp_path):
+    path = shutil.copytree(tiny_model, tmp_path / "model")
+    (path / NAME).write_text(json.dumps({"temperature": 0.5}))
+    settings = {"model": str(path), "num_blocks": 8, "swap_space": 0, "compile": "off"}
+    parts = build(EngineSettings(**settings))
+    assert parts.defaults.sampling.temperature == 0.5
+    parts = build(EngineSettings(**settings, generation_config="none"))
+    assert parts.defaults == Defaults()
