@@ -11,7 +11,8 @@ import typer
 from octavo.cli.output import fail
 from octavo.cli.signature import expand
 from octavo.client import AsyncClient, Client, Tls, TlsError
-from octavo.client.channel import DEFAULT_ADDRESS
+from octavo.client.address import DEFAULT_ADDRESS
+from octavo.client.channel import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,13 @@ def _option(text: str, *names: str) -> Any:  # noqa: ANN401 - typer says the sam
 
 def _server(
     *,
-    address: Annotated[str, _option("HOST:PORT of the server.", "-a", "--address")] = (
-        DEFAULT_ADDRESS
-    ),
+    address: Annotated[
+        str,
+        _option(
+            "HOST:PORT of the server; https://HOST:PORT uses TLS. Port 50051 may be left out.",
+            *("-a", "--address"),
+        ),
+    ] = DEFAULT_ADDRESS,
     api_key: Annotated[
         str | None,
         _option(
@@ -78,7 +83,12 @@ def _server(
 ) -> Server:
     """Return the server that the options of `with_server` set."""
     wanted = tls or ca or client_cert or client_key or tls_name
-    return Server(address, api_key, Tls(ca, client_cert, client_key, tls_name) if wanted else None)
+    files = Tls(ca, client_cert, client_key, tls_name) if wanted else None
+    try:
+        address, files = locate(address, files)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--address") from None
+    return Server(address, api_key, files)
 
 
 def with_server(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,10 +2,8 @@
 
 import grpc
 
+from octavo.client.address import parse_address
 from octavo.common import tls
-
-DEFAULT_ADDRESS = "localhost:50051"
-"""Default address of `octavo serve` and `octavo router`."""
 
 OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Log-probabilities of a long prompt outgrow grpc's 4 MiB.
@@ -18,6 +16,18 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 Metadata = tuple[tuple[str, str | bytes], ...]
 
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+
+def locate(address: str, files: tls.Tls | None) -> tuple[str, tls.Tls | None]:
+    """Return an address as HOST:PORT, and the TLS files; https:// alone sets public authorities.
+
+    Raises:
+        ValueError: The address is malformed, or it is http:// and there are TLS files.
+    """
+    target, wants_tls = parse_address(address)
+    if files is not None and address.strip().lower().startswith("http://"):
+        raise ValueError(f"{address!r} is without TLS, but TLS is set: use https:// or HOST:PORT")
+    return target, tls.Tls() if wants_tls and files is None else files
 
 
 def secure(

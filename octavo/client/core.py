@@ -7,7 +7,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from octavo.client import responses
-from octavo.client.channel import DEFAULT_ADDRESS, HEALTH_CHECK, Metadata, secure, with_key
+from octavo.client.address import DEFAULT_ADDRESS, parse_address
+from octavo.client.channel import HEALTH_CHECK, Metadata, locate, secure, with_key
 from octavo.client.types import Accepted, Event, Finished
 from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
@@ -53,7 +54,8 @@ class BaseClient:
     """A connection to a router.
 
     Args:
-        address: "host:port".
+        address: "host:port", "host" (port 50051) or ":port" (localhost), also after http:// or,
+            for TLS, https://; or a gRPC target such as "unix:/path".
         api_key: The tenant's API key; None if the server needs none.
         tls: Certificate files; `Tls()` uses the public authorities. None: plaintext.
         credentials: Instead of `tls`, if files are not enough.
@@ -61,6 +63,7 @@ class BaseClient:
 
     Raises:
         TlsError: The files cannot be used.
+        ValueError: The address is malformed.
     """
 
     _insecure_channel: Callable[..., Any]
@@ -75,6 +78,10 @@ class BaseClient:
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
     ) -> None:
+        if credentials is None:
+            address, tls = locate(address, tls)
+        else:
+            address, _ = parse_address(address)
         self.address = address
         self._metadata = with_key(metadata, api_key)
         credentials, options = secure(tls, credentials)
