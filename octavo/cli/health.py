@@ -1,5 +1,6 @@
 """`octavo health`: the probe of containers and load balancers."""
 
+import json
 from typing import Annotated
 
 import grpc
@@ -23,24 +24,45 @@ def health(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Maximum seconds to wait for the answer.")
     ] = 5.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Check over grpc.health.v1 whether a router or an engine is ready; exit code 0 or 1."""
-    request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
+    status, error = "UNKNOWN", ""
     try:
-        with _connect(server) as channel:
-            check = channel.unary_unary(
-                HEALTH_CHECK,
-                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-                response_deserializer=health_pb2.HealthCheckResponse.FromString,
-            )
-            response = check(request, timeout=timeout)
-    except TlsError as error:
-        raise fail(str(error)) from None
-    except grpc.RpcError as error:
-        raise fail(f"{server.address}: {error.code().name}: {error.details()}") from None
-    out.print(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
-    if response.status != health_pb2.HealthCheckResponse.SERVING:
+        status = _check(server, live=live, timeout=timeout)
+    except TlsError as problem:
+        error = str(problem)
+    except grpc.RpcError as problem:
+        error = f"{problem.code().name}: {problem.details()}"
+    if as_json:
+        check = "liveness" if live else "readiness"
+        result = {"address": server.address, "check": check, "status": status}
+        typer.echo(json.dumps(result | ({"error": error} if error else {})))
+    elif error:
+        raise fail(f"{server.address}: {error}")
+    else:
+        out.print(status)
+    if status != "SERVING":
         raise typer.Exit(1)
+
+
+def _check(server: Server, *, live: bool, timeout: float) -> str:
+    """Return the name of the server's status.
+
+    Raises:
+        TlsError: The TLS files cannot be used.
+        grpc.RpcError: The server does not answer, or not in time.
+    """
+    request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
+    with _connect(server) as channel:
+        check = channel.unary_unary(
+            HEALTH_CHECK,
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        response = check(request, timeout=timeout)
+    name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    return name
 
 
 def _connect(server: Server) -> grpc.Channel:

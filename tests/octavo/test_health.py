@@ -1,6 +1,7 @@
 """`octavo health` against the health service that router and engine have."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 from typer.testing import CliRunner
@@ -40,6 +41,21 @@ async def test_ready_and_alive_are_two_things():
     code, said = await ask(address)
     assert code == 1
     assert f"{address}: UNAVAILABLE" in said
+
+
+async def test_json():
+    async with listening() as (servicer, address):
+        code, said = await ask(address, "--json")
+        expected = {"address": address, "check": "readiness", "status": "NOT_SERVING"}
+        assert (code, json.loads(said)) == (1, expected)
+        await set_serving(servicer, [""], serving=True)
+        assert (await ask(address, "--json"))[0] == 0
+        code, said = await ask(address, "--json", "--live")
+        assert (code, json.loads(said)["check"]) == (0, "liveness")
+    code, said = await ask(address, "--json")
+    result = json.loads(said)
+    assert (code, result["status"]) == (1, "UNKNOWN")
+    assert result["error"].startswith("UNAVAILABLE: ")
 
 
 async def test_over_tls_with_a_certificate(authority):
