@@ -8,13 +8,16 @@ from rich.markup import escape
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
-from octavo.cli.output import err, out, report
+from octavo.cli.output import err, failures, out, report
 from octavo.client import Client, Error, GenerateOptions, Message
 
 HELP = """[bold]/help[/]           list the commands
 [bold]/reset[/]          start a new conversation
 [bold]/system TEXT[/]    set the system message and start a new conversation; without TEXT: print it
 [bold]/quit[/]           leave (so does ctrl-D); ctrl-C stops an answer"""
+
+CHECK_SECONDS = 5.0
+"""Seconds that the server has to answer at the start."""
 
 
 class Conversation:
@@ -43,6 +46,8 @@ def chat(
     """Chat with a model. /help lists the commands."""
     conversation = Conversation(system)
     with server.client() as client:
+        with failures(server.address):
+            _check(client)
         if sys.stdin.isatty():
             import readline  # noqa: F401, PLC0415 - gives input() history and editing
 
@@ -54,6 +59,16 @@ def chat(
             elif line:
                 conversation.messages.append(Message("user", line))
                 _answer(client, conversation, options)
+
+
+def _check(client: Client) -> None:
+    """Check that the server answers; say so if it has no model yet.
+
+    Raises:
+        Error: It does not answer, or refuses the API key.
+    """
+    if not client.list_models(timeout=CHECK_SECONDS):
+        err.print("[yellow]no model is served yet[/]: an answer waits for an engine")
 
 
 def _read() -> str | None:

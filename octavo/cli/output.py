@@ -51,7 +51,7 @@ def report(error: Error, address: str) -> None:
     elif isinstance(error, UnavailableError) and "failed to connect" in error.message:
         err.print(
             f"  nothing answers at {escape(address)}, or it uses TLS (set --tls or --ca); start a "
-            "server with [bold]octavo serve --model demo[/], or set --address",
+            "server with [bold]octavo serve demo[/], or set --address",
             soft_wrap=True,
         )
 

@@ -22,12 +22,14 @@ class FakeService(pb_grpc.GenerationServiceServicer):
         self.requests: list[pb.GenerateRequest] = []
         self.keys: list[str | bytes | None] = []
         self.failure: status_pb2.Status | None = None
+        self.listing_fails = True
         self.endless = False
         self.cancelled: list[bool] = []
         self.models: list[pb.ModelCard] = []
 
-    def fail(self, code: grpc.StatusCode, message: str, *details) -> None:
-        """Makes every later call fail."""
+    def fail(self, code: grpc.StatusCode, message: str, *details, listing: bool = True) -> None:
+        """Makes every later call fail; without `listing`, ListModels goes on."""
+        self.listing_fails = listing
         self.failure = status_pb2.Status(code=code.value[0], message=message)
         for detail in details:
             self.failure.details.add().Pack(detail)
@@ -72,7 +74,8 @@ class FakeService(pb_grpc.GenerationServiceServicer):
 
     def ListModels(self, request, context):  # noqa: N802
         self._note_key(context)
-        self._maybe_fail(context)
+        if self.listing_fails:
+            self._maybe_fail(context)
         return pb.ListModelsResponse(models=self.models)
 
     def _note_key(self, context) -> None:
