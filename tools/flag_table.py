@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from octavo.cli.options import declaring, describe
+from octavo.cli.serve import HIDDEN
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.settings import Settings, flag
@@ -17,8 +18,15 @@ TITLES = (
     ("`serve`, `router` and `engine`: TLS", TlsSettings),
     ("`serve`, `router` and `engine`: tracing", TracingSettings),
     ("`router` and `serve`", RouterSettings),
+    ("`router`", RouterSettings),
     ("`engine` and `serve`", EngineSettings),
+    ("`engine`", EngineSettings),
 )
+ONE_COMMAND = {
+    "`router`": HIDDEN,
+    "`engine`": RouterSettings.model_fields.keys() & EngineSettings.model_fields.keys(),
+}
+"""Fields without a flag of `serve`, or of which `serve` has the other class' flag."""
 
 HEAD = """\
 # Flags
@@ -49,7 +57,7 @@ def reference() -> str:
     for title, cls in TITLES:
         rows = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
         for name, field in cls.model_fields.items():
-            if declaring(cls, name) is not cls:
+            if declaring(cls, name) is not cls or _title(cls, name, title) != title:
                 continue
             kind, default = describe(field)
             shown = flag(name)
@@ -60,6 +68,15 @@ def reference() -> str:
             rows.append(f"| `{shown}` | {kind} | {default} | {field.description} |")
         parts += [f"## {title}", "\n".join(rows)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _title(cls: type[Settings], name: str, title: str) -> str:
+    """Return the title of the table that a field belongs to; `title` if there is no choice."""
+    own = f"`{cls.table}`"
+    if own not in ONE_COMMAND:
+        return title
+    shared = next(each for each, of in TITLES if of is cls and each != own)
+    return own if name in ONE_COMMAND[own] else shared
 
 
 if __name__ == "__main__":

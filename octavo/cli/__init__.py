@@ -19,8 +19,10 @@ from octavo.cli.options import EPILOG
 from octavo.cli.router import router
 from octavo.cli.serve import serve
 from octavo.cli.status import status
+from octavo.cli.types_in_help import Command, Group, name_types
 
 app = typer.Typer(
+    cls=Group,
     help="Serve language models over gRPC with a paged KV cache.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -28,9 +30,9 @@ app = typer.Typer(
 )
 
 for _command in (serve, router, engine):
-    app.command(rich_help_panel="Serve", epilog=EPILOG)(_command)
+    app.command(rich_help_panel="Serve", epilog=EPILOG, cls=Command)(name_types(_command))
 for _command in (generate, chat, status, health, demo, key):
-    app.command(rich_help_panel="Use")(_command)
+    app.command(rich_help_panel="Use", cls=Command)(name_types(_command))
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 
 

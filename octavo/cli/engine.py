@@ -10,7 +10,7 @@ from octavo.common import logging
 from octavo.engine.settings import EngineSettings
 
 
-@settings_options(EngineSettings)
+@settings_options(EngineSettings, positional="model")
 def engine(flags: Flags) -> None:
     """Run an engine: one model with its paged KV cache, which routers connect to."""
     require("engine", "engine")

@@ -15,6 +15,9 @@ from octavo.common.settings import Settings, SettingsError, arms, flag, is_colle
 Flags = dict[str, Any]
 """Values given on the command line, by field name."""
 
+ARGUMENT = "argument"
+"""Name of the parameter for a field that is given without its flag."""
+
 S = TypeVar("S", bound=Settings)
 
 EPILOG = (
@@ -25,7 +28,7 @@ EPILOG = (
 
 
 def settings_options(
-    *classes: type[Settings], hidden: Collection[str] = ()
+    *classes: type[Settings], hidden: Collection[str] = (), positional: str | None = None
 ) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
     """Give a command one option per field of `classes`.
 
@@ -35,6 +38,7 @@ def settings_options(
     Args:
         *classes: settings classes.
         hidden: fields without an option.
+        positional: field that may also be given as the command's argument.
     """
     fields: dict[str, tuple[FieldInfo, str]] = {}
     for cls in classes:
@@ -45,9 +49,13 @@ def settings_options(
 
     def decorate(command: Callable[[Flags], None]) -> Callable[..., None]:
         def run(**flags: Any) -> None:  # noqa: ANN401 - whatever typer parsed
+            if positional is not None:
+                flags[positional] = _given_once(positional, flags.pop(ARGUMENT), flags[positional])
             command({name: value for name, value in flags.items() if value not in (None, [])})
 
         parameters = [_parameter(name, *fields[name]) for name in fields]
+        if positional is not None:
+            parameters.insert(0, _argument(positional))
         make_like(run, parameters, command)
         return run
 
@@ -64,6 +72,32 @@ def load(cls: type[S], flags: Flags) -> S:
         return cls.load(**{name: flags[name] for name in flags if name in cls.model_fields})
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _argument(name: str) -> inspect.Parameter:
+    """Return the typer argument that sets the same field as the option of `name`."""
+    shown = typer.Argument(
+        metavar=f"[{name.upper()}]", help=f"The same as {flag(name)}.", show_default=False
+    )
+    return inspect.Parameter(
+        ARGUMENT,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, shown],
+    )
+
+
+def _given_once(name: str, argument: str | None, option: str | None) -> str | None:
+    """Return the value of a field that is an argument and an option.
+
+    Raises:
+        typer.BadParameter: both are given, and differ.
+    """
+    if argument is not None and option is not None and argument != option:
+        raise typer.BadParameter(
+            f"the {name} is given twice: {argument!r} and {flag(name)} {option!r}; give one of them"
+        )
+    return option if argument is None else argument
 
 
 def declaring(cls: type[Settings], name: str) -> type[Settings]:
@@ -95,7 +129,7 @@ def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     elif default:
         help_text += f" \\[default: {default}]"
     if field.annotation is bool:
-        declaration, annotation, metavar = f"{flag(name)}/--no-{flag(name)[2:]}", bool | None, None
+        declaration, annotation, metavar = f"{flag(name)}/--no-{flag(name)[2:]}", bool | None, ""
     else:
         annotation = list[str] | None if is_collection(field) else str | None  # type: ignore[assignment]
         declaration, metavar = flag(name), kind.upper() if "|" not in kind else f"[{kind}]"

@@ -31,12 +31,17 @@ PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
 """TLS settings between router and engine; unused on a Unix socket."""
 
 
-@settings_options(RouterSettings, EngineSettings, hidden={"engine", *LINK_TO_ENGINE})
+HIDDEN = frozenset({"engine", *LINK_TO_ENGINE})
+"""Settings of the router that have no option here: there is one engine, at a Unix socket."""
+
+
+@settings_options(RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
 def serve(flags: Flags) -> None:
     """Serve a model: a router here and an engine in a child process.
 
     --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. The engine
     listens on a Unix socket of this user only; its metrics port is the router's plus one.
+    MODEL is a Hub name, a local directory, a GGUF file or `demo`.
     """
     require("serve", "engine", "router")
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})

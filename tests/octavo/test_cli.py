@@ -1,6 +1,7 @@
 """The commands, in this process, against a service that does as it is told."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from octavo.cli import app
 from octavo.cli.generation import FLAGS
 from octavo.common.sampling_parameters import PARAMETERS, TYPES
 from octavo.router.tenants.tenant import hash_key, read_tenants
+from tools import flag_table
 
 runner = CliRunner()
 
@@ -83,7 +85,7 @@ def test_a_key_and_the_tenant_it_is_for(tmp_path):
 def test_nobody_there():
     result = runner.invoke(app, ["status", "--address", "127.0.0.1:1"])
     assert result.exit_code == 1
-    assert "octavo serve --model demo" in result.stderr
+    assert "octavo serve demo" in result.stderr
 
 
 def test_chat_sends_what_was_said(octavo, service):
@@ -96,11 +98,29 @@ def test_chat_sends_what_was_said(octavo, service):
 
 
 def test_chat_takes_a_failed_question_back(octavo, service):
-    service.fail(grpc.StatusCode.UNAVAILABLE, "away")
+    service.fail(grpc.StatusCode.UNAVAILABLE, "away", listing=False)
     result = octavo("chat", stdin="hello\nagain\n")
     assert result.exit_code == 0
     assert "UNAVAILABLE: away" in result.stderr
     assert [len(request.chat.messages) for request in service.requests] == [1, 1]
+
+
+def test_chat_checks_the_server_before_the_first_line(octavo, service):
+    service.fail(grpc.StatusCode.UNAUTHENTICATED, "who?")
+    result = octavo("chat", stdin="hello\n")
+    assert result.exit_code == 1
+    assert "OCTAVO_API_KEY" in result.stderr
+    assert not service.requests
+    gone = runner.invoke(app, ["chat", "--address", "127.0.0.1:1"])
+    assert gone.exit_code == 1
+    assert "octavo serve demo" in gone.stderr
+
+
+def test_chat_says_that_no_model_is_served_yet(octavo, service):
+    service.models.clear()
+    result = octavo("chat", stdin="/quit\n")
+    assert result.exit_code == 0
+    assert "no model is served yet" in result.stderr
 
 
 def test_status(octavo):
@@ -126,6 +146,9 @@ def test_status_shows_what_slows_engines_down(octavo, service):
         (["engine", "--model", "x", "--port", "99999"], "--port"),
         (["engine", "--model", "x", "--device", "abacus"], "--device"),
         (["engine"], "--model is required"),
+        (["engine", "x", "--model", "y"], "the model is given twice: 'x' and --model 'y'"),
+        (["serve", "x", "--model", "y"], "the model is given twice: 'x' and --model 'y'"),
+        (["engine", "x", "--num-blocks", "many"], "--num-blocks"),
         (["router", "--engine", "nowhere"], "--engine"),
         (["serve", "--model", "x", "--config", "/none.toml"], "/none.toml"),
     ],
@@ -155,3 +178,33 @@ def test_commands_start_without_torch():
 
 def test_version():
     assert runner.invoke(app, ["--version"]).stdout.startswith("octavo 0.")
+
+
+COMMANDS = [
+    *([name] for name in ("serve", "router", "engine", "generate", "chat", "status", "health")),
+    *([], ["demo"], ["key"], ["bench"], ["bench", "throughput"]),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_help_names_types_plainly(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = runner.invoke(app, [*command, "--help"]).stdout
+    options = re.findall(r"^│[ *]+--?\w.*$", text, re.MULTILINE)
+    assert options
+    for odd in ("<", "BOOL", "ON|OFF"):
+        assert not [line for line in options if odd in line]
+
+
+def test_help_of_serve_has_the_flags_of_its_tables(monkeypatch):
+    """docs/flags.md says in each title which commands have the flags."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = set(re.findall(r"(?<=│ )--[\w-]+", runner.invoke(app, ["serve", "--help"]).stdout))
+    tables = re.split(r"^## ", flag_table.reference(), flags=re.MULTILINE)[1:]
+    listed = {
+        name
+        for table in tables
+        if "`serve`" in table.splitlines()[0]
+        for name in re.findall(r"^\| `(--[\w-]+)", table, re.MULTILINE)
+    }
+    assert shown - {"--help"} == listed

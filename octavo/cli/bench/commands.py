@@ -45,6 +45,7 @@ from octavo.cli.bench.settings import (
 from octavo.cli.bench.several_values import SeveralValues
 from octavo.cli.connection import Server, with_server
 from octavo.cli.extras import require
+from octavo.cli.types_in_help import Group, name_types
 
 METRICS = """\
 [bold]Metrics[/], by the client's clock, over the requests that succeeded:
@@ -69,6 +70,7 @@ failed other than by RESOURCE_EXHAUSTED or DEADLINE_EXCEEDED, or if none succeed
 """
 
 bench = typer.Typer(
+    cls=Group,
     help="Measure a server: throughput, latency, or behaviour under a given request rate.",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -76,6 +78,7 @@ bench = typer.Typer(
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@name_types
 @with_server
 def throughput(
     server: Server,
@@ -130,6 +133,7 @@ def throughput(
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@name_types
 @with_server
 def latency(
     server: Server,
@@ -164,6 +168,7 @@ def latency(
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
+@name_types
 @with_server
 def serve(
     server: Server,

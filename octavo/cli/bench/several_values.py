@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperCommand
+from octavo.cli.types_in_help import Command
 
 
-class SeveralValues(TyperCommand):
+class SeveralValues(Command):
     """A command whose repeatable options also take several values: `--rate 1 2 4`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's or typer's own copy of it
