@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
+from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
@@ -146,6 +147,14 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
                 f" ({seqs}): every running sequence decodes a token per step"
             )
         return self
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """Where to listen; a default metrics port may be replaced, and is not among them."""
+        found = [Listener(self.host, self.port)]
+        if "metrics_port" in self.model_fields_set:
+            found.append(metrics_listener(self.host, self.metrics_port))
+        return found
 
     @property
     def model_name(self) -> str:

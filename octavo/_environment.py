@@ -2,5 +2,6 @@
 
 import os
 
-# Without this grpc writes a line to stderr whenever a server goes away.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Otherwise gRPC's C core writes lines to stderr when a server goes away, a port is taken or a TLS
+# handshake fails. Octavo reports these itself.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")

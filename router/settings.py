@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from octavo.common.listening import TlsSettings, is_loopback
+from octavo.common.ports import NO_PORT, Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
@@ -20,6 +21,11 @@ def is_address(text: str) -> bool:
     """Return whether a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+
+
+def http_listener(host: str, port: int) -> Listener:
+    """Return where HTTP is served."""
+    return Listener(host, port, "--http-port", "serve HTTP", NO_PORT)
 
 
 class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
@@ -204,6 +210,15 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
                 "--tenants with an admin among them, or --tls-client-ca"
             )
         return self
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """Where to listen; a default metrics port may be replaced, and is not among them."""
+        found = [Listener(self.host, self.port)]
+        if "metrics_port" in self.model_fields_set:
+            found.append(metrics_listener(self.host, self.metrics_port))
+        found.append(Listener(self.admin_host, self.admin_port, "--admin-port", zero=NO_PORT))
+        return [*found, http_listener(self.http_host, self.http_port)]
 
     @property
     def http_url(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.preflight import check_engine
 from octavo.common import logging
 from octavo.engine.settings import EngineSettings
 
@@ -20,6 +21,7 @@ def engine(flags: Flags) -> None:
 
 
 async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
+    check_engine(settings)
     progress.stage(f"Loading {settings.model}")
 
     def ready(address: str) -> None:

@@ -3,6 +3,7 @@
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.preflight import check_router
 from octavo.common import logging
 from octavo.router.settings import RouterSettings
 
@@ -17,6 +18,7 @@ def router(flags: Flags) -> None:
 
 
 async def _router(settings: RouterSettings, progress: running.Progress) -> None:
+    check_router(settings)
     progress.stage("Starting the router")
     from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 

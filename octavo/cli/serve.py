@@ -2,20 +2,25 @@
 
 import asyncio
 import importlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
 import structlog
+import typer
 
 from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.preflight import check_router
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
+from octavo.common.models import cache
 from octavo.common.models import resolve as models
+from octavo.common.ports import Listener, metrics_listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2
@@ -25,6 +30,7 @@ log = structlog.get_logger(__name__)
 CONNECT_SECONDS = 60.0
 """Seconds for the router to connect to the engine before a warning."""
 
+LAST_PORT = 65535
 
 LINK_TO_ENGINE = ("engine_ca", "engine_cert", "engine_key", "engine_tls_name")
 PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
@@ -46,10 +52,9 @@ def serve(flags: Flags) -> None:
     require("serve", "engine", "router")
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     own: Flags = {"host": "127.0.0.1"}
-    if (
-        "metrics_port" in router.model_fields_set
-    ):  # else each picks a free port if its default is taken
-        own["metrics_port"] = router.metrics_port + 1 if router.metrics_port else 0
+    # If it is not set, each picks a free port where its default is taken.
+    if "metrics_port" in router.model_fields_set:
+        own["metrics_port"] = _metrics_port_of_engine(router.metrics_port)
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
@@ -58,6 +63,29 @@ def serve(flags: Flags) -> None:
         lambda progress: running.unless_stopped(_serve(router, engine, progress)),
         router.log_format,
     )
+
+
+def _metrics_port_of_engine(port: int) -> int:
+    """Return the engine's metrics port, by the router's; 0 disables both.
+
+    Raises:
+        typer.BadParameter: There is no port after the router's.
+    """
+    if port == LAST_PORT:
+        raise typer.BadParameter(
+            f"--metrics-port is {port}, but the engine's metrics need the next port, and there is "
+            "none: choose a lower port, or 0 for no metrics"
+        )
+    return port + 1 if port else 0
+
+
+def _listener_of_engine(router: RouterSettings, engine: EngineSettings) -> list[Listener]:
+    """Return where the engine serves metrics, if its port is not replaced when it is taken."""
+    if "metrics_port" not in engine.model_fields_set:
+        return []
+    listener = metrics_listener(engine.host, engine.metrics_port)
+    reason = f"it is the port after --metrics-port {router.metrics_port}, and the engine's"
+    return [replace(listener, action="serve the engine's metrics", reason=reason)]
 
 
 def _without(flags: Flags, name: str) -> Flags:
@@ -69,6 +97,8 @@ async def _serve(
     router: RouterSettings, engine: EngineSettings, progress: running.Progress
 ) -> None:
     """Run router and engine; stop the router before the engine."""
+    check_router(router, _listener_of_engine(router, engine))
+    cache.check_usable()
     progress.stage(f"Looking for {engine.model}")
     await call_in_thread(models.resolve, engine.model)
     progress.stage(f"Loading {engine.model}")

@@ -7,6 +7,7 @@ from typing import Self
 import grpc.aio
 from pydantic import Field, model_validator
 
+from octavo.common.ports import Listener
 from octavo.common.settings import Settings
 from octavo.common.tls import Tls, server_credentials
 
@@ -63,16 +64,15 @@ def listen(
         TlsError: The files cannot be used.
     """
     credentials = None if tls is None else server_credentials(tls)
-    name = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    listener = Listener(host, port, flag)
+    listener.check()  # says why, which gRPC does not
+    name = listener.address.removesuffix(f":{port}")
     try:
         bound = (
-            server.add_insecure_port(f"{name}:{port}")
+            server.add_insecure_port(listener.address)
             if credentials is None
-            else server.add_secure_port(f"{name}:{port}", credentials)
+            else server.add_secure_port(listener.address, credentials)
         )
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {name}:{port}; is the port taken? Choose another {flag}, "
-            f"or 0 for a free one ({error})"
-        ) from error
+        raise listener.error(OSError(str(error))) from error
     return f"{name}:{bound}"

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, make_w
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from octavo.common.background import keep_thread_running
+from octavo.common.ports import metrics_listener
 
 log = structlog.get_logger(__name__)
 
@@ -70,10 +71,7 @@ def _listen(
     except OSError as error:
         if fallback and error.errno == errno.EADDRINUSE:
             return _bind(registry, host, 0)
-        raise OSError(
-            f"cannot serve metrics on {host}:{port} ({error.strerror}); choose another "
-            "--metrics-port, or 0 for none"
-        ) from None
+        raise metrics_listener(host, port).error(error) from None
 
 
 def _bind(registry: CollectorRegistry, host: str, port: int) -> ThreadingWSGIServer:

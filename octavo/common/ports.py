@@ -1,7 +1,9 @@
-"""TCP ports for processes that are started together."""
+"""TCP ports: free ones, and a check that one is free."""
 
 import secrets
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 UNASSIGNED = range(20_000, 32_768)
 """Ports outside Linux's default ephemeral range (ip_local_port_range)."""
@@ -20,3 +22,89 @@ def free_port() -> int:
             except OSError:
                 continue
             return port
+
+
+FREE_PORT, NO_PORT = "a free one", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """An address to listen on, and the words for an error.
+
+    Attributes:
+        host: A name or address of this machine; IPv6 with or without brackets.
+        port: 0 for a free one.
+        flag: The setting of the port.
+        action: What needs it, such as "serve metrics".
+        zero: What port 0 gives: `FREE_PORT` or `NO_PORT`.
+        reason: Why it is this port, if the user did not choose it.
+    """
+
+    host: str
+    port: int
+    flag: str = "--port"
+    action: str = "listen"
+    zero: str = FREE_PORT
+    reason: str = ""
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT, with IPv6 in brackets."""
+        host = self.host.strip("[]")
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is served here."""
+        return not self.port and self.zero == NO_PORT
+
+    def check(self) -> None:
+        """Check that a server could listen here.
+
+        Raises:
+            OSError: The port is taken, or the address is not this machine's.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                self.host.strip("[]"), self.port, type=socket.SOCK_STREAM
+            )[0]
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # As the servers do: connections that have ended leave the port free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                probe.listen()
+        except OSError as error:
+            raise self.error(error) from None
+
+    def error(self, cause: OSError) -> OSError:
+        """Return the error to raise if listening failed with `cause`."""
+        reason = f"; {self.reason}" if self.reason else ""
+        return OSError(
+            f"cannot {self.action} on {self.address} ({(cause.strerror or str(cause)).lower()})"
+            f"{reason}; choose another {self.flag}, or 0 for {self.zero}"
+        )
+
+
+def metrics_listener(host: str, port: int) -> Listener:
+    """Return where metrics are served."""
+    return Listener(host, port, "--metrics-port", "serve metrics", NO_PORT)
+
+
+def check_all(listeners: Sequence[Listener]) -> None:
+    """Check that servers could listen at all of these.
+
+    Raises:
+        OSError: A port is taken, or given twice.
+    """
+    seen: dict[tuple[str, int], Listener] = {}
+    for listener in listeners:
+        if listener.disabled:
+            continue
+        other = seen.setdefault((listener.host, listener.port), listener)
+        if other is not listener and listener.port:
+            reason = f" ({listener.reason})" if listener.reason else ""
+            raise OSError(
+                f"{other.flag} and {listener.flag} both take port {listener.port}{reason}: "
+                "choose different ports"
+            )
+        listener.check()

@@ -16,7 +16,7 @@ from octavo.common.tls import server_context
 from octavo.router.http import connection
 from octavo.router.http.connection import Connection, Shared
 from octavo.router.http.places import Pace, Places
-from octavo.router.settings import RouterSettings
+from octavo.router.settings import RouterSettings, http_listener
 
 log = structlog.get_logger(__name__)
 
@@ -161,9 +161,6 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise OSError(
-            f"cannot serve HTTP on {host}:{port} ({error.strerror}); choose another --http-port, "
-            "or 0 for none"
-        ) from None
+        raise http_listener(host, port).error(error) from None
     listening.setblocking(False)
     return listening

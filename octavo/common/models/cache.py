@@ -1,5 +1,6 @@
 """The cache directory of prepared models. A model appears in it atomically."""
 
+import errno
 import os
 import shutil
 import sys
@@ -27,6 +28,25 @@ def cache_dir() -> Path:
     """Return the directory of prepared models: OCTAVO_CACHE_DIR, else the user's cache."""
     override = os.environ.get("OCTAVO_CACHE_DIR")
     return Path(override).expanduser() if override else platformdirs.user_cache_path("octavo")
+
+
+def check_usable() -> None:
+    """Check that the cache's directory can be written, or holds something already.
+
+    Raises:
+        OSError: It cannot; the message says what to set.
+    """
+    directory = cache_dir()
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if os.access(directory, os.W_OK | os.X_OK) or any(directory.iterdir()):
+            return
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise OSError(
+            f"cannot write to the cache directory {directory} ({(error.strerror or '').lower()}); "
+            "set OCTAVO_CACHE_DIR to a directory that this user may write"
+        ) from None
 
 
 def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
