@@ -17,6 +17,8 @@ from octavo.cli.engine import run_engine
 from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
 from octavo.common.background import call_in_thread
+from octavo.common.child_end import why_it_ended
+from octavo.common.resources import oom_kills
 from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
 from octavo.engine.settings import EngineSettings
 
@@ -25,6 +27,9 @@ log = structlog.get_logger(__name__)
 PR_SET_PDEATHSIG = 1
 STOP_SECONDS = 5.0
 """Seconds after the drain timeout before the engine is killed."""
+OUT_OF_MEMORY = (
+    "lower --cache-memory and --swap-space, use a smaller model, or give the container more memory"
+)
 
 Report = tuple[Literal["ready", "failed"], str]
 
@@ -41,6 +46,7 @@ class EngineProcess:
         spawn = multiprocessing.get_context("spawn")
         self._settings = settings
         self._reports, self._child_end = spawn.Pipe(duplex=False)
+        self._oom_kills = oom_kills()
         self._process = spawn.Process(
             target=_run, args=(settings, socket, self._child_end, os.getpid()), name="octavo-engine"
         )
@@ -88,9 +94,8 @@ class EngineProcess:
             self._process.join()
 
     def _end(self) -> str:
-        """Return the signal or exit code that ended the process."""
-        code = self._process.exitcode or 0
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        """Return the signal or exit code that ended the process, and what to do."""
+        return why_it_ended(self._process.exitcode or 0, self._oom_kills, OUT_OF_MEMORY)
 
     def __enter__(self) -> Self:
         self._process.start()

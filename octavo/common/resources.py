@@ -20,6 +20,9 @@ USAGES = ("memory.current", "memory.usage_in_bytes")
 INACTIVE = ("total_inactive_file", "inactive_file")
 """Reclaimable page cache, which counts as used. In version 1 the second key omits child groups."""
 
+OOM_COUNTERS = ("memory.events", "memory.oom_control")
+"""Files of a group with its `oom_kill` counter, of version 2 and 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
@@ -43,6 +46,44 @@ def memory(root: Path = SYSTEM) -> Memory:
         if limit < math.inf:
             total, available = min(total, limit), min(available, limit - _used(group))
     return Memory(int(total), max(0, int(available)))
+
+
+@dataclass(frozen=True, slots=True)
+class OomKills:
+    """How many processes the kernel has killed for lack of memory.
+
+    Attributes:
+        group: In this process' control group; None if unknown.
+        machine: On the machine; None if unknown.
+    """
+
+    group: int | None
+    machine: int | None
+
+    def rose_since(self, before: "OomKills") -> bool | None:
+        """Return whether the kernel has killed one of this group since; None if unknown."""
+        if self.group is not None and before.group is not None:
+            return self.group > before.group
+        if self.machine is not None and self.machine == before.machine:
+            return False
+        return None
+
+
+def oom_kills(root: Path = SYSTEM) -> OomKills:
+    """Return the kernel's counters of out-of-memory kills."""
+    group = next(_groups("memory", root), None)
+    texts = [] if group is None else [_read(group / name) for name in OOM_COUNTERS]
+    counters = [_counter(text) for text in texts]
+    return OomKills(
+        next((count for count in counters if count is not None), None),
+        _counter(_read(root / "proc/vmstat")),
+    )
+
+
+def _counter(text: str) -> int | None:
+    """Return the value of `oom_kill` in a file of names and values."""
+    values = dict(line.split(maxsplit=1) for line in text.splitlines() if " " in line)
+    return int(values["oom_kill"]) if "oom_kill" in values else None
 
 
 def cores(root: Path = SYSTEM) -> int:

@@ -5,7 +5,7 @@ import os
 import psutil
 import pytest
 
-from octavo.common.resources import cores, memory
+from octavo.common.resources import OomKills, cores, memory, oom_kills
 
 MIB = 1 << 20
 V2 = "31 23 0:28 {shown} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -114,3 +114,40 @@ def test_version_1(system, shown, below):
 @pytest.mark.parametrize(("quota", "number"), [(100_000, 1), (100_001, 2), (200_000, 2)])
 def test_part_of_a_core_is_a_core(container, quota, number):
     assert cores(container(cpu_max=f"{quota} 100000\n")) == number
+
+
+def test_kills_of_version_2(container):
+    root = container(memory_events="low 0\nmax 9\noom 4\noom_kill 3\noom_group_kill 0\n")
+    assert oom_kills(root) == OomKills(group=3, machine=None)
+
+
+def test_kills_of_version_1(system):
+    root = system(
+        {
+            "proc/self/cgroup": "4:memory:/docker/4f2a\n",
+            "proc/self/mountinfo": V1.format(shown="/", kind="memory"),
+            "proc/vmstat": "nr_free_pages 17\noom_kill 5\n",
+            "sys/fs/cgroup/memory/docker/4f2a/memory.oom_control": "under_oom 0\noom_kill 2\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "under_oom 0\noom_kill 8\n",
+        }
+    )
+    assert oom_kills(root) == OomKills(group=2, machine=5)
+
+
+def test_kills_where_nothing_can_be_read(tmp_path):
+    assert oom_kills(tmp_path) == OomKills(None, None)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "rose"),
+    [
+        ((3, 7), (4, 8), True),
+        ((3, 7), (3, 8), False),  # another group's
+        ((None, 7), (None, 7), False),
+        ((None, 7), (None, 8), None),  # perhaps another process
+        ((None, None), (None, None), None),
+        ((3, None), (None, None), None),
+    ],
+)
+def test_whether_one_was_killed(before, now, rose):
+    assert OomKills(*now).rose_since(OomKills(*before)) is rose
