@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format \
-	protos contracts contracts-release docs clean
+	protos contracts contracts-release docs lock clean
 
 help: ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -71,15 +71,25 @@ docs: $(STAMP) ## Make docs/api.md, docs/flags.md, docs/parameters.md, the dashb
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.metric_table
 
+# The lowest Python, and all others and every machine with it. pip is the virtual environment's own.
+lock: $(BIN)/pip ## Bring constraints.txt in line with pyproject.toml (ARGS=--upgrade: the newest versions)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --all-extras \
+		--no-emit-package pip --no-annotate --custom-compile-command 'make lock' \
+		--output-file constraints.txt $(ARGS)
+
 clean: ## Remove everything that is made, .venv included
 	rm -rf $(VENV) build dist octavo/v1 .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find engine kernels octavo router tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-$(STAMP): pyproject.toml $(wildcard protos/*.py protos/octavo/v1/*.proto)
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed (PYTHON=... to name it)" >&2; exit 1; }
-	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+$(STAMP): pyproject.toml constraints.txt $(wildcard protos/*.py protos/octavo/v1/*.proto) | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[dev]'
 	touch $@
+
+$(BIN)/pip:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed (PYTHON=... to name it)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
 
 $(BUF): clients/node/package-lock.json
 	npm --prefix clients/node ci --ignore-scripts

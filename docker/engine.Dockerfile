@@ -10,12 +10,14 @@ FROM ${BASE_IMAGE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+COPY constraints.txt .
 # PyTorch first, from its own index: PyPI's would bring gigabytes of CUDA and Triton to a CPU. And
-# before the sources, so that a change to them does not install it again.
+# before the sources, so that a change to them does not install it again. What it needs comes with
+# the rest, because its index does not have every version.
 RUN python3 -m venv /opt/octavo \
-    && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" "torch>=2.11,<2.14"
+    && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" --no-deps --constraint constraints.txt torch
 COPY . .
-RUN /opt/octavo/bin/pip install '.[engine,tracing]'
+RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,tracing]'
 
 FROM ${BASE_IMAGE}
 # Kernels are compiled for the very machine, once, and kept in /cache. Triton takes a C compiler.

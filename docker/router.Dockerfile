@@ -8,7 +8,7 @@ WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/octavo
 COPY . .
-RUN /opt/octavo/bin/pip install '.[router,tracing]' \
+RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[router,tracing]' \
     && /opt/octavo/bin/pip uninstall --yes pip
 
 FROM ${BASE_IMAGE}
