@@ -1,8 +1,10 @@
 """deploy/kubernetes: of Kubernetes' schemas, and every reference leads somewhere."""
 
 import functools
+import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,21 @@ from octavo.common.settings import ENV_PREFIX, Settings
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from tests.deployment.composed import DOCKER
+from tests.deployment.metric_names import exported_names, names
 
 ROOT = DOCKER.parent / "deploy" / "kubernetes"
-CUSTOM = {"ServiceMonitor", "PrometheusRule"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+KEDA = """
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: octavo
+resources: [../base]
+components: [../components/autoscaling-keda]
+"""
 OURS = {"octavo-router": RouterSettings, "octavo-engine": EngineSettings}
 VERSION = "1.31"
+NAME = "app.kubernetes.io/name"
+ANYONE = "anyone"
 
 Resource = dict[str, Any]
 
@@ -30,16 +42,27 @@ def read(path: Path) -> list[Resource]:
 
 @functools.cache
 def built(name: str) -> list[Resource]:
-    """What `kubectl apply -k` would send."""
+    """What `kubectl apply -k` would send; "keda" is the base scaled by KEDA."""
+    if name != "keda":
+        return kustomized(ROOT / name)
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / "kubernetes"
+        shutil.copytree(ROOT, copy)
+        (copy / "keda").mkdir()
+        (copy / "keda" / "kustomization.yaml").write_text(KEDA)
+        return kustomized(copy / "keda")
+
+
+def kustomized(directory: Path) -> list[Resource]:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl")
-    command = ["kubectl", "kustomize", str(ROOT / name)]
+    command = ["kubectl", "kustomize", str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
-@pytest.fixture(params=["base", "example"])
+@pytest.fixture(params=["base", "example", "keda"])
 def resources(request) -> list[Resource]:
     return built(request.param)
 
@@ -101,9 +124,97 @@ def test_selectors_and_ports_lead_somewhere(resources):
         assert monitor["spec"]["selector"]["matchLabels"].items() <= labels
         named = {port["name"] for port in services[name]["spec"]["ports"]}
         assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
-    for scaler in of(resources, "HorizontalPodAutoscaler").values():
+    scalers = of(resources, "HorizontalPodAutoscaler") | of(resources, "ScaledObject")
+    for scaler in scalers.values():
         target = scaler["spec"]["scaleTargetRef"]
         assert "replicas" not in of(resources, target["kind"])[target["name"]]["spec"]
+
+
+def test_engines_are_reached_by_routers_only_and_metrics_by_prometheus():
+    resources = built("example")
+    policies = of(resources, "NetworkPolicy")
+    assert policies.keys() == OURS.keys()
+    routers = {"podSelector": {"matchLabels": {NAME: "octavo-router"}}}
+    prometheus = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
+    }
+    callers = {}
+    for name, policy in policies.items():
+        spec = policy["spec"]
+        assert spec["policyTypes"] == ["Ingress"]
+        assert spec["podSelector"]["matchLabels"] == {NAME: name}
+        pod = workloads(resources)[name]["spec"]["template"]["metadata"]["labels"]
+        assert {NAME: name}.items() <= pod.items()
+        for rule in spec["ingress"]:
+            callers |= {(name, port["port"]): rule.get("from", ANYONE) for port in rule["ports"]}
+    assert callers == {
+        ("octavo-engine", "grpc"): [routers],
+        ("octavo-engine", "metrics"): [prometheus],
+        ("octavo-router", "grpc"): ANYONE,
+        ("octavo-router", "http"): ANYONE,
+        ("octavo-router", "metrics"): [prometheus],
+    }
+    declared = {
+        (name, port["name"])
+        for name, workload in workloads(resources).items()
+        for port in container(workload)["ports"]
+    }
+    assert callers.keys() == declared
+
+
+def test_engines_on_gpus_are_scheduled_to_nodes_that_have_one():
+    (engines,) = of(built("example"), "StatefulSet").values()
+    pod = engines["spec"]["template"]["spec"]
+    assert container(engines)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert pod["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    ]
+
+
+def test_keda_and_the_autoscaler_of_kubernetes_do_the_same():
+    (keda,) = of(built("keda"), "ScaledObject").values()
+    (own,) = of(built("example"), "HorizontalPodAutoscaler").values()
+    keda, own = keda["spec"], own["spec"]
+    advanced = keda["advanced"]["horizontalPodAutoscalerConfig"]
+    assert advanced["behavior"] == own["behavior"]
+    assert keda["scaleTargetRef"] == own["scaleTargetRef"]
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (
+        own["minReplicas"],
+        own["maxReplicas"],
+    )
+    targets = [metric["external"]["target"]["value"] for metric in own["metrics"]]
+    assert targets == ["2", "700m"]
+    assert [float(t["metadata"]["threshold"]) for t in keda["triggers"]] == [2, 0.7]
+
+
+def test_autoscalers_ask_for_metrics_that_there_are():
+    (own,) = of(built("example"), "HorizontalPodAutoscaler").values()
+    named = {metric["external"]["metric"]["name"] for metric in own["spec"]["metrics"]}
+    rules = adapter_rules()
+    assert {rule["name"]["as"] for rule in rules} == named
+    (keda,) = of(built("keda"), "ScaledObject").values()
+    queries = [trigger["metadata"]["query"] for trigger in keda["spec"]["triggers"]]
+    in_namespace = [
+        q.replace("<<.LabelMatchers>>", 'namespace="octavo"') for q in queries_of(rules)
+    ]
+    assert in_namespace == queries
+    exported = exported_names()
+    asked = set().union(*(names(query) for query in queries))
+    assert asked
+    assert asked <= exported
+    assert {rule["seriesQuery"] for rule in rules} <= exported
+
+
+def adapter_rules() -> list[Resource]:
+    """The Prometheus adapter's rules in the guide."""
+    guide = (DOCKER.parent / "docs" / "operating.md").read_text()
+    (block,) = re.findall(r"```yaml\n(rules:\n.*?)```", guide, re.DOTALL)
+    return yaml.safe_load(block)["rules"]["external"]
+
+
+def queries_of(rules: list[Resource]) -> list[str]:
+    return [rule["metricsQuery"] for rule in rules]
 
 
 def test_routers_find_engines_by_the_name_of_their_service(resources):

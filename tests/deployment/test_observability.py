@@ -1,6 +1,5 @@
 """Dashboard, alerts and guide speak of metrics that there are, and of each other."""
 
-import asyncio
 import importlib.util
 import json
 import re
@@ -12,6 +11,7 @@ import yaml
 
 from tests.deployment import dashboard
 from tests.deployment.composed import DOCKER
+from tests.deployment.metric_names import exported_names, names
 from tools import metric_table
 
 PROMETHEUS = DOCKER / "prometheus"
@@ -21,19 +21,7 @@ OF_PROMETHEUS = {"ALERTS", "up"}
 
 @pytest.fixture(scope="module")
 def exported() -> set[str]:
-    """Every name that a router or an engine exports."""
-    found = set()
-    for registry in asyncio.run(metric_table.registries()).values():
-        for metric, _ in metric_table.metrics(registry):
-            suffixes = metric_table.SUFFIXES.get(metric.type, ("",))
-            found |= {f"{metric.name}{suffix}" for suffix in suffixes}
-    return found
-
-
-def names(expression: str) -> set[str]:
-    """The metrics in PromQL: words before a { or [, or with a prefix that only metrics have."""
-    bare = re.sub(r'"[^"]*"', "", expression)
-    return set(re.findall(r"\b(?:(?:octavo|process)_\w+|\w+(?={))", bare))
+    return exported_names()
 
 
 def rules() -> list[dict]:

@@ -1,0 +1,22 @@
+"""The names of metrics: those that are exported, and those that PromQL asks for."""
+
+import asyncio
+import re
+
+from tools import metric_table
+
+
+def exported_names() -> set[str]:
+    """Every name that a router or an engine exports."""
+    found = set()
+    for registry in asyncio.run(metric_table.registries()).values():
+        for metric, _ in metric_table.metrics(registry):
+            suffixes = metric_table.SUFFIXES.get(metric.type, ("",))
+            found |= {f"{metric.name}{suffix}" for suffix in suffixes}
+    return found
+
+
+def names(expression: str) -> set[str]:
+    """The metrics in PromQL: words before a { or [, or with a prefix that only metrics have."""
+    bare = re.sub(r'"[^"]*"', "", expression)
+    return set(re.findall(r"\b(?:(?:octavo|process)_\w+|\w+(?={))", bare))
