@@ -1,6 +1,7 @@
 # An engine: one model with its paged KV cache. From the repository's root, for CPUs:
 #   docker build -f docker/engine.Dockerfile -t octavo-engine .
-# and for NVIDIA GPUs (PyPI's PyTorch brings CUDA; the host needs the driver and its container toolkit):
+# and for NVIDIA GPUs, on which Octavo has not run yet (PyPI's PyTorch brings CUDA; the host needs the
+# driver and its container toolkit):
 #   docker build -f docker/engine.Dockerfile -t octavo-engine:cuda \
 #     --build-arg TORCH_INDEX=https://pypi.org/simple .
 

@@ -41,7 +41,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         " the engine picks a free one and logs it.",
     )
     device: Device = Field(
-        "auto", description="Device that runs the model. auto: a GPU if there is one, else the CPU."
+        "auto",
+        description="Device that runs the model. auto: a GPU if there is one, else the CPU."
+        " cuda is untried: Octavo has not run on a GPU yet.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
