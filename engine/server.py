@@ -59,8 +59,14 @@ async def serve(
     tracing = Tracing(settings.otlp_endpoint, "octavo-engine")
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    stopped_by: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        stopped_by.append(number)
+        stopping.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(number, stop, number)
     metrics = EngineMetrics()
     observe_process(metrics.registry)
     loading = LoadingEngineService()
@@ -82,7 +88,7 @@ async def serve(
             fallback="metrics_port" not in settings.model_fields_set,
         ):
             await server.start()
-            parts = await _unless_stopped(thread.call(_build, settings), stopping)
+            parts = await _unless_stopped(thread.call(_build, settings), stopping, stopped_by)
             loading.loaded = service = EngineService(settings, parts, metrics, tracing)
             beats = watch(
                 service.core,
@@ -120,7 +126,9 @@ def _build(settings: EngineSettings) -> Parts:
     return parts
 
 
-async def _unless_stopped(loading: asyncio.Future[Parts], stopping: asyncio.Event) -> Parts:
+async def _unless_stopped(
+    loading: asyncio.Future[Parts], stopping: asyncio.Event, stopped_by: list[signal.Signals]
+) -> Parts:
     """Wait for the model.
 
     Raises:
@@ -131,7 +139,7 @@ async def _unless_stopped(loading: asyncio.Future[Parts], stopping: asyncio.Even
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         log.info("stopped while loading the model")
-        raise StoppedWhileStartingError
+        raise StoppedWhileStartingError(stopped_by[0])
     return loading.result()
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from octavo.common.background import end, first_to_end, joined, keep_running
 from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
+from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.tracing import Tracing
 from octavo.router.admin import AdminService
 from octavo.router.admission import Admission, QueueLimits
@@ -279,7 +280,7 @@ async def serve(
     *,
     on_ready: Callable[[str], None] | None = None,
     on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
-    engines_ready: Awaitable[object] | None = None,
+    engines_ready: asyncio.Future[Any] | None = None,
     tokenizer: str | None = None,
 ) -> None:
     """Run a router until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
@@ -298,15 +299,19 @@ async def serve(
         SettingsError: The tenants' file cannot be used.
         TlsError: Certificates or keys cannot be used.
         TokenizerError: The tokenizer cannot be loaded.
+        StoppedWhileStartingError: A signal came before `engines_ready`.
     """
     loop = asyncio.get_running_loop()
     signals = [asyncio.Event(), asyncio.Event()]
 
-    def on_signal() -> None:
+    stopped_by: list[signal.Signals] = []
+
+    def on_signal(number: signal.Signals) -> None:
+        stopped_by.append(number)
         next((s for s in signals if not s.is_set()), signals[-1]).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     router = Router(settings, on_serving)
     try:
         await router.listen()
@@ -317,6 +322,8 @@ async def serve(
         )
         async with joined(*parts, names=("signal", "parts", "start")) as tasks:
             await _first(tasks)
+        if engines_ready is not None and not engines_ready.done():
+            raise StoppedWhileStartingError(stopped_by[0])
         log.info("router draining", requests=router.generator.in_flight)
         async with joined(signals[1].wait(), router.drain(), names=("hurry", "drain")) as tasks:
             await _first(tasks)
@@ -330,7 +337,7 @@ async def _start(
     router: Router,
     settings: RouterSettings,
     on_ready: Callable[[str], None] | None,
-    engines_ready: Awaitable[object] | None,
+    engines_ready: asyncio.Future[Any] | None,
     tokenizer: str | None,
 ) -> None:
     """Do the rest of a start, then wait to be cancelled."""

@@ -3,6 +3,7 @@
 Nothing here imports torch; the serving commands import it when they run.
 """
 
+import signal
 from importlib.metadata import version
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001 - its callback prints it
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
@@ -52,3 +53,5 @@ def main(
     ] = False,
 ) -> None:
     """Serve language models over gRPC with a paged KV cache."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see octavo/_environment.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,12 @@ from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.common.child_end import why_it_ended
 from octavo.common.resources import oom_kills
-from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
+from octavo.common.stopping import (
+    StoppedWhileStartingError,
+    end_tree,
+    exit_at_once,
+    exit_on_signals,
+)
 from octavo.engine.settings import EngineSettings
 
 log = structlog.get_logger(__name__)
@@ -47,6 +54,7 @@ class EngineProcess:
         self._settings = settings
         self._reports, self._child_end = spawn.Pipe(duplex=False)
         self._oom_kills = oom_kills()
+        self._ready = False
         self._process = spawn.Process(
             target=_run, args=(settings, socket, self._child_end, os.getpid()), name="octavo-engine"
         )
@@ -64,6 +72,7 @@ class EngineProcess:
             raise StartError(f"the engine died while starting ({self._end()})") from None
         if kind == "failed":
             raise StartError(f"the engine cannot start: {text}")
+        self._ready = True
         return str(text)
 
     async def ended(self) -> None:
@@ -85,7 +94,14 @@ class EngineProcess:
         raise StartError(f"the engine ended by itself ({why})")
 
     def stop(self) -> None:
-        """Send SIGTERM, wait for the drain timeout, then kill the process."""
+        """Send SIGTERM, wait for the drain timeout, then kill the process.
+
+        An engine that is not ready has nothing to drain: it is killed at once, as a thread that
+        loads a model or a compiler would let it wait.
+        """
+        if not self._ready and self._process.pid is not None:
+            end_tree(self._process.pid)
+            self._process.join()
         if self._process.is_alive():
             self._process.terminate()
             self._process.join(self._settings.drain_timeout + STOP_SECONDS)
@@ -98,7 +114,8 @@ class EngineProcess:
         return why_it_ended(self._process.exitcode or 0, self._oom_kills, OUT_OF_MEMORY)
 
     def __enter__(self) -> Self:
-        self._process.start()
+        with _interrupts_blocked():
+            self._process.start()
         self._child_end.close()  # the pipe then closes when the child dies
         return self
 
@@ -111,10 +128,26 @@ class EngineProcess:
         self.stop()
 
 
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT in a block, and in the processes that it starts.
+
+    Ctrl-C reaches a child too, which would show a traceback while it imports.
+    """
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: int) -> None:
     """Serve until SIGTERM in the child; report readiness or failure to the parent."""
     _die_with(parent)
     os.setpgid(0, 0)  # the parent handles ctrl-C: it drains the router first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logging.configure(settings.log_format, settings.log_level)
 
     def report(kind: Literal["ready", "failed"], text: str) -> None:
@@ -125,14 +158,14 @@ def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: in
         report("ready", address)
 
     try:
-        with exit_on_sigterm():
+        with exit_on_signals():
             run_loop(run_engine(settings, ready, socket))
     except EXPECTED as error:
         log.debug("traceback of the next error", exc_info=True)
         report("failed", str(error))
         sys.exit(1)
-    except StoppedWhileStartingError:
-        exit_at_once(0)
+    except StoppedWhileStartingError as error:
+        exit_at_once(error.code)
     except Exception as error:
         log.exception("engine failed")
         report("failed", f"{error}" or type(error).__name__)

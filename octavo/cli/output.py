@@ -9,12 +9,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from octavo.client import Error, UnauthenticatedError, UnavailableError
+from octavo.common.stopping import INTERRUPTED
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
-
-INTERRUPTED = 130
-"""Exit code after ctrl-C, 128 + SIGINT."""
 
 
 @contextmanager

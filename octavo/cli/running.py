@@ -15,11 +15,17 @@ from rich.panel import Panel
 from rich.status import Status
 from rich.table import Table
 
-from octavo.cli.output import INTERRUPTED, fail
+from octavo.cli.output import fail
 from octavo.common.background import BackgroundError, joined
 from octavo.common.models.errors import ModelError
 from octavo.common.settings import SettingsError
-from octavo.common.stopping import StoppedWhileStartingError, exit_at_once, exit_on_sigterm
+from octavo.common.stopping import (
+    EXIT_CODES,
+    INTERRUPTED,
+    StoppedWhileStartingError,
+    exit_at_once,
+    exit_on_signals,
+)
 from octavo.common.tls import TlsError
 
 log = structlog.get_logger(__name__)
@@ -96,23 +102,23 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main`; SIGTERM cancels it until it handles that signal itself.
+    """Run `main`; SIGTERM or SIGINT cancels it until it handles these signals itself.
 
     Raises:
-        StoppedWhileStartingError: The signal came.
+        StoppedWhileStartingError: A signal came.
     """
     async with joined(main, names=("main",), expected=(Exception,)) as (task,):
-        stopped = False
+        stopped: list[signal.Signals] = []
 
-        def stop() -> None:
-            nonlocal stopped
-            stopped = True
+        def stop(number: signal.Signals) -> None:
+            stopped.append(number)
             task.cancel()
 
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+        for number in EXIT_CODES:
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
         await asyncio.wait({task})
         if stopped:
-            raise StoppedWhileStartingError
+            raise StoppedWhileStartingError(stopped[0])
         task.result()
 
 
@@ -120,7 +126,7 @@ def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) 
     """Run a server until it ends; an expected error becomes exit code 1."""
     progress = Progress(log_format)
     try:
-        with exit_on_sigterm():
+        with exit_on_signals():
             run_loop(main(progress))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -132,8 +138,8 @@ def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) 
         progress.close()
         log.exception("ended unexpectedly")
         raise fail(str(error)) from None
-    except StoppedWhileStartingError:
+    except StoppedWhileStartingError as error:
         progress.close()
-        exit_at_once(0)
+        exit_at_once(error.code)
     finally:
         progress.close()

@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.connection import Server, with_server
-from octavo.cli.output import INTERRUPTED, bar, failures, out, warning
+from octavo.cli.output import bar, failures, out, warning
 from octavo.client import Client, Error, Model
+from octavo.common.stopping import INTERRUPTED
 
 TIMEOUT = 5.0
 

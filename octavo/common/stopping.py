@@ -5,24 +5,57 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NoReturn
+
+INTERRUPTED = 130
+"""Exit code after ctrl-C, 128 + SIGINT."""
+EXIT_CODES = {signal.SIGTERM: 0, signal.SIGINT: INTERRUPTED}
+"""Exit codes of a process that a signal stops before it serves."""
 
 
 class StoppedWhileStartingError(Exception):
-    """A server was stopped before it was ready."""
+    """A server was stopped before it was ready.
+
+    Attributes:
+        code: The process' exit code.
+    """
+
+    def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.code = EXIT_CODES[number]
 
 
 @contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """End the process at SIGTERM within a block, until an event loop handles that signal.
+def exit_on_signals() -> Iterator[None]:
+    """End the process at SIGTERM and SIGINT within a block, until an event loop handles them.
 
-    Importing an engine may start compilers, which must end too.
+    Importing an engine may start compilers, which must end too. A SIGINT that is ignored stays so.
     """
-    before = signal.signal(signal.SIGTERM, lambda *_: exit_at_once(0))
+    before = {number: signal.getsignal(number) for number in EXIT_CODES}
+    for number, code in EXIT_CODES.items():
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, partial(_exit, code))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(code: int, *_: object) -> NoReturn:
+    exit_at_once(code)
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process and its descendants; those that have ended already are no error."""
+    import psutil  # noqa: PLC0415 - of the servers' extras
+
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for member in (*process.children(recursive=True), process):
+            with suppress(psutil.Error):
+                member.kill()
 
 
 def exit_at_once(code: int) -> NoReturn:

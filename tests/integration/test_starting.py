@@ -5,8 +5,12 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,6 +21,9 @@ from tests.integration.harness import wait_until
 
 STOP_SECONDS = 30.0
 """Generous: loading and compiling, which were waited for once, take minutes."""
+
+INTERRUPT_SECONDS = 10.0
+"""Generous likewise: on an idle machine it takes less than a second."""
 
 
 def descendants(server) -> set[psutil.Process]:
@@ -126,6 +133,40 @@ def test_sigterm_while_it_compiles_ends_all(
     wait_until(lambda: gone(processes), what="the end of its processes")
     assert "Traceback" not in server.logs()
     assert "Event loop is closed" not in server.logs()
+
+
+INTERRUPTS = [
+    ("serve", "", 0.0),  # while the command is imported
+    ("serve", "Loading", 0.0),  # while the engine's process is started
+    ("serve", "Loading", 2.0),  # while it imports
+    pytest.param("serve", "router listening", 0.0, marks=pytest.mark.slow),
+    ("engine", "Loading", 1.0),
+]
+
+
+@pytest.mark.parametrize(("command", "line", "delay"), INTERRUPTS)
+def test_ctrl_c_before_it_is_ready_ends_all(demo_model, tmp_path, command, line, delay):
+    """A terminal sends SIGINT to all processes of the group, the engine's child included."""
+    log = tmp_path / "log"
+    arguments = ["octavo", command, "demo", *SMALL, "--port", "0", "--metrics-port", "0"]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], stdout=sink, stderr=sink, process_group=0
+        )
+    try:
+        if line:
+            wait_until(lambda: line in log.read_text(), 120, f"{line!r} in the log")
+        else:
+            maps = Path(f"/proc/{process.pid}/maps")
+            wait_until(lambda: "cygrpc" in maps.read_text(), 120, "the import of grpc")
+        time.sleep(delay)
+        processes = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(INTERRUPT_SECONDS) in {128 + signal.SIGINT, -signal.SIGINT}
+        wait_until(lambda: gone(processes), what="the end of its processes")
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize(

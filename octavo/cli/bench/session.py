@@ -32,8 +32,9 @@ from octavo.cli.bench.settings import (
 from octavo.cli.bench.workload import Request, arrival_times, make_requests
 from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
-from octavo.cli.output import INTERRUPTED, err, fail, failures, out
+from octavo.cli.output import err, fail, failures, out
 from octavo.client import AsyncClient, Model, NotFoundError, UnavailableError
+from octavo.common.stopping import INTERRUPTED
 
 LOOKUP_SECONDS = 5.0
 
