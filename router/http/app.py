@@ -3,7 +3,6 @@
 import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -25,20 +24,13 @@ from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatLayout
 from octavo.router.http.completions import CompletionLayout
 from octavo.router.http.errors import ApiError, from_rpc
+from octavo.router.http.page import page
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
-
-PLAYGROUND = Path(__file__).parent / "playground"
-PAGE_HEADERS = {
-    "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -97,8 +89,8 @@ class Api:
                 Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
                 Route("/status", _answered(self._get_status)),
                 Route("/health", self._health),
-                Route("/", _page),
-                Route("/playground/{name}", _page),
+                Route("/", page),
+                Route("/playground/{name:path}", page),
             ],
             middleware=middleware,
             exception_handlers={HTTPException: _not_there, Exception: _broken},
@@ -249,14 +241,6 @@ def _answered(endpoint: Endpoint) -> Endpoint:
 
 def _refusal(error: ApiError | ClientLeftError) -> Response:
     return error.response() if isinstance(error, ApiError) else Response(status_code=499)
-
-
-async def _page(request: Request) -> Response:
-    """Serve the playground's files: index.html, and by name what it refers to."""
-    name = request.path_params.get("name", "index.html")
-    if name not in {path.name for path in PLAYGROUND.iterdir()}:
-        raise HTTPException(404)
-    return FileResponse(PLAYGROUND / name, headers=PAGE_HEADERS)
 
 
 async def _not_there(request: Request, error: Exception) -> Response:

@@ -1,5 +1,6 @@
 """What there is besides generating."""
 
+import hashlib
 import json
 import re
 
@@ -8,6 +9,7 @@ import pytest
 
 from octavo.common import rpc
 from octavo.common.ports import free_port
+from octavo.router.http.page import PLAYGROUND
 from octavo.router.server import Router
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.tenant import ANONYMOUS
@@ -113,9 +115,23 @@ async def test_only_the_playground_s_files_are_served(frontend, scripted, get):
         page = await get(f"{app.url}/")
         assert page.status == 200
         assert "text/html" in page.headers["content-type"]
-        assert "default-src 'self'" in page.headers["content-security-policy"]
+        policy = page.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "connect-src 'self'"} <= set(policy)
+        assert not any(unsafe in rule for rule in policy for unsafe in ("unsafe", "http", "data:"))
         names = re.findall(r'"(playground/[^"]+)"', page.body.decode())
-        for name in {*names, "playground/api.js"}:
-            assert (await get(f"{app.url}/{name}")).status == 200, name
-        for name in ("app.py", "..%2Fapp.py", "%2e%2e/app.py"):
+        for name in {*names, "playground/api.js", "playground/vendor/marked/marked.esm.js"}:
+            file = await get(f"{app.url}/{name}")
+            assert file.status == 200, name
+            assert file.headers["content-security-policy"] == "; ".join(policy)
+        for name in ("app.py", "..%2Fapp.py", "%2e%2e/app.py", "vendor", "vendor/../../app.py", ""):
             assert (await get(f"{app.url}/playground/{name}")).status == 404, name
+
+
+def test_the_vendored_library_is_the_one_that_is_named():
+    folder = PLAYGROUND / "vendor" / "marked"
+    library = (folder / "marked.esm.js").read_bytes()
+    readme = (folder / "README.md").read_text()
+    assert hashlib.sha256(library).hexdigest() in readme
+    version = re.search(rb"marked v(\S+) ", library)[1].decode()
+    assert f"marked) {version}, unchanged" in readme
+    assert "MIT" in (folder / "LICENSE.md").read_text()

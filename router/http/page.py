@@ -1,0 +1,38 @@
+"""The playground: static files, and the policy that the browser holds them to."""
+
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+
+PLAYGROUND = Path(__file__).parent / "playground"
+
+_POLICY = (
+    "default-src 'none'",
+    "script-src 'self'",
+    "style-src 'self'",
+    "img-src 'self'",
+    "connect-src 'self'",
+    "form-action 'none'",
+    "frame-ancestors 'none'",
+    "base-uri 'none'",
+    "require-trusted-types-for 'script'",  # no script may parse text as HTML
+    "trusted-types 'none'",
+)
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "; ".join(_POLICY),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-DNS-Prefetch-Control": "off",  # else the browser looks up the host of a link in an answer
+}
+
+
+async def page(request: Request) -> Response:
+    """Serve the playground's files: index.html, and by name what it refers to."""
+    name = request.path_params.get("name", "index.html")
+    files = (path for path in PLAYGROUND.rglob("*") if path.is_file())
+    if name not in {path.relative_to(PLAYGROUND).as_posix() for path in files}:
+        raise HTTPException(404)
+    return FileResponse(PLAYGROUND / name, headers=_HEADERS)
