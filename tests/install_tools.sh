@@ -18,6 +18,8 @@ DEBIAN=(
     libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
     # kernels/: those for other CPUs
     g++-aarch64-linux-gnu qemu-user
+    # router/http/playground/
+    chromium
     # docker/: promtool, and the Compose that Debian has
     docker-compose prometheus
 )

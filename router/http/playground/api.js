@@ -2,10 +2,13 @@
 
 const KEY = "octavo-key";
 
+/** A call that failed; `status` is 0 if there was no HTTP answer. */
 export class ApiError extends Error {
-  constructor(status, message) {
+  constructor(message, { status = 0, param = null, retryAfter = null } = {}) {
     super(message);
     this.status = status;
+    this.param = param; // the argument at fault
+    this.retryAfter = retryAfter; // seconds
   }
 }
 
@@ -18,35 +21,45 @@ export function setKey(value) {
 }
 
 export async function get(path) {
-  const response = await fetch(path, { headers: headers() });
-  return (await checked(response)).json();
+  return (await call(path, { headers: headers() })).json();
 }
 
-export async function post(path, body) {
-  return (await checked(await fetch(path, posting(body)))).json();
+export async function post(path, body, signal) {
+  return (await call(path, { ...posting(body), signal })).json();
 }
 
 /** Yields a stream's chunks as they come; `signal` cancels the request. */
 export async function* stream(path, body, signal) {
   const options = { include_usage: true, continuous_usage_stats: true };
   const request = posting({ ...body, stream: true, stream_options: options });
-  const response = await checked(await fetch(path, { ...request, signal }));
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const response = await call(path, { ...request, signal });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message, { param: chunk.error.param });
+    yield chunk;
+  }
+  throw cut();
+}
+
+/** Yields the data of server-sent events. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) throw new ApiError(0, "the connection was lost");
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : cut();
+    });
+    if (done) return;
     pending += value;
-    const events = pending.split("\n\n");
-    pending = events.pop();
-    for (const event of events) {
-      const data = event.replace(/^data: /, "");
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new ApiError(0, chunk.error.message);
-      yield chunk;
-    }
+    const parts = pending.split("\n\n");
+    pending = parts.pop();
+    yield* parts.map((part) => part.replace(/^data: /, ""));
   }
+}
+
+function cut() {
+  return new ApiError("The connection was lost before the answer was complete.");
 }
 
 function headers() {
@@ -61,8 +74,21 @@ function posting(body) {
   };
 }
 
-async function checked(response) {
+async function call(path, request) {
+  const response = await fetch(path, request).catch((error) => {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server cannot be reached. Check that it is running, then try again.");
+  });
   if (response.ok) return response;
-  const body = await response.json().catch(() => null);
-  throw new ApiError(response.status, body?.error?.message ?? response.statusText);
+  const error = (await response.json().catch(() => null))?.error;
+  throw new ApiError(error?.message ?? `The server answered with status ${response.status}.`, {
+    status: response.status,
+    param: error?.param,
+    retryAfter: retryAfter(response.headers),
+  });
+}
+
+function retryAfter(answered) {
+  const milliseconds = Number(answered.get("Retry-After-Ms"));
+  return milliseconds / 1000 || Number(answered.get("Retry-After")) || null;
 }

@@ -4,6 +4,7 @@ import { get } from "./api.js";
 import { drawBlocks } from "./blocks.js";
 
 const POLL_MS = 250;
+const MAX_PAUSE_MS = 4000; // after errors
 const RATE_MS = 2000; // tokens/s are counted over so long
 const SPARK_POINTS = 120;
 const GRID_HEIGHT = 250;
@@ -14,21 +15,41 @@ const $ = (selector, from = document) => from.querySelector(selector);
 const history = []; // [milliseconds, output tokens] of the last RATE_MS
 const rates = Array(SPARK_POINTS).fill(0);
 
-/** Follows /status for as long as the page is open, and rests while it is not seen. */
-export async function follow(onEngines, onRefused) {
-  for (;;) {
-    if (!document.hidden) {
-      try {
-        const status = await get("status");
-        show(status);
-        onEngines(status.engines);
-      } catch (error) {
-        showNotice(error.status ? error.message : "The router cannot be reached.");
-        if (error.status === 401) onRefused();
-      }
+/**
+ * Follows /status for as long as the page is open, and rests while it is not seen.
+ *
+ * @param {object} options
+ * @param {(engines: object[]) => void} options.onEngines
+ * @param {() => void} options.onRefused is called when the server wants another API key
+ * @returns {() => void} asks at once
+ */
+export function follow({ onEngines, onRefused }) {
+  let timer = 0;
+  let pause = POLL_MS;
+  let turn = 0; // only the latest loop goes on
+  const poll = async () => {
+    try {
+      const status = await get("status");
+      show(status);
+      onEngines(status.engines);
+      pause = POLL_MS;
+    } catch (error) {
+      showNotice(error.message);
+      if (error.status === 401) onRefused();
+      pause = Math.min(2 * pause, MAX_PAUSE_MS);
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-  }
+  };
+  const loop = async (mine) => {
+    if (!document.hidden) await poll();
+    if (mine === turn) timer = setTimeout(loop, pause, mine);
+  };
+  const start = () => {
+    pause = POLL_MS;
+    clearTimeout(timer);
+    loop(++turn);
+  };
+  start();
+  return start;
 }
 
 function show(status) {
@@ -38,7 +59,12 @@ function show(status) {
   while (list.children.length > status.engines.length) list.lastElementChild.remove();
   while (list.children.length < status.engines.length)
     list.append($("#engine-template").content.cloneNode(true));
-  status.engines.forEach((engine, i) => showEngine(list.children[i], engine));
+  const several = status.engines.length > 1;
+  status.engines.forEach((engine, i) => {
+    const card = list.children[i];
+    $(".name", card).textContent = several ? `Engine ${i + 1}: KV cache` : "KV cache";
+    showEngine(card, engine, several ? GRID_HEIGHT / 2 : GRID_HEIGHT);
+  });
 }
 
 function showNotice(text) {
@@ -61,7 +87,7 @@ function showRate(tokens) {
   $("#spark .area").setAttribute("d", `M0,28L${points.join("L")}L${SPARK_POINTS - 1},28Z`);
 }
 
-function showEngine(card, engine) {
+function showEngine(card, engine, gridHeight) {
   const load = engine.load;
   const inUse = load.total_blocks - load.free_blocks - load.cached_blocks;
   const counts = {
@@ -74,12 +100,13 @@ function showEngine(card, engine) {
   };
   for (const item of card.querySelectorAll(".legend li"))
     $("output", item).textContent = counts[item.dataset.state];
-  $(".device", card).textContent = `${engine.model} on ${engine.device}, ${engine.dtype}`;
+  const kept = engine.taking_requests ? "" : ", takes no requests now";
+  $(".device", card).textContent = `${engine.model} on ${engine.device}, ${engine.dtype}${kept}`;
   $(".in-use", card).textContent = inUse;
   $(".figure .of", card).textContent =
     `of ${load.total_blocks} blocks in use, ${engine.block_size} tokens each`;
   const kinds = ["shared", "used", "free", "cached"].map((name) => [name, counts[name]]);
-  drawBlocks($(".blocks", card), kinds, GRID_HEIGHT);
+  drawBlocks($(".blocks", card), kinds, gridHeight);
   showSwap($(".swap", card), load, counts);
   const slots = inUse * engine.block_size;
   const values = {

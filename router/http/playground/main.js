@@ -1,248 +1,248 @@
-// The page: what is asked, in which way, and the answers as they come.
+// The page: three ways to ask, the answers as they come, and the engines at work.
 
-import * as api from "./api.js";
 import { follow } from "./engines.js";
+import * as keys from "./keys.js";
+import { BATCH, BATCH_SYSTEM, LABELS } from "./modes.js";
+import { within } from "./pace.js";
+import { describe } from "./problem.js";
+import { REQUESTS } from "./requests.js";
+import { Run } from "./run.js";
+import * as settings from "./settings.js";
+import * as store from "./store.js";
+import { scrollToEnd, View } from "./view.js";
 
 const $ = (selector, from = document) => from.querySelector(selector);
 
-const MODES = {
-  chat: {
-    label: "Message",
-    empty: "Ask something.\nEnter sends, Shift+Enter begins a line, Escape stops.",
-    prompt: "",
-  },
-  text: {
-    label: "Text to go on from",
-    empty: "The model goes on from your text as it stands, without a chat template.",
-    prompt: "",
-  },
-  batch: {
-    label: "Messages, one a line, all at once",
-    empty: "Every line is a request of its own. They run together\nand share the blocks of the system prompt.",
-    prompt: [
-      "Why is the sky blue?",
-      "How do bees find their way home?",
-      "Tell a short story about a lighthouse.",
-      "What makes bread rise?",
-      "Explain tides to a child.",
-      "Write a poem about old maps.",
-      "How does a sailing boat go against the wind?",
-      "What is a prime number?",
-      "Describe a forest in autumn.",
-      "Why do we dream?",
-      "How was paper invented?",
-      "What do whales sing about?",
-    ].join("\n"),
-  },
+const SAVE_MS = 1000;
+const LEAVE_MS = 5000;
+
+const views = {
+  chat: makeView("chat", { markdown: true }),
+  text: makeView("text", { markdown: false }),
+  batch: makeView("batch", { markdown: true, prompt: BATCH, system: BATCH_SYSTEM }),
 };
-const SYSTEM =
-  "You are a patient teacher who has read widely. Answer in plain words and whole sentences, " +
-  "begin with what matters most, give one example from everyday life, and admit what is not known. " +
-  "Do not repeat the question, use no lists and no headings, and stop when it is answered.";
+let mode = "chat";
+let running = null; // the Run that is on its way, of any mode
+let leaving = false; // another page is on its way
 
-const views = Object.fromEntries(
-  Object.keys(MODES).map((mode) => [mode, { answers: [], prompt: MODES[mode].prompt }]),
-);
-let running = null; // the AbortController of what is asked now
-let mode = "";
-let conversation = []; // the chat's messages that were answered
-
-function choose(next) {
-  if (mode) views[mode] = { answers: [...$("#answers").children], prompt: $("#prompt").value };
-  mode = next;
-  for (const tab of document.querySelectorAll("nav button"))
-    tab.ariaSelected = String(tab.dataset.mode === mode);
-  $("#answers").dataset.mode = mode;
-  $("#answers").dataset.empty = MODES[mode].empty;
-  $("#answers").replaceChildren(...views[mode].answers);
-  $("#prompt-label").textContent = MODES[mode].label;
-  $("#prompt").value = views[mode].prompt;
-  $("#composer").dataset.mode = mode;
-  $("#send").textContent = mode === "batch" ? "Run all" : "Send";
-  $("#prompt").focus();
-  $("#prompt").setSelectionRange(0, 0);
-  $("#prompt").scrollTop = 0;
+function makeView(name, { markdown, prompt = "", system = "" }) {
+  const retry = (answer) => again(name, answer);
+  const actions = { markdown, retry, giveKey: keys.askForKey };
+  return new View($(`#answers-${name}`), { prompt, system, actions });
 }
 
-function parameters() {
-  const number = (id) => ($(`#${id}`).value === "" ? undefined : Number($(`#${id}`).value));
-  return {
-    model: $("#model").value,
-    temperature: number("temperature"),
-    top_p: number("top_p"),
-    max_tokens: number("max_tokens"),
-    seed: number("seed"),
-    stop: $("#stop").value || undefined,
-  };
-}
-
-function system() {
-  const text = $("#system").value.trim();
-  return text ? [{ role: "system", content: text }] : [];
-}
+// Asking
 
 async function send() {
   const prompt = $("#prompt").value;
   if (!prompt.trim() || running) return;
-  if (mode === "text") {
-    await ask([prompt], "v1/completions", async () => ({ prompt }));
-  } else if (mode === "chat") {
-    $("#prompt").value = "";
-    const messages = [...conversation, { role: "user", content: prompt }];
-    const chat = { messages: [...system(), ...messages] };
-    const [text] = await ask([prompt], "v1/chat/completions", async () => chat);
-    if (text) conversation = [...messages, { role: "assistant", content: text }];
-  } else {
-    $("#answers").replaceChildren();
-    const lines = prompt.split("\n").filter((line) => line.trim());
-    await ask(lines, "v1/completions", async () => ({ prompt: await Promise.all(lines.map(tokens)) }));
+  const view = views[mode];
+  if (mode === "batch") {
+    view.clear();
+    await ask(mode, view.add(prompt.split("\n").filter((line) => line.trim())));
+    return;
   }
+  if (mode === "chat") $("#prompt").value = view.prompt = "";
+  await ask(mode, view.add([prompt]));
 }
 
-// Browsers open six connections to a host, so many chats at once are one request of many prompts.
-async function tokens(content) {
-  const messages = [...system(), { role: "user", content }];
-  return (await api.post("tokenize", { model: $("#model").value, messages })).tokens;
+/** Asks for an answer once more, in its place. */
+async function again(name, answer) {
+  if (running) return;
+  answer.restart();
+  $("#prompt").focus();
+  await ask(name, [answer]);
 }
 
-/** Shows answers to all that is asked in one request; returns their texts, as far as they came. */
-async function ask(asked, path, body) {
-  const list = $("#answers");
-  const answers = asked.map(showQuestion);
-  list.append(...answers.map(({ article }) => article));
-  scroll(list, true);
-  running = new AbortController();
+async function ask(name, answers) {
+  const view = views[name];
+  view.showProblem(null);
+  if (name !== "batch") view.scroll(true);
+  running = new Run(answers, (changed, figures) => {
+    for (const answer of changed) if (name === "batch") scrollToEnd(answer.text);
+    if (name !== "batch") view.scroll();
+    view.summary = figures;
+    showSummary();
+    saveSoon();
+  });
   showRunning();
-  const total = { began: performance.now(), first: 0, usage: null, ended: "stopped" };
-  try {
-    const request = { ...parameters(), ...(await body()) };
-    for await (const chunk of api.stream(path, request, running.signal)) {
-      total.usage = chunk.usage ?? total.usage;
-      for (const choice of chunk.choices) showChoice(answers[choice.index], choice, total);
-      $("#summary").textContent = figures(total, asked.length);
-    }
-    total.ended = "";
-  } catch (error) {
-    if (error.name !== "AbortError") total.ended = error.message;
-  }
+  const error = await running.finish(...REQUESTS[name](view, answers));
   running = null;
   showRunning();
-  for (const answer of answers) {
-    answer.article.classList.remove("working");
-    if (total.ended && !answer.ended) answer.facts.textContent = total.ended;
+  if (error) showError(name, answers, error);
+  save();
+}
+
+function showError(name, answers, error) {
+  const view = views[name];
+  settings.markRefused(error.param);
+  if (error.status === 401) keys.showRefused(true);
+  if (name === "batch") {
+    view.showProblem(describe(error), send, keys.askForKey);
+    view.box.scrollTop = 0;
+  } else {
+    answers[0].fail(describe(error));
+    view.scroll();
   }
-  $("#summary").textContent = figures(total, asked.length);
-  return answers.map(({ text }) => text.textContent);
 }
 
-function showQuestion(asked) {
-  const article = $("#answer-template").content.cloneNode(true).firstElementChild;
-  const [text, facts] = [$(".text", article), $(".facts", article)];
-  $(".asked", article).textContent = asked;
-  facts.textContent = "waiting";
-  article.classList.add("working");
-  return { article, text, facts, began: performance.now(), first: 0, ended: false };
-}
+// The page
 
-function showChoice(answer, choice, total) {
-  const piece = choice.delta?.content ?? choice.text ?? "";
-  if (piece) {
-    answer.text.append(piece);
-    answer.first ||= performance.now();
-    total.first ||= answer.first;
-    scroll(mode === "batch" ? answer.text : $("#answers"));
+function choose(next) {
+  mode = next;
+  for (const tab of document.querySelectorAll("[role=tab]")) {
+    const chosen = tab.dataset.mode === mode;
+    tab.ariaSelected = String(chosen);
+    tab.tabIndex = chosen ? 0 : -1;
   }
-  const parts = [];
-  if (answer.first) parts.push(`first token ${seconds(answer.first - answer.began)}`);
-  if (choice.finish_reason) {
-    answer.ended = true;
-    answer.article.classList.remove("working");
-    const why = choice.finish_reason === "length" ? "max tokens" : "done";
-    parts.push(`${why} ${seconds(performance.now() - answer.began)}`);
-  }
-  if (parts.length) answer.facts.textContent = parts.join(" · ");
+  for (const [name, { box }] of Object.entries(views)) box.hidden = name !== mode;
+  $("#composer").dataset.mode = mode;
+  $("#prompt-label").textContent = LABELS[mode];
+  $("#prompt").placeholder = LABELS[mode];
+  $("#prompt").value = views[mode].prompt;
+  $("#system").value = views[mode].system;
+  $("#send").textContent = mode === "batch" ? "Run all" : "Send";
+  delete document.body.dataset.engines;
+  $("#engines-button").ariaPressed = "false";
+  showSummary();
+  saveSoon();
 }
 
-/** One line: how many tokens, how fast, and what the prefix cache spared. */
-function figures({ first, usage }, requests) {
-  if (!first || !usage) return "";
-  const elapsed = (performance.now() - first) / 1000;
-  const parts = requests > 1 ? [`${requests} requests`] : [];
-  parts.push(`${usage.completion_tokens} tokens`);
-  if (usage.completion_tokens > requests && elapsed > 0)
-    parts.push(`${((usage.completion_tokens - requests) / elapsed).toFixed(1)} tokens/s`);
-  const cached = usage.prompt_tokens_details.cached_tokens;
-  parts.push(`${cached} of ${usage.prompt_tokens} prompt tokens cached`);
-  return parts.join(" · ");
+function showSummary() {
+  $("#summary").textContent = views[mode].summary;
 }
 
-function seconds(milliseconds) {
-  return `${(milliseconds / 1000).toFixed(2)} s`;
+/** Shows the end of the answers, but the beginning of a batch. */
+function focusPrompt() {
+  $("#prompt").focus();
+  if (mode !== "batch") return views[mode].scroll(true);
+  $("#prompt").setSelectionRange(0, 0);
+  $("#prompt").scrollTop = 0;
 }
 
-function scroll(box, always = false) {
-  const near = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
-  if (always || near) box.scrollTop = box.scrollHeight;
-}
-
+/** Shows the one button that can be used now: to send, or to stop. */
 function showRunning() {
-  $("#cancel").disabled = !running;
-  $("#send").disabled = Boolean(running);
+  const [shown, other] = running ? ["#cancel", "#send"] : ["#send", "#cancel"];
+  const focused = document.activeElement === $(other);
+  $(shown).hidden = false;
+  if (focused) $(shown).focus();
+  $(other).hidden = true;
 }
 
 function stop() {
-  running?.abort();
+  running?.stop();
 }
 
-function showModels(engines) {
-  const names = [...new Set(engines.map((engine) => engine.model))].sort();
-  const shown = [...$("#model").options].map((option) => option.value);
-  if (names.join() === shown.join()) return;
-  $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
-  showDefaults();
-}
-
-/** Shows the sampling parameters that the model's authors chose, where there is a field for them. */
-async function showDefaults() {
-  const { data } = await api.get("v1/models");
-  const defaults = data.find(({ id }) => id === $("#model").value)?.default_sampling ?? {};
-  for (const [name, value] of Object.entries(defaults)) if ($(`#${name}`)) $(`#${name}`).value = value;
-}
-
-function askForKey() {
-  const dialog = $("#key-dialog");
-  if (dialog.open) return;
-  $("#key").value = api.key();
-  dialog.showModal();
-}
-
-for (const tab of document.querySelectorAll("nav button"))
-  tab.addEventListener("click", () => choose(tab.dataset.mode));
-$("#composer").addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
-});
-$("#prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing || mode === "batch") return;
-  event.preventDefault();
-  send();
-});
-document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
-$("#model").addEventListener("change", showDefaults);
-$("#cancel").addEventListener("click", stop);
-$("#clear").addEventListener("click", () => {
+function clear() {
   stop();
-  conversation = [];
-  $("#answers").replaceChildren();
-  $("#summary").textContent = "";
-});
-$("#key-button").addEventListener("click", askForKey);
-$("#key-dialog").addEventListener("close", () => api.setKey($("#key").value));
+  views[mode].clear();
+  showSummary();
+  save();
+  $("#prompt").focus();
+}
 
-$("#system").value = SYSTEM;
-choose("chat");
-let refused = false;
-follow(showModels, () => {
-  if (!refused) askForKey();
-  refused = true;
-});
+// What survives a reload
+
+const saveSoon = within(SAVE_MS, save);
+
+function save() {
+  if (leaving) return;
+  const states = Object.entries(views).map(([name, view]) => [name, view.state()]);
+  store.save({ mode, settings: settings.state(), views: Object.fromEntries(states) });
+}
+
+/** Saves before the browser ends a request on its way, which then looks like a failure. */
+function leave() {
+  save();
+  leaving = true;
+  setTimeout(() => (leaving = false), LEAVE_MS);
+}
+
+function restore() {
+  const saved = store.load();
+  if (!saved) return;
+  mode = saved.mode;
+  settings.restore(saved.settings);
+  for (const [name, view] of Object.entries(views)) view.restore(saved.views[name]);
+}
+
+// Events
+
+function startTabs() {
+  const tabs = [...document.querySelectorAll("[role=tab]")];
+  for (const tab of tabs) {
+    tab.addEventListener("click", () => {
+      choose(tab.dataset.mode);
+      focusPrompt();
+    });
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (!step) return;
+      const next = tabs.at((tabs.indexOf(tab) + step) % tabs.length);
+      choose(next.dataset.mode);
+      next.focus();
+    });
+  }
+}
+
+function startComposer() {
+  $("#composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  $("#composer").addEventListener("input", () => {
+    Object.assign(views[mode], { prompt: $("#prompt").value, system: $("#system").value });
+    saveSoon();
+  });
+  $("#prompt").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || mode === "batch") return;
+    event.preventDefault();
+    $("#composer").requestSubmit();
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !$("#key-dialog").open) stop();
+  });
+  $("#cancel").addEventListener("click", stop);
+  $("#clear").addEventListener("click", clear);
+}
+
+function startExamples() {
+  for (const example of document.querySelectorAll(".example"))
+    example.addEventListener("click", () => {
+      $("#prompt").value = views[mode].prompt = example.textContent;
+      $("#composer").requestSubmit();
+      $("#prompt").focus();
+    });
+}
+
+function startEngines() {
+  $("#engines-button").addEventListener("click", () => {
+    const shown = document.body.toggleAttribute("data-engines");
+    $("#engines-button").ariaPressed = String(shown);
+  });
+  let asked = false; // once, by itself
+  const refresh = follow({
+    onEngines: (engines) => {
+      keys.showRefused(false);
+      settings.showModels(engines);
+    },
+    onRefused: () => {
+      keys.showRefused(true);
+      if (!asked) keys.askForKey();
+      asked = true;
+    },
+  });
+  keys.start(refresh);
+}
+
+settings.start();
+restore();
+choose(mode);
+startTabs();
+startComposer();
+startExamples();
+startEngines();
+focusPrompt();
+addEventListener("beforeunload", leave);
+addEventListener("pagehide", save); // phones
+$("#model").addEventListener("change", saveSoon);

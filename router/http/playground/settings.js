@@ -1,0 +1,82 @@
+// What goes with every request: the model and the sampling parameters.
+
+import { get } from "./api.js";
+
+const $ = (selector, from = document) => from.querySelector(selector);
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const CONTROLS = [...NUMBERS, "stop"]; // each has the name of its argument as its id
+
+const changed = new Set(); // the controls that a person has changed
+let wantedModel = "";
+
+/** Returns the arguments for a request; what is left empty is left to the server. */
+export function requestArguments() {
+  const number = (id) => ($(`#${id}`).value === "" ? undefined : Number($(`#${id}`).value));
+  return {
+    model: $("#model").value || undefined,
+    ...Object.fromEntries(NUMBERS.map((id) => [id, number(id)])),
+    stop: $("#stop").value || undefined,
+  };
+}
+
+/** Returns what is saved: what a person has chosen. */
+export function state() {
+  const values = [...changed].map((id) => [id, $(`#${id}`).value]);
+  return { model: $("#model").value || wantedModel, values: Object.fromEntries(values) };
+}
+
+export function restore({ model, values }) {
+  wantedModel = model;
+  for (const id of CONTROLS.filter((id) => id in values)) {
+    $(`#${id}`).value = values[id];
+    changed.add(id);
+  }
+  showSummary();
+}
+
+/** Offers the engines' models, and keeps the one that was chosen as long as it is there. */
+export function showModels(engines) {
+  const names = [...new Set(engines.map((engine) => engine.model))].sort();
+  const shown = [...$("#model").options].map((option) => option.value);
+  if (names.join("\n") === shown.join("\n")) return;
+  const chosen = $("#model").value || wantedModel;
+  $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
+  if (names.includes(chosen)) $("#model").value = chosen;
+  showDefaults();
+}
+
+/** Marks the control whose value the server refused. */
+export function markRefused(argument) {
+  if (!CONTROLS.includes(argument)) return;
+  $("#settings").open = true;
+  $(`#${argument}`).ariaInvalid = "true";
+}
+
+export function start() {
+  $("#model").addEventListener("change", showDefaults);
+  $("#settings").addEventListener("input", ({ target }) => {
+    if (CONTROLS.includes(target.id)) changed.add(target.id);
+    target.ariaInvalid = null;
+    showSummary();
+  });
+  // A browser can point at a wrong value only where it is seen.
+  $("#settings").addEventListener("invalid", () => ($("#settings").open = true), true);
+  showSummary();
+}
+
+/** Shows the values that the model's authors chose, else the page's own. */
+async function showDefaults() {
+  const models = await get("v1/models").catch(() => null); // /status says what is wrong
+  const shown = models?.data.find(({ id }) => id === $("#model").value);
+  if (!shown) return;
+  for (const id of NUMBERS.filter((id) => !changed.has(id)))
+    $(`#${id}`).value = shown.default_sampling?.[id] ?? $(`#${id}`).defaultValue;
+  showSummary();
+}
+
+function showSummary() {
+  const parts = CONTROLS.map((id) => [id.replace("_", " "), $(`#${id}`).value]);
+  const set = parts.filter(([, value]) => value !== "").map((part) => part.join(" "));
+  $("#settings-summary").textContent = set.join(" · ");
+}
