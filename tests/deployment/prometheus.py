@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback, with docker/prometheus' configuration and the targets at hand."""
+"""Prometheus' own programs: a server on loopback with docker/prometheus' files, and promtool."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Self
 
+import pytest
 import yaml
 
 from octavo.common.ports import free_port
@@ -95,3 +96,13 @@ def _configuration(targets: dict[str, list[str]], interval: int) -> dict[str, An
         del job["dns_sd_configs"]
         job["static_configs"] = [{"targets": targets[job["job_name"]]}]
     return made
+
+
+def promtool(*arguments: str, directory: Path) -> None:
+    """Runs promtool in a directory; skips the test if it is not installed."""
+    if shutil.which("promtool") is None:
+        pytest.skip("needs promtool (Debian: apt-get install prometheus)")
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=directory, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

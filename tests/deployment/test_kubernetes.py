@@ -18,6 +18,7 @@ from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from tests.deployment.composed import DOCKER
 from tests.deployment.metric_names import exported_names, names
+from tests.deployment.prometheus import promtool
 
 ROOT = DOCKER.parent / "deploy" / "kubernetes"
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
@@ -32,6 +33,26 @@ OURS = {"octavo-router": RouterSettings, "octavo-engine": EngineSettings}
 VERSION = "1.31"
 NAME = "app.kubernetes.io/name"
 ANYONE = "anyone"
+AUTOSCALING = """
+# For ten minutes no requests, then 60 a minute that wait for 3 seconds each.
+rule_files: [rules.yml]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - series: octavo_router_queue_time_seconds_sum{namespace="octavo"}
+        values: 0x10 0+180x10
+      - series: octavo_router_queue_time_seconds_count{namespace="octavo"}
+        values: 0x10 0+60x10
+      - series: octavo_engine_kv_cache_usage_ratio{namespace="octavo", instance="a"}
+        values: 0.5x20
+      - series: octavo_engine_kv_cache_usage_ratio{namespace="octavo", instance="b"}
+        values: 1x20
+    promql_expr_test:
+      - {expr: query_0, eval_time: 8m, exp_samples: [{labels: query_0, value: 0}]}
+      - {expr: query_0, eval_time: 19m, exp_samples: [{labels: query_0, value: 3}]}
+      - {expr: query_1, eval_time: 8m, exp_samples: [{labels: query_1, value: 0.75}]}
+"""
 
 Resource = dict[str, Any]
 
@@ -204,6 +225,16 @@ def test_autoscalers_ask_for_metrics_that_there_are():
     assert asked
     assert asked <= exported
     assert {rule["seriesQuery"] for rule in rules} <= exported
+
+
+def test_autoscalers_read_numbers_before_the_first_request_too(tmp_path):
+    (keda,) = of(built("keda"), "ScaledObject").values()
+    queries = [trigger["metadata"]["query"] for trigger in keda["spec"]["triggers"]]
+    rules = [{"record": f"query_{i}", "expr": query} for i, query in enumerate(queries)]
+    groups = {"groups": [{"name": "autoscaling", "rules": rules}]}
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(groups))
+    (tmp_path / "test.yml").write_text(AUTOSCALING)
+    promtool("test", "rules", "test.yml", directory=tmp_path)
 
 
 def adapter_rules() -> list[Resource]:

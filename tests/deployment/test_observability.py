@@ -3,8 +3,6 @@
 import importlib.util
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 import yaml
@@ -12,6 +10,7 @@ import yaml
 from tests.deployment import dashboard
 from tests.deployment.composed import DOCKER
 from tests.deployment.metric_names import exported_names, names
+from tests.deployment.prometheus import promtool
 from tools import metric_table
 
 PROMETHEUS = DOCKER / "prometheus"
@@ -102,19 +101,10 @@ def test_the_guide_has_every_metric(exported):
     "check", [("config", "prometheus.yml"), ("rules", "alerts.yml")], ids=lambda check: check[0]
 )
 def test_promtool_checks(check):
-    promtool("check", *check)
+    promtool("check", *check, directory=PROMETHEUS)
 
 
 def test_alerts_fire_where_they_should():
-    promtool("test", "rules", "alerts_test.yml")
+    promtool("test", "rules", "alerts_test.yml", directory=PROMETHEUS)
     tested = (PROMETHEUS / "alerts_test.yml").read_text()
     assert all(f"alertname: {rule['alert']}\n" in tested for rule in rules())
-
-
-def promtool(*arguments: str) -> None:
-    if shutil.which("promtool") is None:
-        pytest.skip("needs promtool (Debian: apt-get install prometheus)")
-    done = subprocess.run(
-        ["promtool", *arguments], cwd=PROMETHEUS, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
