@@ -15,7 +15,7 @@ DEBIAN=(
     protoc-gen-go-grpc
     # clients/java
     libgeronimo-annotation-1.3-spec-java libgrpc-java libguava-java libnetty-java libperfmark-java
-    libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
+    libprotobuf-dev libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
     # kernels/: those for other CPUs
     g++-aarch64-linux-gnu qemu-user
     # router/http/playground/

@@ -15,7 +15,7 @@ from octavo.client.core import BaseClient, BaseStream
 from octavo.client.errors import CancelledError, Error, from_rpc_error
 from octavo.client.requests import Prompt
 from octavo.client.types import Completion, Delta, Event, Model
-from octavo.common.sampling_parameters import GenerateOptions
+from octavo.common.sampling_parameters import ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -117,14 +117,19 @@ class AsyncClient(BaseClient):
         return AsyncStream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(
-        self, prompt: Prompt, *, model: str | None = None, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
         """Return the tokens that `generate` would use for a text or a chat.
 
         Raises:
             Error: The call failed.
         """
-        request = requests.tokenize_request(prompt, model)
+        request = requests.tokenize_request(prompt, model, options)
         return tuple((await self._call(self._stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(

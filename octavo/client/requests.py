@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import cast, get_type_hints
 
 import grpc
 from google.protobuf.message import Message as Protobuf
 
 from octavo.client.errors import FieldViolation, InvalidArgumentError
 from octavo.client.types import Message
-from octavo.common.sampling_parameters import PARAMETERS, GenerateOptions
+from octavo.common.sampling_parameters import PARAMETERS, ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
 Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
@@ -28,15 +28,25 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     for name, value in options.items():
         if name not in PARAMETERS:
             raise TypeError(f"generate() has no option {name!r}")
-        if value is not None:
-            _set(request, PARAMETERS[name].path, value)
+        _set_option(request, name, value)
     return request
 
 
-def tokenize_request(prompt: Prompt, model: str | None) -> pb.TokenizeRequest:
-    """Build a TokenizeRequest from text or a chat."""
+def tokenize_request(
+    prompt: Prompt, model: str | None, options: ChatOptions | None = None
+) -> pb.TokenizeRequest:
+    """Build a TokenizeRequest from text or a chat.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type, or the prompt is no chat.
+        TypeError: An option is unknown or the prompt is not text or a chat.
+    """
     request = pb.TokenizeRequest(model=model or "")
     _set_prompt(request, prompt)
+    for name, value in (options or {}).items():
+        if name not in get_type_hints(ChatOptions):
+            raise TypeError(f"tokenize() has no option {name!r}")
+        _set_option(request, name, value)
     return request
 
 
@@ -79,6 +89,16 @@ def _set_chat(
             request.chat.messages.add(role=message.role, content=message.content)
 
 
+def _set_option(request: pb.GenerateRequest | pb.TokenizeRequest, name: str, value: object) -> None:
+    """Set an option that is not None."""
+    if value is None:
+        return
+    parameter = PARAMETERS[name]
+    if parameter.message == "chat" and request.WhichOneof("prompt") != "chat":
+        raise _invalid(parameter.path, f"{name} needs a prompt of messages: it lays out a chat")
+    _set(request, parameter.path, value)
+
+
 def _set(request: Protobuf, path: str, value: object) -> None:
     """Set the scalar, repeated or map field at `path`."""
     *parents, name = path.split(".")
@@ -100,6 +120,9 @@ def _checked(path: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        violation = FieldViolation(path, str(error))
-        code = grpc.StatusCode.INVALID_ARGUMENT
-        raise InvalidArgumentError(code, f"{path}: {error}", (violation,)) from None
+        raise _invalid(path, f"{path}: {error}") from None
+
+
+def _invalid(path: str, message: str) -> InvalidArgumentError:
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    return InvalidArgumentError(code, message, (FieldViolation(path, message),))

@@ -39,6 +39,7 @@ def event(response: pb.GenerateResponse) -> Event | None:
                 accepted.prompt_tokens,
                 accepted.cached_tokens,
                 _logprobs(accepted.prompt_logprobs),
+                tuple(accepted.prompt_token_ids),
             )
         case "delta":
             delta = response.delta
@@ -86,7 +87,13 @@ class Gathering:
         """Return the finished outputs; unfinished ones are omitted."""
         accepted = self.accepted or Accepted("", "", 0, 0)
         outputs = tuple(self._output(self.finished[index]) for index in sorted(self.finished))
-        return Completion(accepted.request_id, accepted.model, outputs, accepted.prompt_logprobs)
+        return Completion(
+            accepted.request_id,
+            accepted.model,
+            outputs,
+            accepted.prompt_logprobs,
+            accepted.prompt_token_ids,
+        )
 
     def _output(self, end: Finished) -> Output:
         deltas = self._deltas.get(end.index, [])

@@ -12,7 +12,7 @@ from octavo.client.core import BaseClient, BaseStream
 from octavo.client.errors import Error, from_rpc_error
 from octavo.client.requests import Prompt
 from octavo.client.types import Completion, Delta, Event, Model
-from octavo.common.sampling_parameters import GenerateOptions
+from octavo.common.sampling_parameters import ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
 
@@ -99,14 +99,19 @@ class Client(BaseClient):
         return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
 
     def tokenize(
-        self, prompt: Prompt, *, model: str | None = None, timeout: float | None = None
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
         """Return the tokens that `generate` would use for a text or a chat.
 
         Raises:
             Error: The call failed.
         """
-        request = requests.tokenize_request(prompt, model)
+        request = requests.tokenize_request(prompt, model, options)
         return tuple((self._call(self._stub.Tokenize, request, timeout)).token_ids)
 
     def detokenize(

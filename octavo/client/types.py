@@ -58,6 +58,7 @@ class Accepted:
     prompt_tokens: int
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Completion:
     model: str
     outputs: tuple[Output, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:

@@ -72,7 +72,32 @@ class Parameter:
         return self.path.rpartition(".")[0]
 
 
-class GenerateOptions(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How the model's chat template lays out a chat. None, or left out: the server's default."""
+
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None,
+        Parameter("chat.chat_template_kwargs", "Variables of the model's chat template.", flags=()),
+    ]
+    add_generation_prompt: Annotated[
+        bool | None,
+        Parameter(
+            "chat.add_generation_prompt",
+            "Open the assistant's answer after the last message.",
+            flags=(),
+        ),
+    ]
+    continue_final_message: Annotated[
+        bool | None,
+        Parameter(
+            "chat.continue_final_message",
+            "End the prompt within the last message, so that the model continues it.",
+            flags=(),
+        ),
+    ]
+
+
+class GenerateOptions(ChatOptions, total=False):
     """The options of `generate` besides the prompt. None, or left out: the server's default."""
 
     model: Annotated[
@@ -127,7 +152,6 @@ class GenerateOptions(TypedDict, total=False):
             "stop.include_in_output",
             "Keep the stop string or token in the output.",
             flags=(),
-            http=False,
         ),
     ]
     temperature: Annotated[
@@ -266,6 +290,16 @@ class GenerateOptions(TypedDict, total=False):
             "Send each output whole once it is complete.",
             flags=(),
             http=False,
+        ),
+    ]
+    keep_special_tokens: Annotated[
+        bool | None,
+        Parameter("output.keep_special_tokens", "Keep special tokens in the text.", flags=()),
+    ]
+    prompt_token_ids: Annotated[
+        bool | None,
+        Parameter(
+            "output.prompt_token_ids", "Report the prompt's token ids.", flags=(), http=False
         ),
     ]
 

@@ -65,7 +65,7 @@ class Output:
         self.score: float | None = None
         self.first_time = self.last_time = 0.0
         self._pieces = pieces
-        self._detokenizer = Detokenizer(pieces)
+        self._detokenizer = Detokenizer(pieces, keep_special=options.keep_special_tokens)
         self._stop_strings = StopStrings(stop.strings, include=stop.include_in_output)
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens

@@ -76,6 +76,8 @@ class RequestState:
         self._accepted = generation_pb2.Accepted(
             request_id=request.request_id, model=request.model, prompt_tokens=len(request.prompt)
         )
+        if message.output.prompt_token_ids:
+            self._accepted.prompt_token_ids.extend(request.prompt.token_ids)
         self._prompt_counted = False
         self._may_accept = False  # Accepted is complete
         self._accepted_sent = False

@@ -43,7 +43,7 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:
-    """Checks that a prompt is set and that a chat has messages of known roles, not too many."""
+    """Checks that a prompt is set, and of a chat what needs no template."""
     if request.WhichOneof("prompt") is None:
         raise rpc.invalid("prompt", "a prompt must be set")
     if request.WhichOneof("prompt") != "chat":
@@ -55,6 +55,11 @@ def check_chat(request: PromptRequest, limits: Limits) -> None:
             "chat.messages",
             f"chat.messages may have at most {limits.max_model_len} entries, the model's tokens; "
             f"it has {len(request.chat.messages)}",
+        )
+    if request.chat.continue_final_message and request.chat.add_generation_prompt:
+        raise rpc.invalid(
+            "chat.continue_final_message",
+            "chat.continue_final_message excludes chat.add_generation_prompt; set only one of them",
         )
     for i, message in enumerate(request.chat.messages):
         if message.role not in ROLES:

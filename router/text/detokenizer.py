@@ -123,10 +123,11 @@ class Pieces:
 class Detokenizer:
     """The text of one output."""
 
-    __slots__ = ("_first", "_pending", "_pieces", "_shown")
+    __slots__ = ("_first", "_keep_special", "_pending", "_pieces", "_shown")
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: Pieces, *, keep_special: bool = False) -> None:
         self._pieces = pieces
+        self._keep_special = keep_special
         self._first = True  # nothing has been shown of any token that is not pending
         self._pending: list[int] = []  # tokens whose text is not wholly shown
         self._shown = 0  # characters of the pending tokens' text that are
@@ -139,7 +140,7 @@ class Detokenizer:
                 return text
         kind = self._pieces.kind(token_id)
         if kind == Kind.SKIPPED:
-            return ""
+            return self._show_special(token_id) if self._keep_special else ""
         self._pending.append(token_id)
         if kind == Kind.BYTE:
             return self._show_long_row()
@@ -148,6 +149,16 @@ class Detokenizer:
     def flush(self) -> str:
         """Return the rest: no token follows."""
         return self._show(final=True) if self._pending else ""
+
+    def _show_special(self, token_id: int) -> str:
+        """Show a special token as it is spelt; no character goes on behind it."""
+        special = self._pieces.special_text(token_id)
+        text = self.flush() + special
+        if special and self._pieces.anchored:
+            self._first = False
+            self._pending.clear()
+            self._shown = 0
+        return text
 
     def _show(self, *, final: bool = False) -> str:
         text = self._pieces.text(self._pending, first=self._first)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jinja2
 import structlog
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -16,6 +15,7 @@ from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
+from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.turns import Turn, Turns
 from octavo.v1 import generation_pb2
@@ -94,22 +94,29 @@ class Tokenizer:
         return ids
 
     def render(self, chat: generation_pb2.ChatPrompt) -> str:
-        """Return a chat laid out by the model's template, answer begun.
+        """Return a chat laid out by the model's template, by default with the answer begun.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION if the model has no template,
-                INVALID_ARGUMENT with the template's message if it refuses the chat.
+                INVALID_ARGUMENT with the template's message if it refuses the chat, or as
+                `template_variables`.
         """
         if not self._tokenizer.chat_template:
             raise rpc.precondition(
                 "chat", "the model has no chat template; send the prompt as text or tokens"
             )
         messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+        goes_on = chat.continue_final_message
+        opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages,
+                tokenize=False,
+                add_generation_prompt=opens and not goes_on,
+                continue_final_message=goes_on,
+                **template_variables(chat),
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise rpc.invalid(
                 "chat.messages", f"the model's chat template refuses chat.messages: {error}"
             ) from error
@@ -208,6 +215,7 @@ class Tokenizers:
         size = len(request.text)
         if request.WhichOneof("prompt") == "chat":
             size = sum(len(message.content) for message in request.chat.messages)
+            size += request.chat.chat_template_kwargs.ByteSize()
         elif max_tokens is not None:
             tokenizer.check_length(request.text, max_tokens)
         return await self._run(tenant, size, lambda: tokenizer.encode_prompt(request, max_tokens))

@@ -113,3 +113,31 @@ def test_what_is_no_prompt():
 def test_text_that_is_no_text():
     with pytest.raises(InvalidArgumentError, match="text"):
         generate_request("\ud800", {})
+
+
+def test_options_of_a_chat_s_layout_go_into_the_chat():
+    options = {
+        "chat_template_kwargs": {"enable_thinking": False, "level": 2, "names": ["a", None]},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
+    for chat in (
+        generate_request([Message("user", "a")], options).chat,
+        tokenize_request([Message("user", "a")], None, options).chat,
+    ):
+        assert dict(chat.chat_template_kwargs)["enable_thinking"] is False
+        assert chat.chat_template_kwargs["names"][1] is None
+        assert chat.HasField("add_generation_prompt")
+        assert not chat.add_generation_prompt
+        assert chat.continue_final_message
+
+
+def test_options_of_a_chat_s_layout_need_a_chat():
+    with pytest.raises(InvalidArgumentError, match="needs a prompt of messages"):
+        generate_request("text", {"add_generation_prompt": True})
+    with pytest.raises(InvalidArgumentError, match="needs a prompt of messages"):
+        tokenize_request("text", None, {"chat_template_kwargs": {}})
+    with pytest.raises(TypeError, match="no option 'temperature'"):
+        tokenize_request([Message("user", "a")], None, {"temperature": 1})
+    with pytest.raises(InvalidArgumentError, match="chat_template_kwargs"):
+        generate_request([Message("user", "a")], {"chat_template_kwargs": {"x": object()}})

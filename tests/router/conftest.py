@@ -26,6 +26,7 @@ hypothesis.settings.load_profile("any machine")
 EOS = 256
 HEARTBEAT_SECONDS = 0.1
 CHAT_TEMPLATE = (
+    "{% if mood %}mood {{ mood.level }}{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('tools are not spoken to') }}{% endif %}"
     "<s>{{ m.role }}:{{ m.content }}{% endfor %}"

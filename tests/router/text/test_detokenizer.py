@@ -10,8 +10,8 @@ from octavo.router.text.detokenizer import REPLACEMENT, Detokenizer
 from octavo.router.text.tokenization import Tokenizer, Tokenizers, backend_pieces
 
 
-def stream(pieces, token_ids) -> list[str]:
-    detokenizer = Detokenizer(pieces)
+def stream(pieces, token_ids, **options) -> list[str]:
+    detokenizer = Detokenizer(pieces, **options)
     return [*(detokenizer.feed(i) for i in token_ids), detokenizer.flush()]
 
 
@@ -23,6 +23,20 @@ def test_equals_decoding_at_once(tiny, data):
     token_ids = data.draw(st.lists(st.integers(0, size - 1), max_size=60))
     shown = stream(backend_pieces(tiny), token_ids)
     assert "".join(shown) == tiny.decode(token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("tiny", ["byte_level", "byte_fallback", "metaspace"], indirect=True)
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_special_tokens_are_kept_as_they_are_spelt(tiny, data):
+    ids = st.integers(0, tiny.get_vocab_size() - 1)
+    token_ids = data.draw(st.lists(st.one_of(ids, st.sampled_from(specials(tiny))), max_size=60))
+    shown = stream(backend_pieces(tiny), token_ids, keep_special=True)
+    assert "".join(shown) == tiny.decode(token_ids, skip_special_tokens=False)
+
+
+def specials(tokenizer) -> list[int]:
+    return [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special]
 
 
 @given(text=st.text(max_size=60))

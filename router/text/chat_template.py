@@ -1,0 +1,57 @@
+"""The variables that a request gives to its model's chat template."""
+
+import inspect
+from typing import Any
+
+import jinja2
+from google.protobuf import struct_pb2
+from transformers import PreTrainedTokenizerBase
+
+from octavo.common import rpc
+from octavo.v1 import generation_pb2
+
+OWN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+"""Names that the router, or transformers, gives a value: the template itself is one of them."""
+
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template may fail with, as variables may have any type."""
+
+
+def template_variables(chat: generation_pb2.ChatPrompt) -> dict[str, Any]:
+    """Return a chat's `chat_template_kwargs`.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT: a name is not free to be set.
+    """
+    fields = chat.chat_template_kwargs.fields
+    if taken := sorted(set(fields) & OWN):
+        raise rpc.invalid(
+            "chat.chat_template_kwargs",
+            f"chat.chat_template_kwargs may not have {taken[0]!r}, which the server sets itself",
+        )
+    return {name: _plain(value) for name, value in fields.items()}
+
+
+def _plain(value: struct_pb2.Value) -> Any:  # noqa: ANN401 - any JSON
+    """Return a value as Python has it; whole numbers as int, which Struct does not have."""
+    match value.WhichOneof("kind"):
+        case "number_value":
+            number = value.number_value
+            return int(number) if number.is_integer() else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case "list_value":
+            return [_plain(one) for one in value.list_value.values]
+        case "struct_value":
+            return {name: _plain(one) for name, one in value.struct_value.fields.items()}
+    return None
