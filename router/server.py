@@ -149,6 +149,7 @@ class Router:
                 authenticator=self.authenticator,
                 pool=self.pool,
                 is_serving=lambda: self._serving,
+                registry=self.registry,
             )
             self._http.start()
         await self._server.start()

@@ -14,11 +14,18 @@ from octavo.client.requests import generate_request
 from octavo.common import rpc
 from octavo.common.background import joined
 from octavo.router.generate import Write
-from octavo.router.http.errors import ApiError, from_rpc
+from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.layout import Choice, Layout, usage
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import Delta, Finished, GenerateRequest, GenerateResponse, Usage
+from octavo.v1.generation_pb2 import (
+    Accepted,
+    Delta,
+    Finished,
+    GenerateRequest,
+    GenerateResponse,
+    Usage,
+)
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 Vocabularies = Callable[[str], Vocabulary]
@@ -40,7 +47,8 @@ class Answer:
         vocabularies: For log-probabilities.
 
     Attributes:
-        id: The answer's id; logs and traces name its calls by it.
+        id: The answer's id, with the `request_id` of the body if it has one; logs and traces name
+            its calls by it.
         started: Whether a part of a stream has been sent.
 
     Raises:
@@ -48,7 +56,7 @@ class Answer:
     """
 
     def __init__(self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies) -> None:
-        self.id = layout.id_prefix + uuid.uuid4().hex
+        self.id = layout.id_prefix + (request.request_id or uuid.uuid4().hex)
         self.started = False
         self._request = request
         self._layout = layout
@@ -115,6 +123,8 @@ class Answer:
 
     async def _keep(self, i: int, kept: list[GenerateResponse], response: GenerateResponse) -> None:
         self._count(i, response)
+        if response.HasField("accepted"):
+            self._accept(i, response.accepted)
         kept.append(response)
 
     async def _send_response(self, send: Send, i: int, response: GenerateResponse) -> None:
@@ -127,8 +137,18 @@ class Answer:
                 for index in range(len(self._messages) * self._request.choices):
                     if (opening := self._layout.opening(index)) is not None:
                         await send(self._chunk([opening]))
-            if (choice := self._choice(i, response)) is not None:
-                await send(self._chunk([choice]))
+            if response.HasField("accepted"):
+                for choice in self._accept(i, response.accepted):
+                    await send(self._chunk([choice]))
+            elif (part := self._choice(i, response)) is not None:
+                await send(self._chunk([part]))
+
+    def _accept(self, i: int, accepted: Accepted) -> list[Choice]:
+        """Return the choices that show the prompt of call `i`, if it is to be shown."""
+        prompt = self._messages[i].text if self._messages[i].HasField("text") else None
+        indices = [self._index(i, output) for output in range(self._request.choices)]
+        vocabulary = self._vocabularies(accepted.model)
+        return self._layout.accept(indices, accepted, prompt, vocabulary)
 
     def _choice(self, i: int, response: GenerateResponse) -> Choice | None:
         match response.WhichOneof("event"):
@@ -151,6 +171,8 @@ class Answer:
             case "accepted":
                 used.prompt_tokens = response.accepted.prompt_tokens
                 used.cached_tokens = response.accepted.cached_tokens
+            case _ if self._request.prompt_only:
+                pass  # the token that was made all the same is not shown
             case "delta" if self._request.usage_chunks:
                 used.output_tokens += len(response.delta.token_ids)
             case "finished" if not self._request.usage_chunks:
@@ -163,7 +185,9 @@ class Answer:
     def _shown(
         self, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Sequence[TokenLogprob]:
-        """Leave out the token that ended the output, which is no part of its text."""
+        """Leave out the token that ended the output, unless it is to be shown too."""
+        if self._request.shows_ending:
+            return logprobs
         if not logprobs:
             return ()
         ending = set(self._request.stop_token_ids or ())
@@ -198,8 +222,7 @@ class Answer:
             try:
                 messages.append(generate_request(prompt, options))
             except InvalidArgumentError as error:
-                field = error.violations[0].field
-                raise from_rpc(rpc.invalid(field, error.message), self._request.params) from None
+                raise from_client(error, self._request.params) from None
         return messages
 
 

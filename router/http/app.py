@@ -1,10 +1,14 @@
 """The routes: a new one is written here."""
 
+import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from importlib.metadata import version
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from octavo.client.requests import tokenize_request
+from octavo.client import InvalidArgumentError
 from octavo.client.responses import default_sampling
 from octavo.common import rpc
 from octavo.router.generate import Generator
@@ -23,7 +27,7 @@ from octavo.router.http.answers import Answer, Generate, Vocabularies
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatLayout
 from octavo.router.http.completions import CompletionLayout
-from octavo.router.http.errors import ApiError, from_rpc
+from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
@@ -45,6 +49,7 @@ class Api:
         vocabularies: Models' vocabularies.
         status: What GET /status says to those who may use certain models.
         is_serving: Whether there is an engine to serve with.
+        registry: The metrics for GET /metrics.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class Api:
         vocabularies: Vocabularies,
         status: Callable[[Collection[str]], dict[str, Any]],
         is_serving: Callable[[], bool],
+        registry: CollectorRegistry,
     ) -> None:
         self._settings = settings
         self._generator = generator
@@ -63,6 +69,7 @@ class Api:
         self._vocabularies = vocabularies
         self._status = status
         self._is_serving = is_serving
+        self._registry = registry
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -87,8 +94,12 @@ class Api:
                 Route("/v1/models", _answered(self._models)),
                 Route("/v1/models/{model:path}", _answered(self._model)),
                 Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
+                Route("/detokenize", _answered(self._detokenize), methods=["POST"]),
                 Route("/status", _answered(self._get_status)),
+                Route("/metrics", _answered(self._metrics)),
+                Route("/version", _answered(self._version)),
                 Route("/health", self._health),
+                Route("/ping", self._health, methods=["GET", "POST"]),
                 Route("/", page),
                 Route("/playground/{name:path}", page),
             ],
@@ -103,7 +114,11 @@ class Api:
 
     async def _completions(self, request: Request) -> Response:
         tenant, body = await self._parse(request, CompletionRequest)
-        layout = CompletionLayout(logprobs=body.logprobs is not None)
+        layout = CompletionLayout(
+            logprobs=body.logprobs is not None,
+            echo=bool(body.echo),
+            prompt_only=body.prompt_only,
+        )
         return await self._answer(request, tenant, body, layout)
 
     async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
@@ -139,8 +154,13 @@ class Api:
 
     async def _tokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.TokenizeRequest)
-        message = tokenize_request(body.text_or_chat, body.model)
-        return JSONResponse(tokens.answer(await self._generator.tokenize(message, tenant)))
+        answer = await self._generator.tokenize(body.message(), tenant)
+        return JSONResponse(tokens.answer(answer))
+
+    async def _detokenize(self, request: Request) -> Response:
+        tenant, body = await self._parse(request, tokens.DetokenizeRequest)
+        answer = await self._generator.detokenize(body.message(), tenant)
+        return JSONResponse({"prompt": answer.text})
 
     async def _models(self, request: Request) -> Response:
         data = [self._card(card) for card in self._list_models(request)]
@@ -158,6 +178,26 @@ class Api:
     async def _get_status(self, request: Request) -> Response:
         usable = {card.name for card in self._list_models(request)}
         return JSONResponse(self._status(usable), headers={"Cache-Control": "no-store"})
+
+    async def _metrics(self, request: Request) -> Response:
+        """Show the router's metrics, to everybody without tenants, and else to admins.
+
+        They name the tenants and count their tokens, which is nothing for other tenants.
+        """
+        tenant = self._authenticate(request)
+        if not (self._authenticator.open or tenant.admin):
+            raise ApiError(
+                403,
+                f"tenant {tenant.name!r} is no admin; without a key, metrics are at --metrics-port",
+                kind="permission_error",
+            )
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        body = await asyncio.to_thread(encode, self._registry)
+        return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
+
+    async def _version(self, request: Request) -> Response:
+        self._authenticate(request)
+        return JSONResponse({"version": version("octavo")})
 
     def _list_models(self, request: Request) -> Iterable[generation_pb2.ModelCard]:
         return self._generator.list_models(self._authenticate(request)).models
@@ -233,6 +273,8 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except rpc.RpcError as error:
             return from_rpc(error).response()
+        except InvalidArgumentError as error:
+            return from_client(error).response()
         except (ApiError, ClientLeftError) as error:
             return _refusal(error)
 

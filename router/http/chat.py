@@ -5,6 +5,7 @@ from typing import Any
 
 from octavo.router.http.layout import Choice, Reason, finish_reason, finite
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.v1.generation_pb2 import Accepted
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 
@@ -25,6 +26,16 @@ class ChatLayout:
     def opening(self, index: int) -> Choice:
         """Return the choice that begins a stream's output: whose words they are."""
         return _chunk(index, {"role": "assistant", "content": ""})
+
+    def accept(
+        self,
+        indices: Sequence[int],  # noqa: ARG002
+        accepted: Accepted,  # noqa: ARG002
+        prompt: str | None,  # noqa: ARG002
+        vocabulary: Vocabulary,  # noqa: ARG002
+    ) -> list[Choice]:
+        """Return nothing: a chat's messages are not repeated."""
+        return []
 
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary

@@ -2,11 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from octavo.router.http.layout import Choice, Reason, finish_reason, finite
+from octavo.router.http.echo import Columns, Echo, columns
+from octavo.router.http.layout import Choice, Reason, finish_reason
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.sampling_pb2 import TokenLogprob
+from octavo.v1.generation_pb2 import Accepted
+from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
 
 class CompletionLayout:
@@ -14,33 +15,47 @@ class CompletionLayout:
 
     Args:
         logprobs: Whether they come with log-probabilities.
+        echo: Whether the prompt comes before each output.
+        prompt_only: Whether outputs are left out.
     """
 
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, *, logprobs: bool) -> None:
+    def __init__(self, *, logprobs: bool, echo: bool = False, prompt_only: bool = False) -> None:
         self._logprobs = logprobs
+        self._echo = echo
+        self._prompt_only = prompt_only
+        self._echoes: dict[int, Echo] = {}
         self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens shown
 
     def opening(self, index: int) -> None:
         """Return nothing: a text begins with its first piece."""
 
+    def accept(
+        self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
+    ) -> list[Choice]:
+        """Return the choices of chunks with the prompt, if it is to be shown."""
+        if not self._echo:
+            return []
+        echo = Echo.of(accepted, prompt, vocabulary, logprobs=self._logprobs)
+        for index in indices:
+            self._echoes[index] = echo
+            self._offsets[index] = len(echo.text)
+        return [_choice(index, echo.text, echo.columns, None) for index in indices]
+
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
-    ) -> Choice:
+    ) -> Choice | None:
         """Return the choice of a chunk with text."""
-        return self._choice(index, text, logprobs, None, vocabulary)
+        if self._prompt_only:
+            return None
+        return _choice(index, text, self._columns(index, logprobs, vocabulary), None)
 
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of the chunk that ends an output."""
-        return {
-            "index": index,
-            "text": "",
-            "logprobs": None,
-            "finish_reason": finish_reason(reason),
-        }
+        return _choice(index, "", None, self._reason(reason))
 
     def whole(
         self,
@@ -50,35 +65,31 @@ class CompletionLayout:
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Return the choice of a whole output."""
-        return self._choice(index, text, logprobs, finish_reason(reason), vocabulary)
+        """Return the choice of a whole output, after its prompt if that is to be shown."""
+        if self._prompt_only:
+            text, logprobs = "", ()
+        shown = self._columns(index, logprobs, vocabulary)
+        if (echo := self._echoes.get(index)) is not None:
+            text = echo.text + text
+            if echo.columns is not None and shown is not None:
+                shown = {name: echo.columns[name] + values for name, values in shown.items()}
+        return _choice(index, text, shown, self._reason(reason))
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        reason: str | None,
-        vocabulary: Vocabulary,
-    ) -> Choice:
-        shown = self._columns(index, logprobs, vocabulary) if self._logprobs else None
-        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
+    def _reason(self, reason: Reason) -> str:
+        return finish_reason(FINISH_REASON_LENGTH if self._prompt_only else reason)
 
     def _columns(
         self, index: int, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
-    ) -> dict[str, Any]:
-        texts = [vocabulary.token(one.token_id).text for one in logprobs]
+    ) -> Columns | None:
+        if not self._logprobs:
+            return None
+        shown = columns(logprobs, vocabulary)
         offsets = []
-        for text in texts:
+        for text in shown["tokens"]:
             offsets.append(self._offsets[index])
             self._offsets[index] += len(text)
-        top = [
-            {vocabulary.token(top.token_id).text: finite(top.logprob) for top in one.top}
-            for one in logprobs
-        ]
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(one.logprob) for one in logprobs],
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
+        return {**shown, "text_offset": offsets}
+
+
+def _choice(index: int, text: str, logprobs: Columns | None, reason: str | None) -> Choice:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -9,6 +9,8 @@ import grpc
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+from octavo.client import InvalidArgumentError
+from octavo.common import rpc
 from octavo.common.rpc import RpcError
 
 INVALID = "invalid_request_error"
@@ -33,6 +35,9 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
 _PARAMS = {
     "beam": "beam_width",
     "beam.width": "beam_width",
+    "chat.add_generation_prompt": "add_generation_prompt",
+    "chat.chat_template_kwargs": "chat_template_kwargs",
+    "chat.continue_final_message": "continue_final_message",
     "chat.messages": "messages",
     "stop.strings": "stop",
     "stop.token_ids": "stop_token_ids",
@@ -106,6 +111,11 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
         code=code,
         headers=headers,
     )
+
+
+def from_client(error: InvalidArgumentError, params: Mapping[str, str] | None = None) -> ApiError:
+    """Return what an HTTP client is told of a value that does not fit its field of the contract."""
+    return from_rpc(rpc.invalid(error.violations[0].field, error.message), params)
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
+from prometheus_client import CollectorRegistry
+
 from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
@@ -23,6 +25,7 @@ class HttpFrontend:
         authenticator: Tells tenants by their keys.
         pool: The engines, for GET /status.
         is_serving: Whether there is an engine to serve with.
+        registry: The router's metrics, for GET /metrics.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class HttpFrontend:
         authenticator: Authenticator,
         pool: EnginePool,
         is_serving: Callable[[], bool],
+        registry: CollectorRegistry,
     ) -> None:
         self._settings = settings
         self._pool = pool
@@ -44,6 +48,7 @@ class HttpFrontend:
             vocabularies=self._vocabulary,
             status=partial(status, pool, generator),
             is_serving=is_serving,
+            registry=registry,
         )
         self._server = HttpServer(api.app(), settings)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import Usage
+from octavo.v1.generation_pb2 import Accepted, Usage
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, FinishReason, TokenLogprob
 
 Reason: TypeAlias = "FinishReason.ValueType"
@@ -31,10 +31,22 @@ class Layout(Protocol):
     def opening(self, index: int) -> Choice | None:
         """Return the choice that begins a stream's output, if one does."""
 
+    def accept(
+        self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
+    ) -> list[Choice]:
+        """Take what is known of a prompt; return the choices of chunks that show it, if any do.
+
+        Args:
+            indices: Of the prompt's outputs.
+            accepted: The answer to its request.
+            prompt: Its text; None: it was no plain text.
+            vocabulary: The model's.
+        """
+
     def piece(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
-    ) -> Choice:
-        """Return the choice of a chunk with text."""
+    ) -> Choice | None:
+        """Return the choice of a chunk with text; None: it is not shown."""
 
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of the chunk that ends an output."""

@@ -1,16 +1,14 @@
 """Schemas of requests to the OpenAI API.
 
-An argument that Octavo does not serve is refused, never passed over: an answer
-that ignores `tools` or `response_format` is a wrong answer. Those that OpenAI's
-own clients may send with a value that changes nothing are taken with that value.
+An argument that Octavo does not serve is refused, never passed over; `no_ops.py` has those that
+are taken with a value that changes nothing.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,8 +20,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions, Message, Prompt
-from octavo.common.sampling_parameters import PARAMETERS, TYPES
-from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
+from octavo.common.sampling_parameters import PARAMETERS, TYPES, ChatOptions
+from octavo.router.http import no_ops
+from octavo.router.http.errors import WRONG_TYPE, ApiError
+from octavo.router.http.no_ops import Never, only
 
 COMPLETION_TOKENS = 16
 """What /v1/completions makes where max_tokens is not given, as OpenAI's does."""
@@ -31,19 +31,8 @@ MAX_PROMPTS = 128
 """Most prompts of one request to /v1/completions, each a Generate call."""
 SEEDS = 1 << 64
 """OpenAI's seeds are signed, Octavo's are not; both have 64 bits."""
-
-
-def _only(*harmless: object) -> AfterValidator:
-    """Refuses every value of an argument but null and `harmless`."""
-    taken = " or ".join(json.dumps(value) for value in harmless if value)
-    message = f"is supported only as {taken}" if taken else "is not supported"
-
-    def check(value: object) -> object:
-        if value is not None and value not in harmless:
-            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
-        return value
-
-    return AfterValidator(check)
+ALL_TOKENS = -1
+"""vLLM's top_k for all tokens."""
 
 
 def _parts(content: object) -> object:
@@ -81,9 +70,6 @@ def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(part) is int for part in value)
 
 
-Never: TypeAlias = Annotated[Any, _only()]
-
-
 class Strict(BaseModel):
     """JSON of which every member is known and of its type."""
 
@@ -100,13 +86,13 @@ class StreamOptions(Strict):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: Annotated[bool, _only(False)] = False
+    include_obfuscation: Annotated[bool, only(False)] = False
 
 
 class TextPart(Strict):
     """A piece of a message; of the kinds there are, text is served."""
 
-    type: Annotated[str, _only("text")]
+    type: Annotated[str, only("text")]
     text: str = ""
     # Of other kinds: refused by `type`, and named here so that it is what is complained of.
     image_url: Any = None
@@ -122,10 +108,12 @@ class ChatMessage(Strict):
     tool_call_id: str | None = None
     name: Never = None
     refusal: Never = None
-    annotations: Annotated[Any, _only([])] = None
+    annotations: Annotated[Any, only([])] = None
     audio: Never = None
     function_call: Never = None
-    tool_calls: Annotated[Any, _only([])] = None
+    reasoning: Never = None
+    reasoning_content: Never = None
+    tool_calls: Annotated[Any, only([])] = None
 
     def message(self) -> Message:
         """Return the message as the contract has it; parts become lines of one text."""
@@ -133,14 +121,36 @@ class ChatMessage(Strict):
         return Message(role, "\n".join(part.text for part in self.content))
 
 
-PARAMETER_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.http]
+CHAT_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.message == "chat"]
+"""Parameters of a chat's layout, which only /v1/chat/completions and /tokenize have."""
+PARAMETER_NAMES = [
+    name for name, parameter in PARAMETERS.items() if parameter.http and name not in CHAT_NAMES
+]
+MAX_REQUEST_ID = 100
+"""Most characters of `request_id`, which is a part of the answer's id."""
+
+
+def _declared(names: Iterable[str]) -> dict[str, Any]:
+    """Return parameters as pydantic's `create_model` takes them."""
+    return {name: (TYPES[name], None) for name in names}
+
 
 if TYPE_CHECKING:
     Declared = Strict
+    DeclaredChatOptions = Strict
+    DeclaredChat = Strict
+    DeclaredCompletion = Strict
 else:
     # One member for each parameter that HTTP has; those that need more are declared below.
     Declared = create_model(
-        "Declared", __base__=Strict, **{name: (TYPES[name], None) for name in PARAMETER_NAMES}
+        "Declared", __base__=Strict, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
+    )
+    DeclaredChatOptions = create_model(
+        "DeclaredChatOptions", __base__=Strict, **_declared(CHAT_NAMES)
+    )
+    DeclaredChat = create_model("DeclaredChat", __base__=Strict, **no_ops.members(no_ops.CHAT))
+    DeclaredCompletion = create_model(
+        "DeclaredCompletion", __base__=Strict, **no_ops.members(no_ops.COMPLETION)
     )
 
 
@@ -157,17 +167,37 @@ class Parameters(Declared):
     seed: Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop: bool | None = None
+    keep_special_tokens: bool | None = None
+    top_k: int | None = None
     beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
+
+    # vLLM's names.
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    request_id: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)] | None = None
 
     # Labels, from which nothing follows.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
 
     @model_validator(mode="after")
     def _check_beam(self) -> Self:
-        if self.beam_width is not None:
+        if self.beam_width is None:
+            for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+                if getattr(self, name) not in (None, neutral):
+                    raise ApiError(
+                        400,
+                        f"{name} needs beam_width: it changes a beam search only; without"
+                        f" beam_width it may be {json.dumps(neutral)}",
+                        param=name,
+                    )
+        else:
             if self.stream:
                 raise ApiError(
                     400,
@@ -190,19 +220,50 @@ class Parameters(Declared):
         """Whether every chunk of the stream counts tokens."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
+    @property
+    def keeps_ending(self) -> bool:
+        """Whether the stop string or token that ends an output is a part of its text."""
+        return bool(self.include_stop or self.include_stop_str_in_output)
+
+    @property
+    def shows_ending(self) -> bool:
+        """Whether log-probabilities include the token that ends an output."""
+        return self.keeps_ending
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is wanted but the prompt and its log-probabilities."""
+        return False
+
     def options(self) -> GenerateOptions:
         """Return the options as the client's `generate` takes them."""
         given = {name: getattr(self, name) for name in PARAMETER_NAMES}
+        if self.beam_width is None:
+            given["length_penalty"] = given["early_stopping"] = None
+        keeps = self.keep_special_tokens
+        if keeps is None and self.skip_special_tokens is not None:
+            keeps = not self.skip_special_tokens
         return {
             **cast("GenerateOptions", given),
             "n": self.n if self.beam_width is None else None,
             "seed": None if self.seed is None else self.seed % SEEDS,
+            "top_k": 0 if self.top_k == ALL_TOKENS else self.top_k,
+            "include_stop": self.keeps_ending or None,
+            "keep_special_tokens": keeps,
             "token_ids": self.usage_chunks or None,
             "final_only": not self.stream or None,
         }
 
 
-class ChatRequest(Parameters):
+class ChatLayoutOptions(DeclaredChatOptions):
+    """How the model's template lays out a chat."""
+
+    def chat_options(self) -> ChatOptions:
+        """Return the options as the client's `tokenize` takes them."""
+        return cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
+
+
+class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
@@ -210,31 +271,13 @@ class ChatRequest(Parameters):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    audio: Never = None
-    function_call: Annotated[Any, _only("none")] = None
-    functions: Annotated[Any, _only([])] = None
-    modalities: Annotated[Any, _only(["text"])] = None
-    moderation: Never = None
-    parallel_tool_calls: Annotated[Any, _only(True, False)] = None
-    prediction: Never = None
-    prompt_cache_options: Never = None
-    prompt_cache_retention: Never = None
-    reasoning_effort: Annotated[Any, _only("none")] = None
-    response_format: Annotated[Any, _only({"type": "text"})] = None
-    service_tier: Annotated[Any, _only("auto", "default")] = None
-    store: Annotated[Any, _only(False)] = None
-    tool_choice: Annotated[Any, _only("none", "auto")] = None
-    tools: Annotated[Any, _only([])] = None
-    verbosity: Never = None
-    web_search_options: Never = None
-
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ApiError(
                 400, "max_tokens and max_completion_tokens exclude each other", param="max_tokens"
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
 
@@ -258,18 +301,21 @@ class ChatRequest(Parameters):
         """Return the options as the client's `generate` takes them."""
         length = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return {**super().options(), "max_tokens": length, "logprobs": logprobs}
+        return {
+            **super().options(),
+            **self.chat_options(),
+            "max_tokens": length,
+            "logprobs": logprobs,
+        }
 
 
-class CompletionRequest(Parameters):
+class CompletionRequest(Parameters, DeclaredCompletion):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
     logprobs: int | None = None
-
-    best_of: Annotated[Any, _only(1)] = None
-    echo: Annotated[Any, _only(False)] = None
-    suffix: Annotated[Any, _only("")] = None
+    best_of: int | None = None
+    echo: bool | None = None
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Self:
@@ -278,6 +324,10 @@ class CompletionRequest(Parameters):
                 400,
                 f"prompt may hold at most {MAX_PROMPTS}; it has {len(self.prompt)}",
                 param="prompt",
+            )
+        if self.best_of not in (None, self.choices):
+            raise ApiError(
+                400, f"best_of is supported only as n, here {self.choices}", param="best_of"
             )
         return self
 
@@ -288,13 +338,33 @@ class CompletionRequest(Parameters):
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest: their own names."""
-        return {}
+        """The HTTP names of fields of GenerateRequest: their own names, or what sets them."""
+        return {"output.prompt_logprobs": "logprobs"}
+
+    @property
+    def shows_ending(self) -> bool:
+        """Whether log-probabilities include the token that ends an output.
+
+        With `echo` they do, so that those of the prompt can be told by counting from the end.
+        """
+        return self.keeps_ending or bool(self.echo)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is wanted but the prompt and its log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def options(self) -> GenerateOptions:
         """Return the options as the client's `generate` takes them."""
         length = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return {**super().options(), "max_tokens": length, "logprobs": self.logprobs}
+        return {
+            **super().options(),
+            # The contract has no request without a token; the answer leaves it out.
+            "max_tokens": 1 if self.prompt_only else length,
+            "logprobs": self.logprobs,
+            "prompt_logprobs": self.logprobs if self.echo else None,
+            "prompt_token_ids": self.echo or None,
+        }
 
 
 ApiRequest: TypeAlias = ChatRequest | CompletionRequest

@@ -1,37 +1,64 @@
-"""POST /tokenize: the tokens that a prompt or a chat would be."""
+"""POST /tokenize and /detokenize: the tokens that a prompt or a chat would be, and back."""
 
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from octavo.client import Prompt
+from octavo.client.requests import detokenize_request, tokenize_request
 from octavo.router.http.errors import ApiError
-from octavo.router.http.schema import ChatMessage, Strict
+from octavo.router.http.no_ops import Never
+from octavo.router.http.schema import ChatLayoutOptions, ChatMessage, Strict
 from octavo.v1 import generation_pb2
 
 
-class TokenizeRequest(Strict):
-    """The body: one of `prompt` and `messages`."""
+class TokenizeRequest(ChatLayoutOptions):
+    """The body of POST /tokenize: one of `prompt` and `messages`."""
 
     model: str = ""
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: Never = None
 
     @model_validator(mode="after")
-    def _check_one(self) -> Self:
+    def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", param="prompt")
+        adds = self.messages is None  # a chat's template writes the special tokens itself
+        if self.add_special_tokens not in (None, adds):
+            raise ApiError(
+                400,
+                f"add_special_tokens is supported only as {str(adds).lower()} here",
+                param="add_special_tokens",
+            )
         return self
 
-    @property
-    def text_or_chat(self) -> Prompt:
-        """The body of POST /tokenize."""
+    def message(self) -> generation_pb2.TokenizeRequest:
+        """Return the request as the contract has it.
+
+        Raises:
+            InvalidArgumentError: The chat's options are not for a text.
+        """
+        prompt: Prompt = self.prompt or ""
         if self.messages is not None:
-            return [message.message() for message in self.messages]
-        return self.prompt or ""
+            prompt = [message.message() for message in self.messages]
+        return tokenize_request(prompt, self.model, self.chat_options())
+
+
+class DetokenizeRequest(Strict):
+    """The body of POST /detokenize."""
+
+    model: str = ""
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
+    keep_special_tokens: bool = True
+
+    def message(self) -> generation_pb2.DetokenizeRequest:
+        """Return the request as the contract has it."""
+        return detokenize_request(self.tokens, self.model, self.keep_special_tokens)
 
 
 def answer(response: generation_pb2.TokenizeResponse) -> dict[str, Any]:
-    """Return the answer's JSON."""
+    """Return the JSON that answers POST /tokenize."""
     tokens = list(response.token_ids)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": response.max_model_len}

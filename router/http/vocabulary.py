@@ -43,7 +43,7 @@ class Vocabulary:
 
     def __init__(self, pieces: Pieces, eos_token_ids: frozenset[int]) -> None:
         self.eos_token_ids = eos_token_ids
-        self._pieces = pieces
+        self.pieces = pieces
         self._tokens: dict[int, Token] = {}
 
     def token(self, token_id: int) -> Token:
@@ -53,7 +53,7 @@ class Vocabulary:
         return self._tokens[token_id]
 
     def _make(self, token_id: int) -> Token:
-        pieces = self._pieces
+        pieces = self.pieces
         kind = pieces.kind(token_id)
         spelling = pieces.spelling(token_id)
         if kind == Kind.SKIPPED:

@@ -12,7 +12,7 @@ from octavo.cli.generation import FLAGS
 from octavo.client.requests import generate_request
 from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams
 from octavo.engine.validation import _sampling
-from octavo.router.http.schema import CompletionRequest
+from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.v1 import generation_pb2, sampling_pb2
 from tools import parameter_table
 
@@ -22,13 +22,19 @@ MESSAGES = {
     "beam": sampling_pb2.BeamSearchParams,
     "stop": sampling_pb2.StopConditions,
     "output": sampling_pb2.OutputOptions,
+    "chat": generation_pb2.ChatPrompt,
 }
 
 
 def example(name: str) -> object:
     """A value of a parameter's type, which is no default."""
     text = str(TYPES[name])
-    for part, value in (("Mapping", {3: 0.5}), ("Sequence[str]", ["x"]), ("Sequence[int]", [3])):
+    for part, value in (
+        ("Mapping[str", {"x": 2}),
+        ("Mapping", {3: 0.5}),
+        ("Sequence[str]", ["x"]),
+        ("Sequence[int]", [3]),
+    ):
         if part in text:
             return value
     return {"str": "x", "int": 2, "float": 0.5, "bool": True}[
@@ -50,7 +56,7 @@ def plain(value: object) -> object:
 
 def test_every_field_of_the_contract_has_a_parameter():
     paths = {f"{name}.{f.name}" for name, cls in MESSAGES.items() for f in cls.DESCRIPTOR.fields}
-    assert paths == {p.path for p in PARAMETERS.values() if p.message}
+    assert paths - {"chat.messages"} == {p.path for p in PARAMETERS.values() if p.message}
     request = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert {p.path for p in PARAMETERS.values() if not p.message} <= request
 
@@ -86,10 +92,16 @@ def test_the_engine_gets_what_the_client_sends(name):
 
 @pytest.mark.parametrize("name", [name for name, p in PARAMETERS.items() if p.http])
 def test_http_takes_it(name):
-    body = {"prompt": "x", name: example(name)}
-    options = CompletionRequest.model_validate_json(json.dumps(body)).options()
+    body, prompt, model = {"prompt": "x"}, "x", CompletionRequest
+    if PARAMETERS[name].message == "chat":
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        prompt, model = body["messages"], ChatRequest
+    if PARAMETERS[name].message == "beam":
+        body["beam_width"] = 2
+    options = model.model_validate_json(json.dumps({**body, name: example(name)})).options()
     assert options[name] == example(name)
-    assert plain(value_at(generate_request("x", options), PARAMETERS[name].path)) == example(name)
+    path = PARAMETERS[name].path
+    assert plain(value_at(generate_request(prompt, options), path)) == example(name)
 
 
 def test_a_benchmark_sets_all_that_a_model_may_have_defaults_of():

@@ -38,6 +38,65 @@ def test_beam_search(served, client):
     assert [choice.text for choice in got.choices] == list(expected.texts[:2])
 
 
+def test_echo_scores_prompts_as_grpc_does(served, client):
+    with octavo.Client(served.address) as direct:
+        tokens = direct.tokenize(PROMPT)
+        expected = direct.generate(
+            PROMPT, max_tokens=1, temperature=0, logprobs=1, prompt_logprobs=1, token_ids=True,
+            prompt_token_ids=True,
+        ).complete()  # fmt: skip
+    assert expected.prompt_token_ids == tokens
+    # As lm-eval asks: tokens, one more than is scored, greedily.
+    got = client.completions.create(
+        model="demo",
+        prompt=list(tokens),
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        temperature=0,
+        seed=1,
+    )
+    (choice,) = got.choices
+    assert choice.text == PROMPT + expected.text
+    shown = choice.logprobs
+    assert shown.token_logprobs[0] is None
+    scores = [one.logprob for one in (*expected.prompt_logprobs, *expected.outputs[0].logprobs)]
+    assert shown.token_logprobs[1:] == pytest.approx(scores, abs=0.1)
+    assert "".join(shown.tokens) == choice.text
+    ends = [*shown.text_offset[1:], None]
+    spans = [choice.text[start:end] for start, end in zip(shown.text_offset, ends, strict=True)]
+    assert spans == shown.tokens
+    assert max(shown.top_logprobs[-1].values()) == shown.token_logprobs[-1]
+
+
+def test_echo_of_a_text_without_an_output(client):
+    got = client.completions.create(
+        model="demo", prompt=[PROMPT, "One two"], echo=True, logprobs=0, max_tokens=0
+    )
+    assert [choice.text for choice in got.choices] == [PROMPT, "One two"]
+    assert got.usage.completion_tokens == 0
+    assert len(got.choices[1].logprobs.tokens) == 2
+
+
+def test_an_answer_is_continued(client):
+    opened = "The capital of France is"
+    got = client.chat.completions.create(
+        model="demo", temperature=0, max_tokens=3,
+        messages=[{"role": "user", "content": "What is the capital of France?"},
+                  {"role": "assistant", "content": opened}],
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    )  # fmt: skip
+    assert got.choices[0].message.content.startswith(" Paris")
+
+
+def test_the_end_of_turn_stays_if_told(client):
+    got = client.chat.completions.create(
+        model="demo", temperature=0, max_tokens=50, messages=[{"role": "user", "content": "hi"}],
+        extra_body={"include_stop_str_in_output": True, "skip_special_tokens": False},
+    )  # fmt: skip
+    assert got.choices[0].message.content.endswith("<|im_end|>")
+
+
 def test_a_client_that_leaves_frees_the_blocks(served, client):
     def used() -> float:
         port = served.metrics_port + 1

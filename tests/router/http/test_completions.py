@@ -59,7 +59,89 @@ async def test_logprobs_are_columns(frontend, scripted, encode):
     assert choice.logprobs.tokens == ["a", "b", "c"]
     assert choice.logprobs.text_offset == [0, 1, 2]
     assert choice.logprobs.token_logprobs == [-0.5] * 3
-    assert choice.logprobs.top_logprobs == [{"a": -0.5, "b": -1.5}] * 3
+    top = {"a": -0.5, "b": -1.5}
+    assert choice.logprobs.top_logprobs == [top, top, {**top, "c": -0.5}]
+
+
+@pytest.fixture
+def scored(scripted, encode):
+    """Starts a scripted engine that scores the prompts' tokens and says "a" and the end."""
+
+    async def play(app, engine, number: int) -> None:
+        await app.until(lambda: len(engine.submits) > number)
+        submit = engine.submits[number]
+        prompt = [
+            {
+                "token_id": i,
+                "logprob": -0.25,
+                "top": [{"token_id": encode("z")[0], "logprob": -0.1}],
+            }
+            for i in submit.prompt_token_ids[1:]
+        ]
+        ids = [*encode("a"), 256][: submit.stop.max_tokens]
+        logprobs = [{"token_id": i, "logprob": -0.5} for i in ids]
+        engine.send(started=[{"request_id": submit.request_id}])
+        engine.send_tokens(
+            submit.request_id, ids, reason=1 if 256 in ids else 2,
+            logprobs=logprobs if submit.output.HasField("logprobs") else [],
+            prompt_logprobs=prompt if submit.output.HasField("prompt_logprobs") else [],
+        )  # fmt: skip
+
+    return play
+
+
+async def echoed(frontend, scripted, scored, **request):
+    engine = scripted(interval=None)
+    async with frontend(engine) as (app, client):
+        call = client.completions.create(model="tiny", echo=True, **request)
+        task = asyncio.create_task(call)
+        await scored(app, engine, 0)
+        return await task
+
+
+async def test_echo_puts_the_prompt_before_the_output(frontend, scripted, scored):
+    answer = await echoed(frontend, scripted, scored, prompt="xyé")
+    assert answer.choices[0].text == "xyéa"
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.completion_tokens == 2
+
+
+async def test_echo_scores_the_prompt(frontend, scripted, scored):
+    answer = await echoed(frontend, scripted, scored, prompt="xyé", logprobs=1)
+    shown = answer.choices[0].logprobs
+    assert shown.tokens == ["x", "y", "\ufffd", "\ufffd", "a", "</s>"]
+    assert shown.text_offset == [0, 1, 2, 2, 3, 4]
+    assert shown.token_logprobs == [None, *[-0.25] * 3, -0.5, -0.5]
+    assert shown.top_logprobs[:2] == [None, pytest.approx({"z": -0.1, "y": -0.25})]
+    assert len(shown.top_logprobs) == 6
+
+
+async def test_echo_of_nothing_but_the_prompt(frontend, scripted, scored, encode):
+    prompt = [257, *encode("xy")]
+    answer = await echoed(frontend, scripted, scored, prompt=prompt, logprobs=1, max_tokens=0)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == ("<s>xy", "length")
+    assert choice.logprobs.tokens == ["<s>", "x", "y"]
+    assert choice.logprobs.text_offset == [0, 3, 4]
+    assert choice.logprobs.token_logprobs == [None, -0.25, -0.25]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 0)
+
+
+@pytest.mark.parametrize(("max_tokens", "text", "tokens"), [(5, "xya", 4), (0, "xy", 2)])
+async def test_echo_is_the_first_of_a_stream(frontend, scripted, scored, max_tokens, text, tokens):
+    engine = scripted(interval=None)
+    async with frontend(engine) as (app, client):
+        call = client.completions.create(
+            model="tiny", prompt="xy", echo=True, logprobs=0, max_tokens=max_tokens, stream=True
+        )
+        task = asyncio.create_task(call)
+        await scored(app, engine, 0)
+        chunks = [chunk.choices[0] async for chunk in await task]
+    assert chunks[0].text == "xy"
+    assert "".join(chunk.text for chunk in chunks) == text
+    shown = [logprobs for chunk in chunks if (logprobs := chunk.logprobs)]
+    assert [offset for part in shown for offset in part.text_offset] == [0, 1, 2, 3][:tokens]
+    assert chunks[-1].finish_reason == ("length" if max_tokens == 0 else "stop")
 
 
 async def test_one_bad_prompt_fails_all(frontend, count):

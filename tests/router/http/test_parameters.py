@@ -59,14 +59,29 @@ CHAT = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 513}, "max_tokens"),
     ({"max_completion_tokens": 513}, "max_completion_tokens"),
-    ({"max_tokens": 5, "max_completion_tokens": 5}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
     ({"stop": 5}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"logit_bias": {"260": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"seed": 2**64}, "seed"),
-    ({"extra_body": {"top_k": -1}}, "top_k"),
+    ({"extra_body": {"top_k": -2}}, "top_k"),
+    ({"extra_body": {"length_penalty": 2}}, "length_penalty"),
+    ({"extra_body": {"early_stopping": True}}, "early_stopping"),
+    ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+    ({"extra_body": {"guided_json": {}}}, "guided_json"),
+    ({"extra_body": {"echo": True}}, "echo"),
+    ({"extra_body": {"request_id": "a b"}}, "request_id"),
+    ({"extra_body": {"request_id": "a\nX-Evil: 1"}}, "request_id"),
+    ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
+    ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
+    ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
+    ({"extra_body": {"chat_template_kwargs": 5}}, "chat_template_kwargs"),
+    (
+        {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+        "continue_final_message",
+    ),
     ({"extra_body": {"stop_token_ids": [260]}}, "stop_token_ids"),
     ({"extra_body": {"priority": 101}}, "priority"),
     ({"extra_body": {"beam_width": 0}}, "n"),
@@ -94,8 +109,12 @@ COMPLETIONS = [
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"logprobs": 21}, "logprobs"),
-    ({"echo": True}, "echo"),
+    ({"echo": "yes"}, "echo"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"echo": True, "logprobs": 21}, "logprobs"),
     ({"best_of": 2}, "best_of"),
+    ({"extra_body": {"chat_template_kwargs": {}}}, "chat_template_kwargs"),
+    ({"extra_body": {"add_special_tokens": False}}, "add_special_tokens"),
     ({"suffix": "x"}, "suffix"),
 ]
 
@@ -123,6 +142,88 @@ async def test_arguments_without_effect_are_accepted(frontend, scripted, hello):
             temperature=None, extra_body={"top_k": None},
         )  # fmt: skip
     assert answer.choices[0].message.content == "a"
+
+
+VLLM = {
+    "add_generation_prompt": True, "add_special_tokens": False, "allowed_token_ids": None,
+    "bad_words": [], "chat_template": None, "chat_template_kwargs": {}, "detokenize": True,
+    "continue_final_message": False, "documents": None, "early_stopping": False, "echo": False,
+    "guided_choice": None, "guided_json": None, "ignore_eos": False, "include_reasoning": True,
+    "include_stop_str_in_output": False, "length_penalty": 1.0, "logits_processors": None,
+    "min_p": 0.0, "min_tokens": 0, "priority": 0, "prompt_logprobs": None, "request_id": "mine",
+    "return_token_ids": None, "return_tokens_as_token_ids": False, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "stop_token_ids": [], "structured_outputs": None,
+    "top_k": -1, "truncate_prompt_tokens": None, "use_beam_search": False, "vllm_xargs": None,
+}  # fmt: skip
+
+
+async def test_all_that_vllm_s_users_send_with_its_default_is_accepted(frontend, scripted, hello):
+    engine = scripted("a")
+    async with frontend(engine) as (_, client):
+        answer = await client.chat.completions.create(
+            **hello, logprobs=False, top_logprobs=0, max_tokens=5, max_completion_tokens=5,
+            extra_body=VLLM,
+        )  # fmt: skip
+        assert answer.id == "chatcmpl-mine"
+        chat_only = {"add_generation_prompt", "chat_template", "chat_template_kwargs",
+                     "continue_final_message", "documents", "include_reasoning"}  # fmt: skip
+        extra = {name: value for name, value in VLLM.items() if name not in chat_only}
+        await client.completions.create(
+            model="tiny", prompt="x", n=2, best_of=2, suffix="",
+            extra_body=extra | {"add_special_tokens": True, "response_format": {"type": "text"}},
+        )  # fmt: skip
+    for submit in engine.submits:
+        assert submit.sampling.HasField("top_k")
+        assert submit.sampling.top_k == 0
+        assert not submit.HasField("beam")
+
+
+async def test_the_error_of_a_beam_search_s_option_says_what_it_needs(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
+        with pytest.raises(openai.BadRequestError, match="length_penalty needs beam_width"):
+            await client.chat.completions.create(**hello, extra_body={"length_penalty": 2})
+
+
+async def test_a_stop_string_stays_if_told(frontend, scripted, hello):
+    async with frontend(scripted("hello world")) as (_, client):
+        for name in ("include_stop", "include_stop_str_in_output"):
+            answer = await client.chat.completions.create(
+                **hello, stop="wor", extra_body={name: True}
+            )
+            assert answer.choices[0].message.content == "hello wor"
+
+
+async def test_special_tokens_stay_if_told(frontend, scripted, hello, encode):
+    tokens = [*encode("a"), 257, *encode("b")]
+    async with frontend(scripted(script=lambda *_: tokens)) as (_, client):
+        for extra, text in [
+            ({}, "ab"),
+            ({"skip_special_tokens": True}, "ab"),
+            ({"skip_special_tokens": False}, "a<s>b"),
+            ({"keep_special_tokens": True}, "a<s>b"),
+        ]:
+            answer = await client.chat.completions.create(**hello, extra_body=extra)
+            assert answer.choices[0].message.content == text, extra
+
+
+@pytest.mark.parametrize(
+    ("extra", "prompt"),
+    [
+        ({}, "<s>user:hi<s>assistant:"),
+        ({"add_generation_prompt": False}, "<s>user:hi"),
+        ({"continue_final_message": True}, "<s>user:hi"),
+        ({"chat_template_kwargs": {"mood": {"level": 2}}}, "mood 2<s>user:hi<s>assistant:"),
+    ],
+)
+async def test_a_chat_s_layout(frontend, scripted, hello, get, encode, extra, prompt):
+    engine = scripted("a")
+    async with frontend(engine) as (app, client):
+        await client.chat.completions.create(**hello, extra_body=extra)
+        assert list(engine.submits[0].prompt_token_ids) == encode(prompt)
+        body = json.dumps({"messages": hello["messages"], **extra}).encode()
+        headers = {"Content-Type": "application/json"}
+        response = await get(f"{app.url}/tokenize", headers=headers, data=body)
+        assert json.loads(response.body)["tokens"] == encode(prompt)
 
 
 async def test_invalid_bodies(frontend, scripted, post):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from importlib.metadata import version
 
 import openai
 import pytest
@@ -46,6 +47,37 @@ async def test_health(frontend, scripted, get):
         await engine.kill()
         await app.up(0)
         assert (await get(f"{app.url}/health")).status == 503
+
+
+async def test_ping_and_version(frontend, scripted, get):
+    engine = scripted("a")
+    async with frontend(engine) as (app, _):
+        assert (await get(f"{app.url}/ping")).status == 200
+        assert (await get(f"{app.url}/ping", data=b"")).status == 200  # a POST
+        answer = json.loads((await get(f"{app.url}/version")).body)
+        assert answer == {"version": version("octavo")}
+        await engine.kill()
+        await app.up(0)
+        assert (await get(f"{app.url}/ping")).status == 503
+
+
+async def test_detokenize_is_the_reverse_of_tokenize(frontend, scripted, post, encode):
+    async with frontend(scripted("a")) as (app, _):
+        for extra, text in [({}, "a<s>é"), ({"keep_special_tokens": False}, "aé")]:
+            body = json.dumps({"tokens": [*encode("a"), 257, *encode("é")], **extra}).encode()
+            response = await post(f"{app.url}/detokenize", body)
+            assert json.loads(response.body) == {"prompt": text}
+        response = await post(f"{app.url}/detokenize", b'{"tokens": [260]}')
+        assert response.status == 400
+        assert "[0, 259]" in json.loads(response.body)["error"]["message"]
+
+
+async def test_metrics_are_the_router_s(frontend, scripted, get, hello):
+    async with frontend(scripted("abc")) as (app, client):
+        await client.chat.completions.create(**hello)
+        response = await get(f"{app.url}/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=")
+        assert b'octavo_router_output_tokens_total{model="tiny"} 3.0' in response.body
 
 
 async def test_cross_origin_requests_need_the_setting(frontend, scripted, get):

@@ -21,6 +21,9 @@ def tenants(tmp_path):
         [bob]
         keys = ["{hash_key("bob-key")}"]
         models = ["other"]
+        [carol]
+        keys = ["{hash_key("carol-key")}"]
+        admin = true
         """
     )
     return file
@@ -89,3 +92,14 @@ async def test_a_key_must_be_ascii(frontend, scripted, tenants, get):
     async with frontend(scripted("a"), tenants=tenants) as (app, _):
         odd = {"Authorization": "Bearer \xe9"}
         assert (await get(f"{app.url}/v1/models", headers=odd)).status == 400
+
+
+async def test_metrics_are_for_admins(frontend, scripted, get, tenants):
+    async with frontend(scripted("a"), tenants=tenants) as (app, _):
+        for key, status in [(None, 401), ("alice-key", 403), ("carol-key", 200)]:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            response = await get(f"{app.url}/metrics", headers=headers)
+            assert response.status == status
+            assert (b"octavo_router_info" in response.body) == (status == 200)
+        assert (await get(f"{app.url}/version")).status == 401
+        assert (await get(f"{app.url}/ping")).status == 200

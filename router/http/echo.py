@@ -1,0 +1,96 @@
+"""The prompt as /v1/completions shows it before an output, if `echo` is set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from octavo.router.http.layout import finite
+from octavo.router.http.vocabulary import Vocabulary
+from octavo.router.text.detokenizer import Detokenizer
+from octavo.v1.generation_pb2 import Accepted
+from octavo.v1.sampling_pb2 import TokenLogprob
+
+Columns = dict[str, list[Any]]
+"""Log-probabilities of tokens in OpenAI's older form: a list for each property."""
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt's text, and the columns of its tokens' log-probabilities.
+
+    Attributes:
+        text: The prompt's text.
+        columns: Those of its tokens; None: not asked for.
+    """
+
+    text: str
+    columns: Columns | None
+
+    @classmethod
+    def of(
+        cls, accepted: Accepted, text: str | None, vocabulary: Vocabulary, *, logprobs: bool
+    ) -> Self:
+        """Return what is shown of an accepted prompt.
+
+        Args:
+            accepted: The answer to its request, with the prompt's tokens.
+            text: The prompt's text; None: it was given in tokens.
+            vocabulary: The model's.
+            logprobs: Whether log-probabilities are shown.
+        """
+        tokens = accepted.prompt_token_ids
+        shown, offsets = _place(tokens, text, vocabulary)
+        if not logprobs:
+            return cls(shown, None)
+        # The model says nothing of the first token.
+        own = columns(accepted.prompt_logprobs, vocabulary)
+        return cls(
+            shown,
+            {
+                "tokens": [vocabulary.token(token_id).text for token_id in tokens],
+                "token_logprobs": [None, *own["token_logprobs"]],
+                "top_logprobs": [None, *own["top_logprobs"]],
+                "text_offset": offsets,
+            },
+        )
+
+
+def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns:
+    """Return the columns of tokens, all but their offsets."""
+    return {
+        "tokens": [vocabulary.token(one.token_id).text for one in logprobs],
+        "token_logprobs": [finite(one.logprob) for one in logprobs],
+        "top_logprobs": [_top(one, vocabulary) for one in logprobs],
+    }
+
+
+def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
+    """Return the most likely tokens at a token's place, and the token itself."""
+    shown: dict[str, float] = {}
+    pairs = [(top.token_id, top.logprob) for top in one.top]
+    for token_id, logprob in [*pairs, (one.token_id, one.logprob)]:
+        # Of several tokens of one text, as parts of characters are, the likeliest is shown.
+        shown.setdefault(vocabulary.token(token_id).text, finite(logprob))
+    return shown
+
+
+def _place(
+    tokens: Sequence[int], given: str | None, vocabulary: Vocabulary
+) -> tuple[str, list[int]]:
+    """Return a prompt's text, and where in it each token begins.
+
+    Special tokens that the tokenizer has added to a text are not in it, and take no place there.
+    """
+    pieces = vocabulary.pieces
+    detokenizer = Detokenizer(pieces, keep_special=given is None)
+    text, end, offsets = [], 0, []
+    for token_id in tokens:
+        offsets.append(end)
+        shown = detokenizer.feed(token_id)
+        special = pieces.special_text(token_id) if given is not None else ""
+        if special and given is not None and given.startswith(special, end):
+            shown += special
+        text.append(shown)
+        end += len(shown)
+    whole = "".join(text) + detokenizer.flush() if given is None else given
+    return whole, [min(offset, len(whole)) for offset in offsets]

@@ -1,0 +1,98 @@
+"""Arguments that are taken only with values that change nothing.
+
+OpenAI's clients and vLLM's users send many of them with their default. Any other value is refused,
+never passed over: an answer that ignores `tools` is a wrong answer.
+"""
+
+import json
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from octavo.router.http.errors import UNSUPPORTED
+
+Harmless = dict[str, tuple[object, ...]]
+"""The values, besides null, of each argument."""
+
+
+def only(*harmless: object) -> AfterValidator:
+    """Refuse every value of an argument but null and `harmless`."""
+    taken = " or ".join(json.dumps(value) for value in harmless if value or value is False)
+    message = f"is supported only as {taken}" if taken else "is not supported"
+
+    def check(value: object) -> object:
+        if value is not None and value not in harmless:
+            raise PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+        return value
+
+    return AfterValidator(check)
+
+
+Never: TypeAlias = Annotated[Any, only()]
+
+BOTH: Harmless = {
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "ec_transfer_params": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "prompt_logprobs": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
+    "structural_tag": (),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+CHAT: Harmless = {
+    "add_special_tokens": (False,),
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+COMPLETION: Harmless = {
+    "add_special_tokens": (True,),
+    "prompt_embeds": (),
+    "suffix": ("",),
+}
+
+
+def members(arguments: Harmless) -> dict[str, Any]:
+    """Return arguments as pydantic's `create_model` takes them."""
+    return {name: (Annotated[Any, only(*values)], None) for name, values in arguments.items()}
