@@ -21,6 +21,7 @@ from octavo.engine.compilation import (
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.device import choose_device
 from octavo.engine.models.step import EagerStep, Step
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.integrity import UntrustedFileError, check_trusted
@@ -91,10 +92,8 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         settings.block_size,
         settings.max_model_len,
     )
-    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    # Settings that a CPU does not support must be refused, compiled or not.
-    compiles = settings.compile != "off" and on_cpu and settings.kv_cache_dtype == "auto"
-    compiles = compiles and _trusts_cache()
+    device = choose_device(settings.device)
+    compiles = _compiles_ahead(settings, device) and _trusts_cache()
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
@@ -107,7 +106,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     loaded = load(
         model,
         dtype=settings.dtype,
-        device=settings.device,
+        device=device.type,
         block_size=settings.block_size,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
@@ -156,6 +155,14 @@ def compiled_for_gpu(step: EagerStep, device: torch.device, check: Callable[[Ste
         log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
         return step
     return compiled
+
+
+def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
+    """Return whether the step is compiled ahead of time.
+
+    Settings that a CPU does not support must be refused by `load`, compiled or not.
+    """
+    return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
 
 
 def _room_to_compile(model: torch.nn.Module) -> bool:

@@ -9,28 +9,24 @@ import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import LayerAttention, attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
+from octavo.engine.models.device import choose_device
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep
-from octavo.kernels import BACKENDS
 from octavo.kernels.ops import check_supported
 
 log = structlog.get_logger(__name__)
 
 _FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-
-
-class UnsupportedModelError(ModelError):
-    """The engine cannot serve the model, or not with these settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +50,6 @@ class LoadedModel:
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
     check: SelfCheck
-
-
-def choose_device(name: str) -> torch.device:
-    """Return the device that `auto` or a backend's name stands for.
-
-    Raises:
-        UnsupportedModelError: This machine has no such device.
-    """
-    available = [kind for kind in BACKENDS if torch.get_device_module(kind).is_available()]
-    if name != "auto" and name not in available:
-        raise UnsupportedModelError(
-            f"--device {name}: torch finds no such device; use {' or '.join(available)}"
-        )
-    return torch.device(available[0] if name == "auto" else name)
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:

@@ -13,12 +13,13 @@ from structlog.testing import capture_logs
 from transformers import AutoTokenizer, LlamaConfig
 
 from octavo.common.models.cache import cache_dir
+from octavo.common.models.errors import ModelError
 from octavo.engine.compilation import Compiler, Recipe, locate
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest
 from octavo.engine.compilation.cache_cleanup import USE, prune
 from octavo.engine.models.checks.self_check import Reference
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup import StartupError, build
 from octavo.kernels.integrity import fingerprint
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
@@ -162,7 +163,7 @@ def test_a_service_neither_traces_nor_loads_the_model(kept):
 import sys
 from octavo.engine.settings import EngineSettings
 from octavo.engine.models.checks.self_check import Reference
-from octavo.engine.startup import build
+from octavo.engine.startup import StartupError, build
 from octavo.kernels.integrity import fingerprint
 settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
 settings["quantization"] = "int4"
@@ -318,3 +319,33 @@ def test_the_key_follows_the_model_and_the_settings(model, tmp_path):
     (other / "config.json").touch()
     assert one.path != locate(Recipe(str(other), "float32", "none", 16)).path
     assert locate(Recipe("nobody/nothing", "float32", "none", 16)) is None
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"device": "cuda"},
+        {"dtype": "float16", "quantization": "int4"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"block_size": 24},
+        {"max_model_len": 513},
+        {"max_model_len": 300, "num_blocks": 4},
+        {"cache_memory": 1e6, "num_blocks": None},
+        {"swap_space": 1e6},
+    ],
+    ids=" ".join,
+)
+def test_settings_mean_the_same_with_an_artifact_as_without(kept, given, monkeypatch):
+    """A setting that the eager engine refuses is refused with the same message."""
+    monkeypatch.setattr(Compiler, "__init__", partialmethod(_no_compiler, asked=[]))
+
+    def told(compile_mode):
+        base = {"num_blocks": 64, "swap_space": 0, "dtype": "bfloat16", "quantization": "int4"}
+        settings = base | given | {"compile": compile_mode}
+        try:
+            parts = build(EngineSettings(model=str(kept), **settings))
+        except (ModelError, StartupError) as error:
+            return type(error), str(error)
+        return parts.device, parts.dtype, parts.limits
+
+    assert told("auto") == told("off")

@@ -16,8 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from octavo.common.models.errors import ModelError
-from octavo.engine.models.load_model import UnsupportedModelError
+from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from tests.engine.random_model import save_random_model

@@ -11,11 +11,12 @@ import pytest
 import structlog.testing
 import torch
 
+from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models import load_model as model_module
 from octavo.engine.models.checks import probe as probe_module
 from octavo.engine.models.checks.masks import FULL
 from octavo.engine.models.checks.self_check import SelfCheckError
-from octavo.engine.models.load_model import UnsupportedModelError, load
+from octavo.engine.models.load_model import load
 from octavo.engine.models.step import EagerStep
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
