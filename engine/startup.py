@@ -4,12 +4,14 @@ import os
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
 
 from octavo.common import resources
 from octavo.common.limits import Limits
+from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.resolve import resolve
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_step import LoadedStep, load_step
@@ -91,6 +93,8 @@ def build(settings: EngineSettings) -> Parts:
     began = time.perf_counter()
     _limit_threads()
     model = resolve(settings.model)
+    if Path(model).is_dir():  # else a name of the hub, of which nothing may be here yet
+        check_checkpoint(Path(model))
     loaded = load_step(settings, model)
     log.info(
         "model loaded",

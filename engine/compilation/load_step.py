@@ -78,7 +78,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
 
     Args:
         settings: The engine's settings.
-        model: A directory or a hub name.
+        model: Its directory.
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model, or not with these settings.
@@ -99,9 +99,11 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         return compiled
     # Imported here because transformers is slow to import, and a compiled step needs none of it.
     from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
+    from octavo.engine.models.checks.model_class import check_model_class  # noqa: PLC0415
     from octavo.engine.models.load_model import load  # noqa: PLC0415
     from octavo.engine.models.quantization.base import unquantized_shares  # noqa: PLC0415
 
+    check_model_class(model)
     check_weights(model)
     loaded = load(
         model,

@@ -100,11 +100,9 @@ def load(
     target = choose_device(device)
     scheme = find_scheme(quantization)
     with _as_model_error(path):
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{path}: encoder-decoder models are not supported")
     with _as_model_error(path):
         model = AutoModelForCausalLM.from_pretrained(
             path,
@@ -113,6 +111,7 @@ def load(
             attn_implementation=PAGED_ATTENTION,
             device_map=target,
             use_safetensors=True,  # pickled weights can run code
+            trust_remote_code=False,
         )
     model.train(mode=False)
     with _as_unsupported(path):

@@ -1,115 +1,31 @@
-"""Checks that a checkpoint has all weights of its model."""
+"""Check that a checkpoint has all weights of its model, and the model all of the checkpoint's."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
+import structlog
 from transformers import AutoModelForCausalLM
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from octavo.common.models.errors import ModelError
+from octavo.common.models.errors import ModelError, UnsupportedModelError
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LENGTH_BYTES = 8
-"""Bytes of the header's length, at the start of a safetensors file."""
-MAX_HEADER_BYTES = 100_000_000
-"""The format's limit."""
-PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+log = structlog.get_logger(__name__)
 
-
-def check_files(path: str) -> None:
-    """Refuse weights that are truncated, Git LFS pointers or pickled, before any is loaded.
-
-    Args:
-        path: A directory, or a hub name, of which only files on this machine are checked.
-
-    Raises:
-        ModelError: The message names the file and says what to do.
-    """
-    directory = Path(path)
-    if not directory.is_dir():
-        config = try_to_load_from_cache(path, "config.json")
-        if not isinstance(config, str):
-            return
-        directory = Path(config).parent
-    files = _weight_files(directory)
-    pickled = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLED)
-    if not files and pickled:
-        raise ModelError(
-            f"{path} has no safetensors files; {pickled[0]} is a pickle, which can run code when"
-            " loaded: convert it to safetensors with the model's save_pretrained()"
-        )
-    for file in files:
-        _check_size(file)
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers would load."""
-    whole, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
-    if whole.is_file():
-        return [whole]
-    if not index.is_file():
-        return []
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        files = [directory / name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of safetensors files: {error!r}") from error
-    if gone := [file for file in files if not file.is_file()]:
-        raise ModelError(f"{gone[0]} is missing, one of {len(files)} files in {index.name}")
-    return files
-
-
-def _check_size(file: Path) -> None:
-    """Raise ModelError unless a file has the size that its header states."""
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        beginning = opened.read(len(LFS_POINTER))
-        if beginning == LFS_POINTER:
-            raise ModelError(
-                f"{file} is a Git LFS pointer, not the weights: run `git lfs pull` in its directory"
-            )
-        header = int.from_bytes(beginning[:LENGTH_BYTES], "little")
-        if size >= LENGTH_BYTES and header > MAX_HEADER_BYTES:
-            raise ModelError(f"{file} is not a safetensors file")
-        needed = LENGTH_BYTES + header
-        if size >= needed > LENGTH_BYTES:
-            opened.seek(LENGTH_BYTES)
-            needed += _data_bytes(file, opened.read(header))
-    if size < needed or header == 0:
-        raise ModelError(
-            f"{file} is truncated: it has {size} of {needed} or more bytes. Download or convert it"
-            " again"
-        )
-    if size > needed:
-        raise ModelError(f"{file} is damaged: it has {size} bytes, but its header states {needed}")
-
-
-def _data_bytes(file: Path, header: bytes) -> int:
-    """Return the size of the tensors that a header describes, in bytes."""
-    try:
-        entries = json.loads(header)
-        entries.pop("__metadata__", None)
-        return max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{file} is not a safetensors file: its header cannot be read") from error
+CACHE_SCALES = ("k_scale", "v_scale")
+"""Ends of names of tensors that only a quantized KV cache needs."""
 
 
 def check_weights(path: str) -> None:
-    """Refuse a model with missing or misshapen weights; see also `check_files`.
+    """Refuse a model with missing, misshapen or unused weights.
 
-    transformers would initialize these at random, and the model would answer nonsense. This loads
-    the model onto the meta device, which reads no weights. transformers takes care of tied weights
-    and of old names.
+    transformers would initialize missing ones at random and ignore unused ones, and the model would
+    answer nonsense. This loads the model onto the meta device, which reads no weights. transformers
+    takes care of tied weights and of old names.
 
     Args:
-        path: A directory or a hub name.
+        path: The model's directory.
 
     Raises:
         ModelError: The message says how many weights are wrong, and names one.
     """
-    check_files(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -117,14 +33,11 @@ def check_weights(path: str) -> None:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             use_safetensors=True,
+            trust_remote_code=False,
         )
-    except Exception as error:  # noqa: BLE001 - loading it with weights fails too, and says why
-        if "`use_safetensors=True`" in str(error):  # transformers advises to unset it
-            raise ModelError(
-                f"{path} has no safetensors files: convert its weights to safetensors"
-            ) from None
+    except Exception:  # noqa: BLE001 - loading it with weights fails too, and says why
         return
-    _, found = loaded
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} of the model's weights, such as {missing[0]}"
@@ -135,3 +48,24 @@ def check_weights(path: str) -> None:
             f"{path} has {len(misshapen)} of the model's weights in another shape, such as {name}:"
             f" {list(held)} instead of {list(needed)}"
         )
+    _check_unused(path, sorted(found["unexpected_keys"]), set(model.state_dict()))
+
+
+def _check_unused(path: str, unused: list[str], used: set[str]) -> None:
+    """Refuse tensors that change what a layer of the model computes; warn of others.
+
+    Others are common: weights of a vision tower, or of layers that predict further tokens.
+
+    Raises:
+        UnsupportedModelError: Such as scales, biases or adapters that the model's code ignores.
+    """
+    own = [name for name in unused if f"{name.rpartition('.')[0]}.weight" in used]
+    own = [name for name in own if not name.endswith(CACHE_SCALES)]
+    if own:
+        raise UnsupportedModelError(
+            f"{path} has {len(own)} tensors that its model's code does not use, such as {own[0]}:"
+            " it would answer nonsense. Its weights are quantized, or need other code than"
+            " transformers has; use a bf16 or fp16 version of the model, or a GGUF file of it"
+        )
+    if unused:
+        log.warning("the model does not use some of its weights", count=len(unused), one=unused[0])

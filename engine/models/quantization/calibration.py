@@ -72,7 +72,7 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
     count = min(MAX_TOKENS, shape.max_position)
     text = Path(__file__).with_name("calibration.txt").read_text()
     try:
-        ids = AutoTokenizer.from_pretrained(path)(text)["input_ids"]
+        ids = AutoTokenizer.from_pretrained(path, trust_remote_code=False)(text)["input_ids"]
         known = [token for token in ids if 0 <= token < shape.vocab_size][:count]
     except Exception as error:  # noqa: BLE001 - tokenizers raise many types
         known = []

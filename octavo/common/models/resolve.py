@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from octavo.common.models.checkpoint import why_no_model
 from octavo.common.models.errors import ModelError
 
 DEMO = "demo"
@@ -28,9 +29,7 @@ def resolve(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            held = next(path.glob("*.gguf"), None)
-            hint = f"; for {held.name}, give the file's own path" if held else ""
-            raise ModelError(f"{path.resolve()} holds no model: it has no config.json{hint}")
+            raise ModelError(f"{path.resolve()} {why_no_model(path)}")
         return str(path.resolve())
     if path.is_file():
         from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed

@@ -99,21 +99,6 @@ def test_what_attention_cannot_do_is_refused_at_start(tmp_path):
         engine_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ('{"model_type": "t5"}', "encoder-decoder models are not supported"),
-        ('{"model_type": "abacus"}', "transformers cannot load .*: .*abacus"),
-        ('{"model_type": "vit"}', "transformers cannot load .*: Unrecognized configuration class"),
-    ],
-)
-def test_what_is_no_decoder_is_refused_at_start(tmp_path, config, why):
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelError, match=why) as caught:
-        engine_of(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
 def test_weights_that_cannot_be_read_are_refused_at_start(tmp_path):
     save(CONFIGS["grouped-query heads"], tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")

@@ -7,19 +7,17 @@ import re
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.models.checks.checkpoint import check_files
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 
-POINTER = """version https://git-lfs.github.com/spec/v1
-oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393
-size 12345
-"""
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+LAYER = "model.layers.0.mlp.down_proj"
 
 
 @pytest.fixture
@@ -47,12 +45,9 @@ def test_weights_with_something_behind_them_are_refused(model):
     refused(model, "is damaged: it has .* bytes, but its header states")
 
 
-def test_a_git_lfs_pointer_is_told_as_one(model):
-    (model / WEIGHTS).write_text(POINTER)
-    refused(model, f"{WEIGHTS} is a Git LFS pointer, not the weights: run `git lfs pull`")
-
-
-@pytest.mark.parametrize("header", [b"{}}", b"[]", b'{"a": 1}', b'{"a": {"data_offsets": []}}'])
+@pytest.mark.parametrize(
+    "header", [b"{}}", b"[]", b'{"a": 1}', b'{"a": {"data_offsets": [], "dtype": "F32"}}']
+)
 def test_a_header_that_cannot_be_read_is_refused(model, header):
     (model / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
     refused(model, "is not a safetensors file: its header cannot be read")
@@ -96,5 +91,22 @@ def test_each_part_is_checked(sharded):
     refused(sharded, f"{INDEX} is not an index of safetensors files")
 
 
-def test_a_hub_name_that_is_not_here_yet_is_left_to_the_download():
-    check_files("nobody/nothing")
+def with_tensors(model, **tensors):
+    """Add tensors to a model's weights."""
+    weights = load_file(model / WEIGHTS)
+    save_file(weights | tensors, model / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["bias", "weight_scale", "lora_A"])
+def test_tensors_of_a_layer_that_its_code_does_not_use_are_refused(model, name):
+    """transformers ignores them, and the model would answer nonsense."""
+    with_tensors(model, **{f"{LAYER}.{name}": torch.ones(64)})
+    refused(model, f"has 1 tensors that its model's code does not use, such as {LAYER}.{name}")
+
+
+def test_weights_of_another_part_are_told_and_not_used(model):
+    with_tensors(model, **{"vision_tower.weight": torch.ones(4), f"{LAYER}.k_scale": torch.ones(1)})
+    with capture_logs() as logs:
+        assert build(EngineSettings(model=str(model), num_blocks=8, swap_space=0))
+    (told,) = [entry for entry in logs if "does not use some of its weights" in entry["event"]]
+    assert told["count"] == 2

@@ -1,0 +1,217 @@
+"""Refuse checkpoints that Octavo cannot serve, before any weights are read.
+
+These checks read a few kilobytes: `config.json`, other JSON files and the headers of safetensors
+files. What only transformers can tell, `octavo.engine.models.checks` refuses later.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.common.models.git_lfs import check_no_pointer
+from octavo.common.models.weight_files import tensor_types
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+DIFFUSERS_INDEX = "model_index.json"
+
+Config = dict[str, Any]
+
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+"""Where a config says how the weights are quantized."""
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files of older tools that say it beside the config."""
+METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
+"""Names of quantization methods that a config spells otherwise."""
+OTHER_TASKS = {
+    "ForMaskedLM": "fills in masked words",
+    "ForPreTraining": "is trained to fill in masked words",
+    "ForSequenceClassification": "classifies texts or scores answers",
+    "ForTokenClassification": "classifies tokens",
+    "ForQuestionAnswering": "marks answers in a text",
+    "ForMultipleChoice": "chooses among answers",
+    "ForImageClassification": "classifies images",
+    "RewardModel": "scores answers",
+}
+"""What models do whose class name ends so; none of it is the generation of text."""
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""The types of safetensors that weights without quantization have."""
+PACKED_NAMES = ("weight", "packed", "blocks", "proj", "experts", "qzeros")
+"""How the last part of a tensor's name ends that is a weight, not a table or a mask."""
+USE_INSTEAD = "use a bf16 or fp16 version of the model, or a GGUF file of it"
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Refuse a model's directory that cannot be served.
+
+    Raises:
+        UnsupportedModelError: Octavo does not serve such models; the message says which would do.
+        ModelError: A file is absent, incomplete or cannot be read.
+        OSError: A file cannot be opened.
+    """
+    check_config(directory)
+    _check_types(directory, tensor_types(directory))
+
+
+def check_config(directory: Path) -> None:
+    """Refuse a model's directory by what its JSON files say; its weights may be absent.
+
+    Raises:
+        UnsupportedModelError: As `check_checkpoint`.
+        ModelError: Likewise.
+        OSError: Likewise.
+    """
+    config = read_json(directory / CONFIG)
+    if (directory / GENERATION_CONFIG).is_file():
+        read_json(directory / GENERATION_CONFIG)  # transformers ignores one that it cannot read
+    for check in _CHECKS:
+        check(directory, config)
+
+
+def why_no_model(directory: Path) -> str:
+    """Return what a directory without config.json is, and what to do."""
+    if (directory / ADAPTER_CONFIG).is_file():
+        return _adapter(directory)
+    if (directory / DIFFUSERS_INDEX).is_file():
+        return "holds an image model of the diffusers library: Octavo serves language models"
+    if held := next(directory.glob("*.gguf"), None):
+        return f"holds no model: it has no {CONFIG}; for {held.name}, give the file's own path"
+    if (directory / "params.json").is_file():
+        return (
+            f"holds no model in transformers' layout: it has params.json, but no {CONFIG}; use the"
+            " version of the model that has one"
+        )
+    return f"holds no model: it has no {CONFIG}"
+
+
+def read_json(file: Path) -> Config:
+    """Return a JSON file's object.
+
+    Raises:
+        ModelError: It is a Git LFS pointer, or has no such object.
+        OSError: It cannot be opened.
+    """
+    check_no_pointer(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} has no JSON object: download it again")
+    return content
+
+
+def _check_adapter(directory: Path, _: Config) -> None:
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise UnsupportedModelError(f"{directory} {_adapter(directory)}")
+
+
+def _adapter(directory: Path) -> str:
+    base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+    on = f" for {base}" if base else ""
+    text = f"holds a LoRA adapter{on} ({ADAPTER_CONFIG}), and Octavo does not apply adapters"
+    if (directory / CONFIG).is_file():
+        return f"{text}: merge it into the model; if that is done, delete {ADAPTER_CONFIG}"
+    return f"{text}: merge it into its base model, and give the result's directory"
+
+
+def _check_quantization(directory: Path, config: Config) -> None:
+    for where, settings in _quantizations(directory, config).items():
+        method = settings.get("quant_method") or settings.get("quant_algo") or "an unnamed method"
+        name = METHODS.get(str(method).lower(), str(method))
+        if held := _unquantized_type(directory):
+            raise UnsupportedModelError(
+                f"{directory} contradicts itself: {where} says that its weights are quantized with"
+                f" {name}, but they are {held} without scales. If they are the original weights,"
+                " remove that statement; else download the model again"
+            )
+        raise UnsupportedModelError(
+            f"{directory} is quantized with {name} ({where}), which Octavo does not serve:"
+            f" {USE_INSTEAD}"
+        )
+
+
+def _quantizations(directory: Path, config: Config) -> dict[str, Config]:
+    """Return each statement that the weights are quantized, by where it is."""
+    found: dict[str, Config] = {}
+    within = {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
+    parts: dict[str, Config] = {"": config, **within}
+    for prefix, part in parts.items():
+        for key in QUANTIZATION_KEYS:
+            if isinstance(part.get(key), dict):
+                found[f"{prefix}{key} in {CONFIG}"] = part[key]
+    for name in QUANTIZATION_FILES:
+        if (directory / name).is_file():
+            settings = read_json(directory / name)
+            inner = settings.get("quantization")
+            found[name] = inner if isinstance(inner, dict) else settings
+    return found
+
+
+def _unquantized_type(directory: Path) -> str | None:
+    """Return the type of weights that are not quantized; None if they are, or are absent."""
+    try:
+        types = tensor_types(directory)
+    except ModelError:
+        return None
+    if _packed(types) or any(_is_scale(name) for name in types):
+        return None
+    return " and ".join(sorted(set(types.values()) & FLOATS)) or None
+
+
+def _check_task(directory: Path, config: Config) -> None:
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{directory} is an encoder-decoder model ({config.get('model_type', 'unknown type')}),"
+            " which Octavo does not serve: use a decoder-only language model"
+        )
+    names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+    tasks = {name: _task(name) for name in names}
+    if names and all(tasks.values()):
+        raise UnsupportedModelError(
+            f"{directory} is a {names[0]}, which {tasks[names[0]]} and generates no text: use a"
+            " model whose architecture ends with ForCausalLM"
+        )
+
+
+def _task(architecture: str) -> str | None:
+    """Return what a model of that class does, unless it may generate text."""
+    return next((task for end, task in OTHER_TASKS.items() if architecture.endswith(end)), None)
+
+
+_CHECKS: tuple[Callable[[Path, Config], None], ...] = (
+    _check_adapter,
+    _check_quantization,
+    _check_task,
+)
+
+
+def _check_types(directory: Path, types: dict[str, str]) -> None:
+    """Refuse quantized weights of a model whose config says nothing of it.
+
+    transformers would take their numbers as they are, without scales, and the model would answer
+    nonsense.
+    """
+    if packed := _packed(types):
+        raise UnsupportedModelError(
+            f"{directory} has {len(packed)} quantized weights, such as {packed[0]} of type"
+            f" {types[packed[0]]}, which Octavo does not serve: {USE_INSTEAD}"
+        )
+
+
+def _packed(types: dict[str, str]) -> list[str]:
+    """Return the names of quantized weights, by their types."""
+    return sorted(name for name, kind in types.items() if _is_packed(name, kind))
+
+
+def _is_packed(name: str, kind: str) -> bool:
+    if kind in FLOATS:
+        return False
+    return kind.startswith(("F", "E")) or name.rpartition(".")[2].endswith(PACKED_NAMES)
+
+
+def _is_scale(name: str) -> bool:
+    return "scale" in name.rpartition(".")[2]
