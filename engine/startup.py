@@ -12,7 +12,9 @@ import torch
 from octavo.common import resources
 from octavo.common.limits import Limits
 from octavo.common.models.checkpoint import check_checkpoint
+from octavo.common.models.errors import ModelError
 from octavo.common.models.resolve import resolve
+from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.generation_config import Defaults, read
@@ -93,8 +95,8 @@ def build(settings: EngineSettings) -> Parts:
     began = time.perf_counter()
     _limit_threads()
     model = resolve(settings.model)
-    if Path(model).is_dir():  # else a name of the hub, of which nothing may be here yet
-        check_checkpoint(Path(model))
+    check_checkpoint(Path(model))
+    _warn_without_tokenizer(Path(model))
     loaded = load_step(settings, model)
     log.info(
         "model loaded",
@@ -159,6 +161,14 @@ def build(settings: EngineSettings) -> Parts:
         warnings=_warnings(loaded.device),
         defaults=Defaults() if settings.generation_config == "none" else read(model, limits),
     )
+
+
+def _warn_without_tokenizer(model: Path) -> None:
+    """Log a warning if the model has no tokenizer: an engine needs none, but its routers do."""
+    try:
+        check_tokenizer_files(model)
+    except ModelError as error:
+        log.warning("routers need --tokenizer to use this engine", reason=str(error))
 
 
 def _warnings(device: torch.device) -> tuple[str, ...]:

@@ -82,4 +82,5 @@ def _status(link: EngineLink) -> admin_pb2.EngineStatus:
         model=engine.info.model if engine else "",
         sequences=link.sequences,
         load=engine.load if engine else None,
+        problem=link.problem,
     )

@@ -30,7 +30,7 @@ from octavo.router.http.http_frontend import HttpFrontend
 from octavo.router.service import GenerationService
 from octavo.router.settings import DNS_SCHEME, RouterSettings
 from octavo.router.tenants.auth import Authenticator
-from octavo.router.text.tokenization import Tokenizers, is_local
+from octavo.router.text.tokenization import Tokenizers
 from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -292,7 +292,7 @@ async def serve(
         on_serving: Called, once, with the model that the first engine has.
         engines_ready: Waited for before it connects to the engines, while it listens already; its
             error ends the router.
-        tokenizer: Loaded at the start. Default: that of the settings, where it is on this machine.
+        tokenizer: Loaded at the start. Default: that of the settings, if any.
 
     Raises:
         BackgroundError: A part that it cannot do without has stopped.
@@ -342,10 +342,8 @@ async def _start(
     tokenizer: str | None,
 ) -> None:
     """Do the rest of a start, then wait to be cancelled."""
-    if tokenizer is None and settings.tokenizer is not None and is_local(settings.tokenizer):
-        tokenizer = settings.tokenizer
-    if tokenizer is not None:
-        await router.load_tokenizer(tokenizer)
+    if source := tokenizer or settings.tokenizer:
+        await router.load_tokenizer(source)
     if on_ready is not None:
         on_ready(router.address)
     if engines_ready is not None:

@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
 """Seconds between attempts to connect: short, as an engine that comes back is needed."""
+UNUSABLE_SECONDS = 15.0
+"""Seconds between attempts to use an engine that was reached: somebody must change something."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +81,10 @@ class _DisconnectedError(Exception):
     """An engine could not be reached, or gave no sign of life."""
 
 
+class _UnusableError(_DisconnectedError):
+    """An engine was reached, but this router cannot use it."""
+
+
 class EngineLink:
     """Keeps the router connected to one address.
 
@@ -87,6 +93,7 @@ class EngineLink:
         engine: The connection, or the last one there was; None before the first.
         draining: Whether the router gives it no new requests, whatever it says itself.
         breaker: Says how long other engines are preferred after failures.
+        problem: Why the engine was reached and still cannot be used; else empty.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class EngineLink:
         self.address = address
         self.engine: Engine | None = None
         self.draining = False
+        self.problem = ""
         self._settings = settings
         self._tokenizers = tokenizers
         self._on_change = on_change
@@ -139,7 +147,7 @@ class EngineLink:
         """Connect and reconnect until cancelled."""
         while True:
             async for attempt in AsyncRetrying(
-                wait=BACKOFF,
+                wait=_wait,
                 retry=retry_if_exception_type(_DisconnectedError),
                 before_sleep=self._tell,
             ):
@@ -191,12 +199,14 @@ class EngineLink:
                 engine_pb2.GetEngineInfoRequest(), timeout=self._settings.connect_timeout
             )
         except grpc.aio.AioRpcError as error:
+            self.problem = ""
             raise _DisconnectedError(f"{error.code().name}: {error.details()}") from error
         source = self._settings.tokenizer or info.tokenizer
         try:
             tokenizer = await self._tokenizers.load(source)
         except TokenizerError as error:
-            raise _DisconnectedError(str(error)) from error
+            raise _UnusableError(str(error)) from error
+        self.problem = ""
         call: Any = stub.Session()
         session = Session(
             call,
@@ -258,5 +268,16 @@ class EngineLink:
     def _tell(self, state: RetryCallState) -> None:
         """Log once, not at every attempt, why there is no connection."""
         error = state.outcome.exception() if state.outcome else None
+        if isinstance(error, _UnusableError):
+            write = log.debug if self.problem == str(error) else log.error
+            self.problem = str(error)
+            write("engine cannot be used", engine=self.address, reason=self.problem)
+            return
         write = log.warning if state.attempt_number == 1 else log.debug
         write("engine unreachable", engine=self.address, reason=str(error), retrying=True)
+
+
+def _wait(state: RetryCallState) -> float:
+    """Return the seconds until the next attempt to connect."""
+    error = state.outcome.exception() if state.outcome else None
+    return UNUSABLE_SECONDS if isinstance(error, _UnusableError) else BACKOFF(state)

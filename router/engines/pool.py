@@ -265,8 +265,10 @@ class EnginePool:
     def _none_up(self, model: str) -> rpc.RpcError:
         """For clients: engines' addresses are for the log and AdminService."""
         name = f" for model {model!r}" if model else ""
+        unusable = sum(bool(link.problem) for link in self._links.values())
+        reached = f", {unusable} reached but unusable (the router's log says why)"
         return rpc.unavailable(
-            f"no engine is up{name}; {len(self._links)} configured; "
+            f"no engine is up{name}; {len(self._links)} configured{reached if unusable else ''}; "
             "retry when one is, or start one with `octavo engine`",
             retry_after=1.0,
         )

@@ -13,6 +13,7 @@ from octavo.common import background, limits, rpc
 from octavo.common.background import Workers
 from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.tokenizer_files import check_tokenizer_files, tokenizer_files
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
@@ -24,8 +25,8 @@ log = structlog.get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
-FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "spiece*")
-"""Names of a tokenizer's files."""
+_ELSEWHERE = "name another tokenizer with the router's --tokenizer"
+"""What always helps."""
 THREADS = 2
 """Tokenization beside the event loop; more would only take time from it."""
 LONG = 256 << 10
@@ -253,24 +254,37 @@ class Tokenizers:
 
 
 def _load(source: str) -> Tokenizer:
-    return Tokenizer(AutoTokenizer.from_pretrained(models.resolve(source)))
+    directory = Path(models.resolve_tokenizer(source))
+    check_tokenizer_files(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    _check_vocabulary(tokenizer)
+    return Tokenizer(tokenizer)
 
 
-def is_local(source: str) -> bool:
-    """Tell whether a tokenizer's files are on this machine, by its source."""
-    return source == models.DEMO or Path(source).expanduser().exists()
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer that transformers has made without the files of its vocabulary.
+
+    Raises:
+        ModelError: It has special tokens alone, and would make no tokens of any text.
+    """
+    special = set(tokenizer.all_special_tokens) | tokenizer.get_added_vocab().keys()
+    if not tokenizer.get_vocab().keys() - special:
+        raise ModelError("it has special tokens only: download the files of its vocabulary")
 
 
 def _explain(source: str, error: Exception) -> str:
     """Say why a tokenizer cannot be loaded, and which files there are."""
+    if isinstance(error, ModelError):
+        return f"the tokenizer {source!r} cannot be loaded: {error}; or {_ELSEWHERE}"
     why = f"{type(error).__name__}: {first_line(error)}"
+    if "custom code" in why:
+        why = "it needs Python code of its own, which Octavo does not run"
     found = ""
     directory = Path(source).expanduser()
     if directory.is_dir():
-        names = {file.name: file for pattern in FILES for file in directory.glob(pattern)}
-        sizes = [f"{name} ({file.stat().st_size} bytes)" for name, file in sorted(names.items())]
-        found = f"; {directory} has {', '.join(sizes) or 'no file of a tokenizer'}"
+        sizes = [f"{f.name} ({f.stat().st_size} bytes)" for f in tokenizer_files(directory)]
+        found = f"; {directory} has {', '.join(sizes)}"
     return (
-        f"the tokenizer {source!r} cannot be loaded ({why}){found}; repair its files, or name "
-        "another tokenizer with --tokenizer"
+        f"the tokenizer {source!r} cannot be loaded ({why}){found}; repair its files, or"
+        f" {_ELSEWHERE}"
     )

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from octavo.common.models.cache import cache_dir
+from octavo.common.ports import free_port
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 
@@ -45,7 +46,7 @@ def assert_refused(server, *said: str) -> None:
         seen.update(descendants(server))
         return server.process.poll() is not None
 
-    wait_until(ended, 90, f"the end of {server.name}")
+    wait_until(ended, 120, f"the end of {server.name}")
     assert server.process.returncode == 1, server.logs()
     for words in (*said, "error: "):
         assert words in server.logs()
@@ -170,21 +171,44 @@ def test_ctrl_c_before_it_is_ready_ends_all(demo_model, tmp_path, command, line,
 
 
 @pytest.mark.parametrize(
-    ("command", "flag"),
+    ("command", "flag", "text", "said"),
     [
-        ("router", "--tokenizer"),
-        pytest.param("serve", "--model", marks=pytest.mark.slow),  # it starts the same router
+        ("serve", "--model", "{", "tokenizer.json is not valid JSON"),
+        ("router", "--tokenizer", "{", "tokenizer.json is not valid JSON"),
+        # Only transformers sees it, while the engine loads.
+        pytest.param("serve", "--model", "{}", "tokenizer.json (2 bytes)", marks=pytest.mark.slow),
     ],
 )
-def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path, command, flag):
+def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path, command, flag, text, said):
     model = tmp_path / "model"
     shutil.copytree(demo_model, model, copy_function=os.link)
-    broken = model / "tokenizer.json"
-    text = broken.read_text()
-    broken.unlink()
-    broken.write_text(text[: len(text) // 2])
-    said = f"the tokenizer '{model}' cannot be loaded"
-    found = f"tokenizer.json ({len(text) // 2} bytes)"
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").write_text(text)
     server = launch(command, flag, str(model), *(SMALL if command == "serve" else ()))
-    assert_refused(server, said, "JSONDecodeError", "--tokenizer")
-    assert "tokenizer.json (" in server.logs(), found
+    assert_refused(server, said, "--tokenizer")
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(demo_model, launch, tmp_path):
+    """An engine starts without one, as its routers may have --tokenizer; serve needs one."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        os.link(demo_model / name, model / name)
+    server = launch("serve", "--model", str(model), *SMALL)
+    engine = launch("engine", "--model", str(model), *SMALL)
+    assert_refused(server, f"error: {model} has no tokenizer", "--tokenizer")
+    assert "Loading" not in server.logs()
+    engine.wait_ready()
+    assert "routers need --tokenizer to use this engine" in engine.logs()
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [("serve", "--model"), ("engine", "--model"), ("router", "--tokenizer")]
+)
+def test_a_hub_that_cannot_be_reached_is_told_once(launch, monkeypatch, tmp_path, command, flag):
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    server = launch(command, flag, "owner/model")
+    assert_refused(server, "'owner/model' is no directory here", "HF_HUB_OFFLINE=1", "HTTPS_PROXY")
+    assert server.logs().count("cannot be reached") == 1
+    assert "Retrying" not in server.logs()

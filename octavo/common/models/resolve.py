@@ -1,9 +1,10 @@
-"""Resolution of `--model` to a directory or a hub name."""
+"""Resolution of `--model` and `--tokenizer` to a directory."""
 
 import re
 from pathlib import Path
 
-from octavo.common.models.checkpoint import why_no_model
+from octavo.common.models import hub
+from octavo.common.models.checkpoint import CONFIG, why_no_model
 from octavo.common.models.errors import ModelError
 
 DEMO = "demo"
@@ -11,35 +12,60 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve(model: str) -> str:
-    """Return the absolute path or hub name that `from_pretrained` accepts.
+    """Return the absolute path of a model's directory.
 
     `model` is "demo", a local directory, a GGUF file or a hub name; a local path wins over a hub
-    name. "demo" and GGUF files are converted into the cache on first use.
+    name. "demo" and GGUF files are converted into the cache on first use; models of the hub are
+    downloaded.
 
     Raises:
-        ModelError: The path holds no model, the name is invalid, or the conversion failed.
+        ModelError: The path holds no model, the name is invalid, the conversion failed, or the hub
+            does not have the model or cannot be reached.
         OSError: A file cannot be opened.
     """
-    if model == DEMO:
+    directory = _local(model)
+    if directory is None:
+        return str(hub.fetch_model(model))
+    if not (directory / CONFIG).is_file():
+        raise ModelError(f"{directory} {why_no_model(directory)}")
+    return str(directory)
+
+
+def resolve_tokenizer(source: str) -> str:
+    """Return the absolute path of a tokenizer's directory, which needs not hold a model.
+
+    Raises:
+        ModelError: As `resolve`.
+        OSError: Likewise.
+    """
+    return str(_local(source) or hub.fetch_tokenizer(source))
+
+
+def _local(name: str) -> Path | None:
+    """Return the directory of what is on this machine, or made here; None for a hub name.
+
+    Raises:
+        ModelError: It is neither a path nor a hub name, or the conversion failed.
+        OSError: A file cannot be opened.
+    """
+    if name == DEMO:
         from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo
 
-        return str(demo.prepare())
-    if not model:
+        return demo.prepare()
+    if not name:
         raise ModelError("the model's name is empty")
-    path = Path(model).expanduser()
+    path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{path.resolve()} {why_no_model(path)}")
-        return str(path.resolve())
+        return path.resolve()
     if path.is_file():
         from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
 
-        return str(gguf.prepare(path.resolve()))
-    if model.endswith(".gguf"):
+        return gguf.prepare(path.resolve())
+    if name.endswith(".gguf"):
         raise ModelError(f"there is no file {path.absolute()}")
-    if model.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(model):
+    if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"{model!r} is no directory here ({path.absolute()}) and no hub name "
+            f"{name!r} is no directory here ({path.absolute()}) and no hub name "
             "(owner/name); the demo model is called 'demo'"
         )
-    return model
+    return None

@@ -2,12 +2,7 @@ import pytest
 
 from octavo.common.models import demo
 from octavo.common.models.errors import ModelError
-from octavo.common.models.resolve import resolve
-
-
-@pytest.mark.parametrize("name", ["gpt2", "owner/name", "Qwen/Qwen2.5-0.5B"])
-def test_hub_names_stay_as_they_are(name):
-    assert resolve(name) == name
+from octavo.common.models.resolve import resolve, resolve_tokenizer
 
 
 def test_directories_become_absolute(tmp_path, monkeypatch):
@@ -16,6 +11,10 @@ def test_directories_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert resolve("model") == str(tmp_path / "model")
     assert resolve("./model") == str(tmp_path / "model")
+
+
+def test_a_tokenizer_s_directory_needs_no_model(tmp_path):
+    assert resolve_tokenizer(str(tmp_path)) == str(tmp_path)
 
 
 def test_what_is_not_there(tmp_path):

@@ -1,0 +1,238 @@
+"""Download models and tokenizers from the Hugging Face hub, with one message if that fails."""
+
+import errno
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from octavo.common.models.checkpoint import check_config
+from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
+from octavo.common.models.weight_files import INDEX, WHOLE, names_in_index, no_weights
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+LOOK_UP_SECONDS = 10.0
+"""Seconds that the hub has to answer the first question."""
+SMALL_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
+"""What a model has beside its weights."""
+GB = 1e9
+FORBIDDEN = (401, 403)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+log = structlog.get_logger(__name__)
+
+
+class _NoAnswerError(Exception):
+    """The hub cannot be asked; the message says why."""
+
+
+def fetch_model(name: str) -> Path:
+    """Return the directory of a hub's model; download first what is not in the cache.
+
+    The small files come first, so that a model that cannot be served is refused before its weights
+    are downloaded.
+
+    Raises:
+        ModelError: It cannot be had, or Octavo does not serve it; the message says what to do.
+    """
+    info = _look_up(name)
+    if isinstance(info, Path):
+        return info
+    directory = _download(name, info, _matching(info, SMALL_FILES))
+    if not (directory / "config.json").is_file():
+        why = no_weights(_names(info))
+        raise ModelError(f"the model {name!r} of the hub has no config.json and {why}")
+    check_config(directory)
+    return _download(name, info, [*_matching(info, SMALL_FILES), *_weights(name, info, directory)])
+
+
+def fetch_tokenizer(name: str) -> Path:
+    """Return the directory of a hub's tokenizer; download first what is not in the cache.
+
+    Raises:
+        ModelError: It cannot be had; the message says what to do.
+    """
+    info = _look_up(name)
+    if isinstance(info, Path):
+        return info
+    return _download(name, info, _matching(info, ("config.json", *TOKENIZER_FILES)))
+
+
+def _look_up(name: str) -> "ModelInfo | Path":
+    """Return what the hub says of a model; if it cannot be asked, its directory in the cache.
+
+    Raises:
+        ModelError: The hub cannot be asked, or refuses, and the cache does not have the model.
+    """
+    try:
+        return _ask(name)
+    except ModelError as error:
+        refusal, why = error, "the hub refuses the model"
+    except _NoAnswerError as error:
+        refusal, why = _unreachable(name, str(error)), str(error)
+    if (cached := _cached(name)) is None:
+        raise refusal from None
+    log.warning("the cached files of the model are used", model=name, reason=why)
+    return cached
+
+
+def _ask(name: str) -> "ModelInfo":
+    """Ask the hub for a model.
+
+    Raises:
+        ModelError: There is no such model, or no access to it.
+        _NoAnswerError: The hub cannot be reached, or answers nonsense.
+    """
+    from huggingface_hub import HfApi, errors  # noqa: PLC0415 - slow to import
+
+    try:
+        return HfApi().model_info(name, timeout=LOOK_UP_SECONDS, files_metadata=True)
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"the model {name!r} of the hub ({_endpoint()}) is gated: ask for access on its page,"
+            " and set HF_TOKEN to a token of your account"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"the hub ({_endpoint()}) has no model {name!r}, or it is private; it is no directory"
+            f" here either ({Path(name).absolute()}): correct the name, or set HF_TOKEN to a token"
+            " that may read it"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in FORBIDDEN:
+            raise ModelError(
+                f"the hub ({_endpoint()}) refuses the model {name!r} (HTTP status {status}): set"
+                " HF_TOKEN to a token that may read it"
+            ) from error
+        raise _NoAnswerError(f"HTTP status {status}") from error
+    except errors.OfflineModeIsEnabled as error:
+        raise _NoAnswerError("HF_HUB_OFFLINE is set") from error
+    except Exception as error:  # the HTTP library's own types, or an answer that is not the hub's
+        raise _NoAnswerError(first_line(error)) from error
+
+
+def _unreachable(name: str, why: str) -> ModelError:
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return ModelError(
+        f"{name!r} is no directory here ({Path(name).absolute()}), is not in the cache"
+        f" ({constants.HF_HUB_CACHE}), and the hub ({_endpoint()}) cannot be reached ({why}): give"
+        " a local directory or GGUF file; or set HTTPS_PROXY if the network needs a proxy, or"
+        " HF_ENDPOINT for a mirror; or copy a filled cache here and set HF_HUB_OFFLINE=1"
+    )
+
+
+def _cached(name: str) -> Path | None:
+    """Return the model's directory in the cache, if it has one."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    try:
+        found = snapshot_download(name, local_files_only=True, allow_patterns=["config.json"])
+    except (OSError, ValueError):
+        return None
+    return Path(found)
+
+
+def _names(info: "ModelInfo") -> list[str]:
+    """Return the files at the top of a repository; folders hold other formats."""
+    names = [file.rfilename for file in info.siblings or ()]
+    return [name for name in names if "/" not in name]
+
+
+def _matching(info: "ModelInfo", patterns: Iterable[str]) -> list[str]:
+    return [n for n in _names(info) if any(fnmatchcase(n, pattern) for pattern in patterns)]
+
+
+def _weights(name: str, info: "ModelInfo", directory: Path) -> list[str]:
+    """Return the names of the weights' files.
+
+    Raises:
+        ModelError: There are none that can be served.
+    """
+    names = _names(info)
+    if WHOLE in names:
+        return [WHOLE]
+    if INDEX in names:
+        return names_in_index(directory / INDEX)
+    raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")
+
+
+def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:
+    """Return the directory of a model in the cache, with these files in it.
+
+    Raises:
+        ModelError: The files cannot be had, or the disk has no room for them.
+    """
+    from huggingface_hub import constants, snapshot_download  # noqa: PLC0415
+
+    _check_room(name, info, files, Path(constants.HF_HUB_CACHE))
+    with _as_model_error(name, constants.HF_HUB_CACHE):
+        return Path(snapshot_download(name, allow_patterns=files, max_workers=4))
+
+
+@contextmanager
+def _as_model_error(name: str, cache: str) -> Iterator[None]:
+    """Raise what a download raises as a ModelError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise ModelError(_no_room(name, cache, "the disk is full")) from error
+        raise ModelError(_interrupted(name, error)) from error
+    except Exception as error:
+        raise ModelError(_interrupted(name, error)) from error
+
+
+def _interrupted(name: str, error: Exception) -> str:
+    return (
+        f"the model {name!r} cannot be downloaded from the hub ({_endpoint()}):"
+        f" {first_line(error)}. Start again: what was downloaded is kept"
+    )
+
+
+def _check_room(name: str, info: "ModelInfo", files: list[str], cache: Path) -> None:
+    """Refuse a download that is larger than the free space.
+
+    Raises:
+        ModelError: The message has both sizes.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    missing = [
+        file
+        for file in files
+        if not isinstance(try_to_load_from_cache(name, file, revision=info.sha), str)
+    ]
+    needed, free = sum(sizes.get(file, 0) for file in missing), _free(cache)
+    if needed > free:
+        sizes_text = f"{needed / GB:.1f} GB are needed, and {free / GB:.1f} GB are free"
+        raise ModelError(_no_room(name, str(cache), sizes_text))
+
+
+def _free(directory: Path) -> int:
+    """Return the free bytes of the disk that a directory is on, or will be."""
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    return shutil.disk_usage(there).free
+
+
+def _no_room(name: str, cache: str, why: str) -> str:
+    return (
+        f"the model {name!r} cannot be stored in {cache}: {why}. Free some space, or set HF_HOME to"
+        " a directory on a larger disk"
+    )
+
+
+def _endpoint() -> str:
+    """Return the hub's address."""
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    return constants.ENDPOINT

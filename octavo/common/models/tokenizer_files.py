@@ -1,0 +1,62 @@
+"""Look for a tokenizer's files in a directory, without the seconds that loading one takes."""
+
+import json
+from pathlib import Path
+
+from octavo.common.models.checkpoint import read_json
+from octavo.common.models.errors import ModelError
+from octavo.common.models.git_lfs import check_no_pointer
+
+TOKENIZER_JSON = "tokenizer.json"
+FILES = (
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "encoder.json"),
+    *("tekken.json", "added_tokens.json", "special_tokens_map.json", "chat_template*"),
+)
+"""Names of a tokenizer's files, beside those of its Python code."""
+VOCABULARIES = (
+    *(TOKENIZER_JSON, "*.model", "*.tiktoken", "*.spm", "vocab.*", "*-vocab.json"),
+    *("encoder.json", "tekken.json"),
+)
+"""Names of files one of which has the tokens."""
+WITHOUT_VOCABULARY = {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
+"""Classes whose tokens are bytes or characters."""
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Refuse a directory that has no tokenizer, a truncated one, or pointers in place of its files.
+
+    Raises:
+        ModelError: The message says what there is.
+        OSError: A file cannot be read.
+    """
+    for file in tokenizer_files(directory):
+        check_no_pointer(file)
+    if (directory / TOKENIZER_JSON).is_file():
+        read_json(directory / TOKENIZER_JSON)
+    held = {file.name for pattern in VOCABULARIES for file in directory.glob(pattern)}
+    if held == {"vocab.json"} and not (directory / "merges.txt").is_file():
+        raise ModelError(f"{directory} has half a tokenizer: vocab.json, but no merges.txt")
+    if held:
+        return
+    if _class(directory) not in WITHOUT_VOCABULARY:
+        found = ", ".join(file.name for file in tokenizer_files(directory))
+        raise ModelError(
+            f"{directory} has no tokenizer: no tokenizer.json, tokenizer.model or vocab file"
+            + (f", only {found}" if found else "")
+        )
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """Return the files of a directory's tokenizer, by name."""
+    found = {file for pattern in FILES for file in directory.glob(pattern)}
+    return sorted(file for file in found if file.is_file())
+
+
+def _class(directory: Path) -> str | None:
+    """Return the name of the tokenizer's class, if its files say it."""
+    try:
+        config = json.loads((directory / "tokenizer_config.json").read_bytes())
+        name = config.get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None

@@ -1,0 +1,138 @@
+"""Models of the hub: downloaded, or refused with one message that says what to do."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from octavo.common.ports import free_port
+from tests.common.models.hub import running_hub
+
+NAME = "owner/model"
+SECONDS = 30.0
+"""Generous: most of it imports the hub's library on a busy machine."""
+PROGRAM = """
+import sys
+from octavo.common.models import resolve
+from octavo.common.models.errors import ModelError
+for function, name in zip(sys.argv[1::2], sys.argv[2::2]):
+    try:
+        print(getattr(resolve, function)(name))
+    except ModelError as error:
+        print("refused:", error)
+"""
+CONFIG = json.dumps({"model_type": "llama"}).encode()
+FILES = {
+    "config.json": CONFIG,
+    "tokenizer.json": b"{}",
+    "model.safetensors": save({"a.weight": torch.ones(2)}),
+    "pytorch_model.bin": b"a pickle",
+    "README.md": b"a text",
+}
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with running_hub() as running:
+        yield running
+
+
+@pytest.fixture
+def ask(hub, tmp_path):
+    """Resolve names in a process of its own, as the hub's library reads its settings once."""
+    hub.models, hub.sizes, hub.refusals, hub.asked = {NAME: dict(FILES)}, {}, {}, []
+
+    def run(*asked, **environment):
+        """Return a line for each pair of a function and a name, and log lines before it."""
+        own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")} | environment
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *(asked or ("resolve", NAME))],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | own,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def test_a_model_is_downloaded_and_kept(ask, hub):
+    (said,) = ask()
+    held = {file.name for file in Path(said).iterdir()}
+    assert held == {"config.json", "tokenizer.json", "model.safetensors"}
+    assert not any("pytorch_model.bin" in path for path in hub.asked)
+    hub.asked.clear()
+    assert ask() == [said]
+    assert not any("resolve" in path for path in hub.asked), "it was downloaded again"
+    logged, again = ask(HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert again == said
+    assert "the cached files of the model are used" in logged
+
+
+def test_a_tokenizer_is_downloaded_without_the_model(ask):
+    (said,) = ask("resolve_tokenizer", NAME)
+    assert {file.name for file in Path(said).iterdir()} == {"config.json", "tokenizer.json"}
+
+
+def test_without_a_network_one_message_says_what_to_do(ask):
+    began = time.monotonic()
+    both = ("resolve", NAME, "resolve_tokenizer", NAME)
+    lines = ask(*both, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
+    assert time.monotonic() - began < SECONDS
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith(f"refused: '{NAME}' is no directory here (")
+        for words in ("cannot be reached", "local directory", "HTTPS_PROXY", "HF_HUB_OFFLINE=1"):
+            assert words in line
+    (line,) = ask(HF_HUB_OFFLINE="1")
+    assert "HF_HUB_OFFLINE is set" in line
+
+
+def test_a_refusal_of_the_hub_is_told(ask, hub):
+    private = "has no model 'owner/.*', or it is private; .* HF_TOKEN"
+    gated = "is gated: ask for access on its page, and set HF_TOKEN"
+    told = {
+        (404, "RepoNotFound"): private,
+        (401, "RepoNotFound"): private,
+        (403, "GatedRepo"): gated,
+        (401, "GatedRepo"): gated,
+        (403, ""): r"refuses the model .*\(HTTP status 403\): set HF_TOKEN",
+        (503, ""): r"cannot be reached \(HTTP status 503\)",
+    }
+    hub.refusals = {f"owner/{number}": refusal for number, refusal in enumerate(told)}
+    lines = ask(*(word for name in hub.refusals for word in ("resolve", name)))
+    for line, words in zip(lines, told.values(), strict=True):
+        assert line.startswith("refused: ")
+        assert re.search(words, line), line
+
+
+def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloaded(ask, hub):
+    config = json.loads(CONFIG) | {"quantization_config": {"quant_method": "gptq"}}
+    hub.models[NAME]["config.json"] = json.dumps(config).encode()
+    (said,) = ask()
+    assert "is quantized with GPTQ" in said
+    assert not any("model.safetensors" in path for path in hub.asked)
+
+
+def test_a_model_without_safetensors_is_refused(ask, hub):
+    del hub.models[NAME]["model.safetensors"]
+    (said,) = ask()
+    assert "has no safetensors files; pytorch_model.bin is a pickle" in said
+
+
+def test_a_model_that_is_larger_than_the_disk_is_refused(ask, hub):
+    hub.sizes["model.safetensors"] = 10**18
+    (said,) = ask()
+    assert "cannot be stored in" in said
+    assert "1000000000.0 GB are needed, and" in said
+    assert "HF_HOME" in said
