@@ -1,7 +1,8 @@
 """`octavo chat`: a conversation."""
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, cast
 
 import typer
 from rich.markup import escape
@@ -9,13 +10,15 @@ from rich.markup import escape
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
 from octavo.cli.output import err, failures, out, report
-from octavo.client import Client, Error, GenerateOptions, Message
+from octavo.client import Client, Error, GenerateOptions, Message, Model
 
 HELP = """[bold]/help[/]           list the commands
 [bold]/reset[/]          start a new conversation
 [bold]/system TEXT[/]    set the system message and start a new conversation; without TEXT: print it
 [bold]/quit[/]           leave (so does ctrl-D); ctrl-C stops an answer"""
 
+FALLBACKS = {"temperature": 0.7, "top_p": 0.95}
+"""How answers are sampled if neither the user nor the model says."""
 CHECK_SECONDS = 5.0
 """Seconds that the server has to answer at the start."""
 
@@ -36,7 +39,8 @@ class Conversation:
 @with_server
 @with_options(
     ("model", "max_tokens", "temperature", "top_p", "seed"),
-    defaults={"max_tokens": 1024, "temperature": 0.7, "top_p": 0.95},
+    defaults={"max_tokens": 1024},
+    fallbacks=FALLBACKS,
 )
 def chat(
     server: Server,
@@ -47,7 +51,7 @@ def chat(
     conversation = Conversation(system)
     with server.client() as client:
         with failures(server.address):
-            _check(client)
+            options = with_fallbacks(options, _check(client))
         if sys.stdin.isatty():
             import readline  # noqa: F401, PLC0415 - gives input() history and editing
 
@@ -61,14 +65,24 @@ def chat(
                 _answer(client, conversation, options)
 
 
-def _check(client: Client) -> None:
-    """Check that the server answers; say so if it has no model yet.
+def _check(client: Client) -> Sequence[Model]:
+    """Check that the server answers, and return its models; say so if it has none yet.
 
     Raises:
         Error: It does not answer, or refuses the API key.
     """
-    if not client.list_models(timeout=CHECK_SECONDS):
+    models = client.list_models(timeout=CHECK_SECONDS)
+    if not models:
         err.print("[yellow]no model is served yet[/]: an answer waits for an engine")
+    return models
+
+
+def with_fallbacks(options: GenerateOptions, models: Sequence[Model]) -> GenerateOptions:
+    """Return options with the chat's own sampling, unless the model has its own."""
+    chosen = [model for model in models if options.get("model") in (None, model.name)]
+    if any(model.default_sampling for model in chosen):
+        return options
+    return cast("GenerateOptions", {**FALLBACKS, **options})
 
 
 def _read() -> str | None:

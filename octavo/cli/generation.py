@@ -15,16 +15,19 @@ FLAGS = tuple(name for name, parameter in PARAMETERS.items() if parameter.flags 
 
 
 def with_options(
-    names: Collection[str] = FLAGS, defaults: Mapping[str, object] | None = None
+    names: Collection[str] = FLAGS,
+    defaults: Mapping[str, object] | None = None,
+    fallbacks: Mapping[str, float] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the parameter `options` of a command by flags of request parameters.
 
     Args:
         names: The parameters.
         defaults: The command's own default values.
+        fallbacks: Values that the command uses if neither the flag nor the model says any.
     """
-    own = defaults or {}
-    shown = [_option(name, PARAMETERS[name], own.get(name)) for name in names]
+    own, last = defaults or {}, fallbacks or {}
+    shown = [_option(name, PARAMETERS[name], own.get(name), last.get(name)) for name in names]
     return lambda command: expand(command, "options", shown, _options)
 
 
@@ -34,7 +37,9 @@ def _options(**given: object) -> GenerateOptions:
     return cast("GenerateOptions", {n: v for n, v in chosen.items() if v is not False})
 
 
-def _option(name: str, parameter: Parameter, default: object) -> inspect.Parameter:
+def _option(
+    name: str, parameter: Parameter, default: object, fallback: float | None
+) -> inspect.Parameter:
     """Return the typer option of one parameter."""
     arms = get_args(TYPES[name])
     kind: Any = list[str] | None if len(arms) > 2 else TYPES[name]
@@ -42,7 +47,7 @@ def _option(name: str, parameter: Parameter, default: object) -> inspect.Paramet
         kind, default = bool, False
     option = typer.Option(
         *parameter.shown_flags(name),
-        help=describe(parameter, default),
+        help=describe(parameter, default, fallback),
         rich_help_panel="Generation",
     )
     return inspect.Parameter(
@@ -50,11 +55,19 @@ def _option(name: str, parameter: Parameter, default: object) -> inspect.Paramet
     )
 
 
-def describe(parameter: Parameter, default: object = None) -> str:
-    """Return a parameter's help with its range, and with its default unless `default` is shown."""
+def describe(parameter: Parameter, default: object = None, fallback: float | None = None) -> str:
+    """Return a parameter's help with its range, and with its default unless `default` is shown.
+
+    Args:
+        parameter: The parameter.
+        default: The command's own default value, which is shown beside the help.
+        fallback: What the command uses in place of the parameter's default.
+    """
     text = parameter.help
     if parameter.range is not None:
         text += f" Range {parameter.range}."
-    if default is None and parameter.default is not None:
-        text += f" Default {parameter.default:g}."
+    last = parameter.default if fallback is None else fallback
+    if default is None and last is not None:
+        own = ": the model's, else" if parameter.generation_config else ""
+        text += f" Default{own} {last:g}."
     return text.replace("[", "\\[")

@@ -10,9 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo.cli import app
-from octavo.cli.generation import FLAGS
+from octavo.cli.chat import FALLBACKS
+from octavo.cli.generation import FLAGS, describe
 from octavo.common.sampling_parameters import PARAMETERS, TYPES
 from octavo.router.tenants.tenant import hash_key, read_tenants
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import sampling_pb2
 from tools import flag_table
 
 runner = CliRunner()
@@ -49,6 +52,34 @@ def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, name):
         message = getattr(message, part)
     given = True if "bool" in kind else 2 if value == ("2",) else "x"
     assert getattr(message, parameter.field) in (given, [given])
+
+
+@pytest.mark.parametrize(
+    ("own", "flags", "expected"),
+    [
+        ({}, (), {"temperature": 0.75, "top_p": 0.5}),
+        ({}, ("-t", "0"), {"temperature": 0, "top_p": 0.5}),
+        ({"temperature": 0.5}, (), {}),
+        ({"top_k": 20}, ("-t", "1"), {"temperature": 1}),
+    ],
+)
+def test_chat_samples_as_the_model_says_or_as_it_likes(
+    octavo, service, monkeypatch, own, flags, expected
+):
+    monkeypatch.setitem(FALLBACKS, "temperature", 0.75)  # numbers that a float of 32 bits has
+    monkeypatch.setitem(FALLBACKS, "top_p", 0.5)
+    service.models = [pb.ModelCard(name="m", default_sampling=own)]
+    assert octavo("chat", *flags, stdin="hi\n").exit_code == 0
+    assert service.requests[0].sampling == sampling_pb2.SamplingParams(**expected)
+
+
+def test_help_says_whose_default_there_is():
+    for command, default in (("generate", "else 1."), ("chat", "else 0.7.")):
+        text = " ".join(
+            runner.invoke(app, [command, "--help"], env={"COLUMNS": "300"}).output.split()
+        )
+        assert f"Default: the model's, {default}" in text
+    assert describe(PARAMETERS["priority"]).endswith("Default 0.")
 
 
 def test_generate_raw_json_from_stdin(octavo, service):
