@@ -11,11 +11,10 @@ from typing import Any
 import structlog
 
 from octavo.common.limits import Limits, check_sampling, check_stop
+from octavo.common.models.checkpoint import GENERATION_CONFIG, read_json
 from octavo.common.rpc import RpcError
 from octavo.common.sampling_parameters import PARAMETERS, Parameter
 from octavo.v1 import sampling_pb2
-
-NAME = "generation_config.json"
 
 log = structlog.get_logger(__name__)
 
@@ -33,20 +32,24 @@ class Defaults:
     max_tokens: int | None = None
 
 
-def read(model: str, limits: Limits) -> Defaults:
+def read(directory: Path, limits: Limits) -> Defaults:
     """Return a model's defaults; a value that no request may have is left out with a warning.
 
     `do_sample` is not read: transformers takes its absence for false, and models that are meant to
     be sampled often lack it.
 
     Args:
-        model: A directory, or a hub name whose files are on this machine.
+        directory: The model's.
         limits: The limits of requests.
+
+    Raises:
+        ModelError: The file is damaged.
+        OSError: It cannot be opened.
     """
-    path = _find(model)
-    if path is None:
+    path = directory / GENERATION_CONFIG
+    if not path.is_file():
         return Defaults()
-    values = _values(path)
+    values = read_json(path)
     messages: dict[str, Any] = {
         "sampling": sampling_pb2.SamplingParams(),
         "stop": sampling_pb2.StopConditions(),
@@ -83,27 +86,3 @@ def _check(parameter: Parameter, value: object, limits: Limits) -> None:
         check_sampling(sampling_pb2.SamplingParams(**alone), limits)
     else:
         check_stop(sampling_pb2.StopConditions(**alone), limits)
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """Return a file's values by key; none if it cannot be read."""
-    try:
-        values = json.loads(path.read_bytes())
-        reason = "" if isinstance(values, dict) else "it is no JSON object"
-    except (OSError, ValueError) as error:
-        values, reason = None, str(error)
-    if isinstance(values, dict):
-        return values
-    log.warning("model's defaults not used", file=str(path), reason=reason)
-    return {}
-
-
-def _find(model: str) -> Path | None:
-    """Return the file of a model that has been loaded from this machine, if it has one."""
-    if Path(model).is_dir():
-        path = Path(model, NAME)
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - slow to import
-
-    cached = try_to_load_from_cache(model, NAME)
-    return Path(cached) if isinstance(cached, str) else None

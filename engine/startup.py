@@ -16,8 +16,9 @@ from octavo.common.models.errors import ModelError
 from octavo.common.models.resolve import resolve
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
+from octavo.engine import generation_config
 from octavo.engine.compilation.load_step import LoadedStep, load_step
-from octavo.engine.generation_config import Defaults, read
+from octavo.engine.generation_config import Defaults
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_tensors import (
     GIB,
@@ -159,7 +160,7 @@ def build(settings: EngineSettings) -> Parts:
         device=_device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
         warnings=_warnings(loaded.device),
-        defaults=Defaults() if settings.generation_config == "none" else read(model, limits),
+        defaults=_defaults(settings, Path(model), limits),
     )
 
 
@@ -169,6 +170,13 @@ def _warn_without_tokenizer(model: Path) -> None:
         check_tokenizer_files(model)
     except ModelError as error:
         log.warning("routers need --tokenizer to use this engine", reason=str(error))
+
+
+def _defaults(settings: EngineSettings, model: Path, limits: Limits) -> Defaults:
+    """Return the model's own defaults, unless they are turned off."""
+    if settings.generation_config == "none":
+        return Defaults()
+    return generation_config.read(model, limits)
 
 
 def _warnings(device: torch.device) -> tuple[str, ...]:

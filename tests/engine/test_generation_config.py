@@ -8,7 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from octavo.common.limits import Limits
-from octavo.engine.generation_config import NAME, Defaults, read
+from octavo.common.models.checkpoint import GENERATION_CONFIG
+from octavo.common.models.errors import ModelError
+from octavo.engine.generation_config import Defaults, read
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.v1 import sampling_pb2
@@ -24,10 +26,10 @@ QWEN = {
 def model(tmp_path):
     """Writes a generation_config.json; returns its directory."""
 
-    def write(content) -> str:
+    def write(content) -> Path:
         text = content if isinstance(content, str) else json.dumps(content)
-        (tmp_path / NAME).write_text(text)
-        return str(tmp_path)
+        (tmp_path / GENERATION_CONFIG).write_text(text)
+        return tmp_path
 
     return write
 
@@ -77,33 +79,21 @@ def test_a_value_that_no_request_may_have_is_left_out(model, key, value, reason)
     assert reason in warning["reason"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\ufeff{"])
-def test_a_file_that_cannot_be_read_is_logged(model, content):
-    with capture_logs() as logs:
-        assert read(model(content), LIMITS) == Defaults()
-    assert logs[0]["log_level"] == "warning"
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_file_is_refused(model, content):
+    with pytest.raises(ModelError, match=GENERATION_CONFIG):
+        read(model(content), LIMITS)
 
 
 def test_a_model_without_the_file(tmp_path):
     with capture_logs() as logs:
-        assert read(str(tmp_path), LIMITS) == Defaults()
-        assert read("nobody/has-this-model", LIMITS) == Defaults()
+        assert read(tmp_path, LIMITS) == Defaults()
     assert logs == []
-
-
-def test_a_hub_model_has_it_in_the_hub_s_cache(tmp_path, model, monkeypatch):
-    folder = tmp_path / "hub" / "models--some--model"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots" / "abc").mkdir(parents=True)
-    shutil.move(Path(model(QWEN), NAME), folder / "snapshots" / "abc" / NAME)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert read("some/model", LIMITS).sampling.top_k == 20
 
 
 def test_the_setting_turns_it_off(tiny_model, tmp_path):
     path = shutil.copytree(tiny_model, tmp_path / "model")
-    (path / NAME).write_text(json.dumps({"temperature": 0.5}))
+    (path / GENERATION_CONFIG).write_text(json.dumps({"temperature": 0.5}))
     settings = {"model": str(path), "num_blocks": 8, "swap_space": 0, "compile": "off"}
     parts = build(EngineSettings(**settings))
     assert parts.defaults.sampling.temperature == 0.5
