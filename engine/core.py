@@ -302,6 +302,7 @@ class EngineCore:
             cache=scheduler.cache.stats,
             step_seconds=self._step_seconds,
             draining=self._draining,
+            compiling=self._executor.compiling,
         )
 
     # Commands.

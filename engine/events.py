@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
 
+from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.kv_cache import CacheStats
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -89,6 +90,7 @@ class Load:
         draining: whether new requests are refused.
         step_running_seconds: how long the current step has run, in a load published while it
             runs; else 0.
+        compiling: the progress of the compilation in the background; None if there is none.
     """
 
     running: int
@@ -98,3 +100,4 @@ class Load:
     step_seconds: float
     draining: bool
     step_running_seconds: float = 0.0
+    compiling: CompileProgress | None = None

@@ -80,7 +80,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         gt=0,
         description="KV cache size in GiB. Default: what --gpu-memory-utilization leaves, or on a"
-        " CPU a quarter of the free memory, at most 4.",
+        " CPU a quarter of the memory that is free and that compiling leaves, at most 4.",
     )
     num_blocks: int | None = Field(
         None, ge=1, description="Number of KV-cache blocks; overrides --cache-memory."
@@ -95,7 +95,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         ge=0,
         description="GiB of CPU memory for preempted requests and evicted prefixes; 0 disables"
-        " swapping. Default: 2, or a quarter of the free memory if that is less.",
+        " swapping. Default: 2, or a quarter of the free memory that compiling leaves if that is"
+        " less.",
     )
     preemption: PreemptionMode = Field(
         "auto",

@@ -112,7 +112,8 @@ def build(settings: EngineSettings) -> Parts:
     _run_largest_step(probe, loaded, tokens, max_num_seqs, settings.block_size)
     taken = _memory_taken(probe, loaded, settings, max_num_seqs)
     del probe
-    num_swap_blocks = _num_swap_blocks(settings, block_bytes)
+    reserved = loaded.reserved_bytes
+    num_swap_blocks = _num_swap_blocks(settings, block_bytes, reserved)
     num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks, taken)
     max_model_len = _max_model_len(settings, loaded, num_blocks)
     executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
@@ -260,13 +261,15 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
 def _memory_taken(
     probe: Executor, loaded: LoadedStep, settings: EngineSettings, max_num_seqs: int
 ) -> int:
-    """Return a GPU's bytes that the cache cannot use; 0 on a CPU or if the cache's size is set.
+    """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 
-    These are the peak of the largest step, without the probe's own cache, and the CUDA graphs.
+    On a GPU these are the peak of the largest step, without the probe's own cache, and the CUDA
+    graphs; on a CPU, what is free but will be needed.
     """
-    is_size_set = settings.num_blocks is not None or settings.cache_memory is not None
-    if loaded.device.type != "cuda" or is_size_set:
+    if settings.num_blocks is not None or settings.cache_memory is not None:
         return 0
+    if loaded.device.type != "cuda":
+        return loaded.reserved_bytes
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
     if not settings.cuda_graphs:
         return taken
@@ -326,10 +329,10 @@ def _num_blocks(
     return blocks
 
 
-def _num_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
+def _num_swap_blocks(settings: EngineSettings, block_bytes: int, reserved: int) -> int:
     gib = settings.swap_space
     if gib is None:
-        gib = default_swap_gib()
+        gib = default_swap_gib(reserved)
     available = memory_bytes(torch.device("cpu")) / GIB
     if gib > available:
         raise StartupError(

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import psutil
 import structlog
 import torch
 
 from octavo.common.background import start_thread
+from octavo.common.child_end import why_it_ended
+from octavo.common.resources import oom_kills
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.artifact import Artifact, CompiledStep
 from octavo.engine.models.checks.self_check import SelfCheckError
@@ -24,20 +26,65 @@ NICENESS = 10
 LOGGED_CHARACTERS = 2000
 """Characters of the compiler's error output that are logged, from its end."""
 
+GIB = 1 << 30
+BASE_SECONDS, SECONDS_PER_GIB = 60.0, 240.0
+"""Estimate of the compiler's time on two idle cores, by the weights' size. Busy cores take longer:
+the compiler's priority is low."""
+OUT_OF_MEMORY = (
+    "lower --cache-memory and --swap-space, give the container more memory, or set --compile off"
+)
+
+
+def estimate_seconds(size: int) -> float:
+    """Return the estimated time to compile a model with `size` bytes of weights."""
+    return BASE_SECONDS + SECONDS_PER_GIB * size / GIB
+
+
+def in_words(seconds: float) -> str:
+    """Return an estimate as whole minutes."""
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} minute{'s' if minutes > 1 else ''}, longer if the CPU is busy"
+
+
+@dataclass(frozen=True, slots=True)
+class CompileProgress:
+    """How far a compilation is.
+
+    Attributes:
+        seconds: How long it has run.
+        estimate: How long it is estimated to take in all, in seconds.
+    """
+
+    seconds: float
+    estimate: float
+
 
 class Compiler:
     """A process that compiles an artifact, and a thread that waits for it.
 
     Args:
         artifact: The artifact to make.
+        size: The bytes of the model's weights.
+        needed_bytes: The memory that the process is going to take at its peak.
 
     Attributes:
         step: The compiled step, once it is ready; may be read from any thread.
+        needed_bytes: As given.
     """
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, size: int, needed_bytes: int) -> None:
         self.step: CompiledStep | None = None
+        self.needed_bytes = needed_bytes
         self._artifact = artifact
+        self._began = time.monotonic()
+        self._estimate = estimate_seconds(size)
+        self._running = True
+        self._oom_kills = oom_kills()
+        log.info(
+            "compiling the model for this CPU, once; answers are slower until it ends",
+            about=in_words(self._estimate),
+            gib_of_memory=round(needed_bytes / GIB, 1),
+        )
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.common.leash"),
@@ -61,20 +108,34 @@ class Compiler:
         """Wait until the compiler has succeeded or failed."""
         self._thread.join()
 
+    @property
+    def progress(self) -> CompileProgress | None:
+        """The progress; None once it has ended."""
+        if not self._running:
+            return None
+        return CompileProgress(time.monotonic() - self._began, self._estimate)
+
     def _wait(self) -> None:
-        began = time.monotonic()
+        try:
+            self._finish()
+        finally:
+            self._running = False
+
+    def _finish(self) -> None:
+        """Load what the process has made, or log a warning."""
         assert self._process.stderr is not None
         stderr = self._process.stderr.read()
         code = self._process.wait()
         if code:
-            _warn(f"the compiler exited with code {code}: {stderr[-LOGGED_CHARACTERS:]}")
+            why = why_it_ended(code, self._oom_kills, OUT_OF_MEMORY)
+            _warn(f"the compiler ended early ({why}): {stderr[-LOGGED_CHARACTERS:]}")
             return
         try:
             self.step = CompiledStep(self._artifact)
         except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
             _warn(str(error))
             return
-        log.info("model compiled", seconds=round(time.monotonic() - began, 1))
+        log.info("model compiled", seconds=round(time.monotonic() - self._began, 1))
         cache_cleanup.prune()
 
 

@@ -2,8 +2,8 @@
 
     python -m octavo.common.leash octavo.engine.compilation.export RECIPE NAME
 
-This takes a minute or two and three times the model's memory. The process is niced, and the engine
-serves requests uncompiled meanwhile.
+This takes minutes, and memory of eight times the weights (`COMPILER_COPIES` in load_step.py). The
+process is niced, and the engine serves requests uncompiled meanwhile.
 """
 
 import json

@@ -18,6 +18,7 @@ from octavo.engine.compilation import (
     cache_cleanup,
     locate,
 )
+from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import SelfCheckError
@@ -27,8 +28,13 @@ from octavo.engine.settings import EngineSettings
 from octavo.kernels.integrity import UntrustedFileError, check_trusted
 from octavo.kernels.ops import device_warning
 
-COMPILER_COPIES = 4
-"""Free memory that the compiler needs, in copies of the model."""
+COMPILER_BASE = 3 * GIB // 4
+"""The compiler's memory without a model: PyTorch and its compilers, in bytes."""
+COMPILER_COPIES = 8
+"""The compiler's further memory, in copies of the model. Measured: 2.7 GiB for 0.25 GiB of weights,
+6.7 GiB for 0.74 GiB."""
+COMPILER_SHARE = 0.75
+"""Maximum share of the free memory for the compiler; the KV cache and swap space need the rest."""
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +66,16 @@ class LoadedStep:
         if self.compiler is not None and self.compiler.step is not None:
             self._step, self.compiler = self.compiler.step, None
         return self._step
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The host's bytes that are free, but that the compiler will need."""
+        return 0 if self.compiler is None else self.compiler.needed_bytes
+
+    @property
+    def compiling(self) -> CompileProgress | None:
+        """The progress of the compiler, if it runs."""
+        return None if self.compiler is None else self.compiler.progress
 
     @property
     def compiled(self) -> bool:
@@ -118,12 +134,11 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
     # A compiled step calls the kernels, and needs their compiler.
+    size = _size(loaded.model)
     compiles = (
-        artifact is not None
-        and device_warning(loaded.device) is None
-        and _room_to_compile(loaded.model)
+        artifact is not None and device_warning(loaded.device) is None and _room_to_compile(size)
     )
-    compiler = Compiler(artifact) if artifact and compiles else None
+    compiler = Compiler(artifact, size, compiler_bytes(size)) if artifact and compiles else None
     if compiler and settings.compile == "wait":
         compiler.join()
     eager = EagerStep(loaded.model)
@@ -167,19 +182,32 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
     return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
 
 
-def _room_to_compile(model: torch.nn.Module) -> bool:
-    """Return whether there is enough free memory; if not, log a warning."""
-    weights = itertools.chain(model.parameters(), model.buffers())
-    size = sum(tensor.nbytes for tensor in weights)
+def _room_to_compile(size: int) -> bool:
+    """Return whether there is enough free memory to compile a model; if not, log a warning.
+
+    Args:
+        size: The bytes of its weights.
+    """
     available = resources.memory().available
-    if COMPILER_COPIES * size <= available:
+    if compiler_bytes(size) <= COMPILER_SHARE * available:
         return True
     log.warning(
-        "too little memory to compile the model",
-        needed_gib=round(COMPILER_COPIES * size / GIB, 1),
+        "too little memory to compile the model, which stays slower",
+        needed_gib=round(compiler_bytes(size) / COMPILER_SHARE / GIB, 1),
         available_gib=round(available / GIB, 1),
+        hint="give this process more memory, or set --compile off",
     )
     return False
+
+
+def compiler_bytes(size: int) -> int:
+    """Return the bytes that compiling takes at its peak, for weights of `size` bytes."""
+    return COMPILER_BASE + COMPILER_COPIES * size
+
+
+def _size(model: torch.nn.Module) -> int:
+    """Return the bytes of a model's weights."""
+    return sum(tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers()))
 
 
 def _warn_unquantized(shares: Mapping[str, float]) -> None:

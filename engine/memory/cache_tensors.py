@@ -96,12 +96,13 @@ def default_cache_gib(device: torch.device, utilisation: float, taken: int) -> f
     """Return the default size of the KV cache in GiB.
 
     On a GPU this is `utilisation` of its memory less `taken` bytes, which is everything but the
-    cache. On a CPU, whose memory is shared, it is `HOST_SHARE` of the free memory, at most 4 GiB.
+    cache. On a CPU, whose memory is shared, it is `HOST_SHARE` of the free memory less `taken`
+    bytes, which are free but will be needed; at most 4 GiB.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return max(0.0, (utilisation * total - taken) / GIB)
-    return min(4.0, HOST_SHARE * resources.memory().available / GIB)
+    return min(4.0, _share_of_host(taken))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -118,9 +119,18 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def default_swap_gib() -> float:
-    """Return the default size of swap space in GiB."""
-    return min(2.0, HOST_SHARE * resources.memory().available / GIB)
+def default_swap_gib(taken: int = 0) -> float:
+    """Return the default size of swap space in GiB: at most 2.
+
+    Args:
+        taken: The host's bytes that are free but will be needed.
+    """
+    return min(2.0, _share_of_host(taken))
+
+
+def _share_of_host(taken: int) -> float:
+    """Return `HOST_SHARE` of the host's free memory less `taken` bytes, in GiB."""
+    return HOST_SHARE * max(0, resources.memory().available - taken) / GIB
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation import CompiledStep
+from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
@@ -120,6 +121,11 @@ class Executor:
     def compiled(self) -> bool:
         """Whether steps run compiled now."""
         return self._loaded.compiled
+
+    @property
+    def compiling(self) -> CompileProgress | None:
+        """The progress of the compilation in the background, if there is one."""
+        return self._loaded.compiling
 
     @property
     def eager_steps(self) -> int:

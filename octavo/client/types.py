@@ -155,6 +155,7 @@ class Model:
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
     default_max_tokens: int | None = None
+    compiling: bool = False
 
     @property
     def used_blocks(self) -> int:

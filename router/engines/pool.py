@@ -1,7 +1,7 @@
 """The pool of engines: which there are, which can be used, and their limits."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import grpc
 import structlog
@@ -13,7 +13,7 @@ from octavo.router.engines.link import Engine, EngineLink
 from octavo.router.requests.defaults import Defaults
 from octavo.router.settings import RouterSettings
 from octavo.router.text.tokenization import Tokenizer, Tokenizers
-from octavo.v1 import generation_pb2
+from octavo.v1 import engine_pb2, generation_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -216,7 +216,8 @@ class EnginePool:
             wasted_slots=sum(load.wasted_slots for load in loads),
             total_swap_blocks=sum(load.total_swap_blocks for load in loads),
             used_swap_blocks=sum(load.used_swap_blocks for load in loads),
-            warnings=sorted({text for engine in engines for text in engine.info.warnings}),
+            warnings=sorted({text for e in engines for text in warnings(e.info, e.load)}),
+            compiling=any(load.compiling_estimate_seconds for load in loads),
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
         )
@@ -271,4 +272,18 @@ class EnginePool:
             f"no engine is up{name}; {len(self._links)} configured{reached if unusable else ''}; "
             "retry when one is, or start one with `octavo engine`",
             retry_after=1.0,
+        )
+
+
+def warnings(info: engine_pb2.GetEngineInfoResponse, load: engine_pb2.Load) -> Iterator[str]:
+    """Yield why an engine is slower than it could be."""
+    yield from info.warnings
+    seconds, estimate = load.compiling_seconds, load.compiling_estimate_seconds
+    if estimate:
+        total = "it takes longer than usual"
+        if seconds <= estimate:
+            total = f"about {estimate:.0f} s in all"
+        yield (
+            "the model is being compiled for this CPU, and answers are slower until that ends: "
+            f"started {seconds:.0f} s ago, {total}"
         )

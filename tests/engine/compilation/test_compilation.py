@@ -292,8 +292,8 @@ def test_what_was_damaged_is_compiled_again(kept):
     assert artifact.path.exists()
 
 
-def _no_compiler(compiler, artifact, asked):
-    compiler.step = None
+def _no_compiler(compiler, artifact, size, needed_bytes, asked):
+    compiler.step, compiler.needed_bytes, compiler._running = None, needed_bytes, False
     asked.append(artifact)
 
 

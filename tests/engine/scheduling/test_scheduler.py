@@ -98,6 +98,7 @@ class Machine:
     """Stands for an executor: `choose` samples, and log-probabilities are positions."""
 
     compiled = False
+    compiling = None
     eager_steps = 0
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
