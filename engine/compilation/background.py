@@ -27,7 +27,7 @@ LOGGED_CHARACTERS = 2000
 """Characters of the compiler's error output that are logged, from its end."""
 
 GIB = 1 << 30
-BASE_SECONDS, SECONDS_PER_GIB = 60.0, 240.0
+BASE_SECONDS, SECONDS_PER_GIB = 60.0, 120.0
 """Estimate of the compiler's time on two idle cores, by the weights' size. Busy cores take longer:
 the compiler's priority is low."""
 OUT_OF_MEMORY = (

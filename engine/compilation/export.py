@@ -2,7 +2,7 @@
 
     python -m octavo.common.leash octavo.engine.compilation.export RECIPE NAME
 
-This takes minutes, and memory of eight times the weights (`COMPILER_COPIES` in load_step.py). The
+This takes minutes, and memory of four times the weights (`COMPILER_COPIES` in load_step.py). The
 process is niced, and the engine serves requests uncompiled meanwhile.
 """
 
