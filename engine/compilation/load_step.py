@@ -69,8 +69,10 @@ class LoadedStep:
 
     @property
     def reserved_bytes(self) -> int:
-        """The host's bytes that are free, but that the compiler will need."""
-        return 0 if self.compiler is None else self.compiler.needed_bytes
+        """The host's bytes that are free, but that the compiler will need while it runs."""
+        compiler = self.compiler
+        running = compiler is not None and compiler.progress is not None
+        return compiler.needed_bytes if compiler is not None and running else 0
 
     @property
     def compiling(self) -> CompileProgress | None:
@@ -133,8 +135,8 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
-    # A compiled step calls the kernels, and needs their compiler.
     size = _size(loaded.model)
+    # A compiled step calls the kernels, and needs their compiler.
     compiles = (
         artifact is not None and device_warning(loaded.device) is None and _room_to_compile(size)
     )

@@ -67,7 +67,8 @@ def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypat
 
 def test_the_defaults_leave_memory_to_the_compiler(tiny_model, monkeypatch):
     def no_compiler(compiler, artifact, size, needed_bytes):
-        compiler.step, compiler.needed_bytes, compiler._running = None, needed_bytes, False
+        compiler.step, compiler.needed_bytes, compiler._running = None, needed_bytes, True
+        compiler._began, compiler._estimate = 0.0, 60.0
 
     needed = compiler_bytes(0) >> 20
     monkeypatch.setattr(Compiler, "__init__", no_compiler)
