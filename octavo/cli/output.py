@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from octavo.client import Error, UnauthenticatedError, UnavailableError
+from octavo.client.address import DEFAULT_PORT
 from octavo.common.stopping import INTERRUPTED
 
 out = Console(highlight=False)
@@ -44,6 +45,12 @@ def report(error: Error, address: str) -> None:
         err.print(
             f"  {escape(address)} does not use TLS, or its certificate has another authority "
             "or name (set --ca, --tls-name)",
+            soft_wrap=True,
+        )
+    elif isinstance(error, UnavailableError) and "parsing HTTP/2" in error.message:
+        err.print(
+            f"  {escape(address)} answers, but speaks no gRPC; set --address to the server's "
+            f"--port (default {DEFAULT_PORT}), not its --http-port or --metrics-port",
             soft_wrap=True,
         )
     elif isinstance(error, UnavailableError) and "failed to connect" in error.message:

@@ -1,6 +1,8 @@
 """What counts as a server's address, in both clients and in the commands."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from typer.testing import CliRunner
@@ -85,3 +87,14 @@ def test_commands_name_what_is_wrong(monkeypatch):
     result = runner.invoke(app, ["status", "--address", "http://localhost:8000/v1"])
     assert result.exit_code == 2
     assert "it has a path, /v1" in result.stderr
+
+
+def test_a_port_of_http_is_told():
+    """The HTTP API's port, for instance."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        result = runner.invoke(app, ["status", "--once", "--address", address])
+        server.shutdown()
+    assert result.exit_code == 1
+    assert "speaks no gRPC; set --address to the server's --port (default 50051)" in result.stderr
