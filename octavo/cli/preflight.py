@@ -1,11 +1,16 @@
-"""Checks that precede a server's slow imports and its model: ports, files and the cache.
+"""Checks that precede a server's slow imports and its model: ports, files, models and the cache.
 
 The servers' own code checks them again as it uses them.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from octavo.common.models import cache
+from octavo.common.models.checkpoint import check_checkpoint
+from octavo.common.models.errors import ModelError
+from octavo.common.models.resolve import resolve, resolve_tokenizer
+from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.ports import Listener, check_all
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
@@ -43,3 +48,33 @@ def check_engine(settings: EngineSettings) -> None:
     if settings.tls is not None:
         settings.tls.read()
     cache.check_usable()
+
+
+def check_model(model: str) -> Path:
+    """Check a model, as far as its small files tell; return its directory.
+
+    A model of the hub is downloaded, and a GGUF file is converted.
+
+    Raises:
+        ModelError: There is no such model, or it cannot be served.
+        OSError: A file cannot be opened.
+    """
+    directory = Path(resolve(model))
+    check_checkpoint(directory)
+    return directory
+
+
+def check_tokenizer(source: str) -> None:
+    """Check that there is a tokenizer at `source`, the value of --tokenizer or of --model.
+
+    Raises:
+        ModelError: There is none, or its files are not whole.
+        OSError: A file cannot be opened.
+    """
+    try:
+        check_tokenizer_files(Path(resolve_tokenizer(source)))
+    except ModelError as error:
+        raise ModelError(
+            f"the tokenizer {source!r} cannot be loaded: {error}; or name another tokenizer with"
+            " --tokenizer"
+        ) from error

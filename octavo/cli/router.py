@@ -3,8 +3,9 @@
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
-from octavo.cli.preflight import check_router
+from octavo.cli.preflight import check_router, check_tokenizer
 from octavo.common import logging
+from octavo.common.background import call_in_thread
 from octavo.router.settings import RouterSettings
 
 
@@ -19,6 +20,9 @@ def router(flags: Flags) -> None:
 
 async def _router(settings: RouterSettings, progress: running.Progress) -> None:
     check_router(settings)
+    if settings.tokenizer is not None:
+        progress.stage(f"Looking for the tokenizer {settings.tokenizer}")
+        await call_in_thread(check_tokenizer, settings.tokenizer)
     progress.stage("Starting the router")
     from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 

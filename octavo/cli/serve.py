@@ -15,14 +15,10 @@ from octavo.cli import running
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
-from octavo.cli.preflight import check_router
+from octavo.cli.preflight import check_model, check_router, check_tokenizer
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
 from octavo.common.models import cache
-from octavo.common.models import resolve as models
-from octavo.common.models.checkpoint import check_checkpoint
-from octavo.common.models.errors import ModelError
-from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.ports import Listener, metrics_listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
@@ -103,7 +99,8 @@ async def _serve(
     check_router(router, _listener_of_engine(router, engine))
     cache.check_usable()
     progress.stage(f"Looking for {engine.model}")
-    await call_in_thread(_look_for, engine.model, router.tokenizer)
+    model = await call_in_thread(check_model, engine.model)
+    await call_in_thread(check_tokenizer, router.tokenizer or str(model))
     progress.stage(f"Loading {engine.model}")
     with (
         TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
@@ -137,23 +134,6 @@ async def _serve(
                 await serving
         finally:
             await end(announcing, ready)
-
-
-def _look_for(model: str, tokenizer: str | None) -> None:
-    """Refuse a model that cannot be served, as far as its small files tell.
-
-    Raises:
-        ModelError: There is no such model, it cannot be served, or it has no tokenizer.
-        OSError: A file cannot be opened.
-    """
-    directory = Path(models.resolve(model))
-    check_checkpoint(directory)
-    if tokenizer is not None:
-        return  # the router loads it
-    try:
-        check_tokenizer_files(directory)
-    except ModelError as error:
-        raise ModelError(f"{error}; download it, or name one with --tokenizer") from error
 
 
 async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
