@@ -1,4 +1,4 @@
-"""Many requests at once over one connection: `octavo serve --model demo`.
+"""Many requests at once over one connection: `octavo serve demo`.
 
 Run as `python examples/many_at_once.py localhost:50051`.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's own client with Octavo: `octavo serve --model demo --http-port 8000`.
+"""OpenAI's own client with Octavo: `octavo serve demo --http-port 8000`.
 
 Run as `python examples/openai_chat.py http://localhost:8000/v1`.
 """

@@ -33,8 +33,8 @@ CLIENT_COMMANDS = (
     "octavo chat",
     "octavo status",
 )
-HTTP_SERVER = "octavo serve --model demo --http-port 8000"
-ENGINE = "octavo engine --model demo --port 50052"
+HTTP_SERVER = "octavo serve demo --http-port 8000"
+ENGINE = "octavo engine demo --port 50052"
 ROUTER = "octavo router --engine localhost:50052"
 RUN_HERE = {"make demo", "make serve", *CLIENT_COMMANDS, HTTP_SERVER, ENGINE, ROUTER}
 RUN_ELSEWHERE = {
