@@ -77,7 +77,7 @@ def load(cls: type[S], flags: Flags) -> S:
 def _argument(name: str) -> inspect.Parameter:
     """Return the typer argument that sets the same field as the option of `name`."""
     shown = typer.Argument(
-        metavar=f"[{name.upper()}]", help=f"The same as {flag(name)}.", show_default=False
+        metavar=name.upper(), help=f"The same as {flag(name)}.", show_default=False
     )
     return inspect.Parameter(
         ARGUMENT,

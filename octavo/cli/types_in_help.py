@@ -1,4 +1,4 @@
-"""Names of the options' types in --help: the same for all commands, whatever typer's version."""
+"""The layout of --help and its names of types, whatever typer's version."""
 
 import enum
 import inspect
@@ -28,7 +28,13 @@ class _Switches:
 
 
 class Command(_Switches, TyperCommand):
-    """A command."""
+    """A command; a paragraph of its help is one line, which the terminal breaks."""
+
+    def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:  # noqa: A002, ANN401
+        paragraphs = inspect.cleandoc(help or "").split("\n\n")
+        super().__init__(
+            *args, help="\n\n".join(text.replace("\n", " ") for text in paragraphs), **kwargs
+        )
 
 
 class Group(_Switches, TyperGroup):

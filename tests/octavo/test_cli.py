@@ -230,6 +230,14 @@ def test_help_names_types_plainly(command, monkeypatch):
         assert not [line for line in options if odd in line]
 
 
+def test_paragraphs_of_help_are_broken_where_the_terminal_ends(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    usage, *lines = runner.invoke(app, ["serve", "--help"]).stdout.strip().splitlines()
+    assert usage.strip().endswith("serve [OPTIONS] [MODEL]")
+    prose = [line for line in lines if line.strip() and not line.startswith(("│", "╭", "╰"))]
+    assert len([line for line in prose if "--metrics-port" in line or "MODEL is" in line]) == 1
+
+
 def test_help_of_serve_has_the_flags_of_its_tables(monkeypatch):
     """docs/flags.md says in each title which commands have the flags."""
     monkeypatch.setenv("COLUMNS", "200")
