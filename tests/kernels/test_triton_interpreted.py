@@ -39,7 +39,7 @@ def test_kernels():
 
 @pytest.mark.slow
 def test_engine():
-    run_interpreted("engine/test_on_gpu.py")
+    run_interpreted("engine/running/test_on_gpu.py")
 
 
 @pytest.mark.slow
