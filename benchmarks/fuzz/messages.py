@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.struct_pb2 import Struct
 
 from benchmarks.fixture import VOCABULARY
 from octavo.v1 import engine_pb2, generation_pb2
@@ -31,6 +32,7 @@ STRINGS = (
 )
 IDS = ("", "a", "b", "c")
 """So few that live requests are often asked for and stopped by each other's ids."""
+STRUCT = Struct.DESCRIPTOR.full_name
 DENSITIES = (0.15, 0.5, 0.9)
 
 
@@ -47,7 +49,7 @@ def wild(kind: type[M], rng: random.Random, density: float | None = None) -> M:
 def disturb(message: Message, rng: random.Random) -> None:
     """Sets one field, at any depth, to anything, or clears it."""
     field = rng.choice(message.DESCRIPTOR.fields)
-    if field.type == F.TYPE_MESSAGE and not field.is_repeated and rng.random() < 0.9:
+    if _has_parts(field) and rng.random() < 0.9:
         disturb(getattr(message, field.name), rng)
     elif rng.random() < 0.1:
         message.ClearField(field.name)
@@ -55,8 +57,16 @@ def disturb(message: Message, rng: random.Random) -> None:
         _set(message, field, rng, 0.5)
 
 
+def _has_parts(field: FieldDescriptor) -> bool:
+    """Return whether a field is one message, whose own fields may be set."""
+    is_message = field.type == F.TYPE_MESSAGE and not field.is_repeated
+    return is_message and field.message_type.full_name != STRUCT
+
+
 def _set(message: Message, field: FieldDescriptor, rng: random.Random, density: float) -> None:
-    if _is_map(field):
+    if field.type == F.TYPE_MESSAGE and field.message_type.full_name == STRUCT:
+        _set_struct(getattr(message, field.name), rng)
+    elif _is_map(field):
         entries = getattr(message, field.name)
         key, value = (field.message_type.fields_by_name[name] for name in ("key", "value"))
         for _ in range(_count(rng)):
@@ -72,6 +82,12 @@ def _set(message: Message, field: FieldDescriptor, rng: random.Random, density: 
         getattr(message, field.name).extend(_scalar(field, rng) for _ in range(_count(rng)))
     else:
         setattr(message, field.name, _scalar(field, rng))
+
+
+def _set_struct(struct: Struct, rng: random.Random) -> None:
+    """Set JSON of a random shape; a random message of this kind would have no end."""
+    values = (None, True, 1.5, 1e300, "", [], {}, [[["x"]]], {"a": {"b": [None]}}, "y" * 5000)
+    struct.update({rng.choice(STRINGS): rng.choice(values) for _ in range(min(_count(rng), 8))})
 
 
 def _scalar(field: FieldDescriptor, rng: random.Random) -> Any:  # noqa: ANN401 - of any type

@@ -6,7 +6,6 @@ from pathlib import Path
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
-from octavo.cli.preflight import check_engine, check_model
 from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.engine.settings import EngineSettings
@@ -22,6 +21,8 @@ def engine(flags: Flags) -> None:
 
 
 async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
+    from octavo.cli.preflight import check_engine, check_model  # noqa: PLC0415 - of the extras
+
     check_engine(settings)
     progress.stage(f"Looking for {settings.model}")
     await call_in_thread(check_model, settings.model)

@@ -3,7 +3,6 @@
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
-from octavo.cli.preflight import check_router, check_tokenizer
 from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.router.settings import RouterSettings
@@ -19,6 +18,8 @@ def router(flags: Flags) -> None:
 
 
 async def _router(settings: RouterSettings, progress: running.Progress) -> None:
+    from octavo.cli.preflight import check_router, check_tokenizer  # noqa: PLC0415 - of the extras
+
     check_router(settings)
     if settings.tokenizer is not None:
         progress.stage(f"Looking for the tokenizer {settings.tokenizer}")

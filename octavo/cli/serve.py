@@ -7,22 +7,23 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import structlog
 import typer
 
 from octavo.cli import running
-from octavo.cli.engine_process import EngineProcess
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
-from octavo.cli.preflight import check_model, check_router, check_tokenizer
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
-from octavo.common.models import cache
 from octavo.common.ports import Listener, metrics_listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from octavo.cli.engine_process import EngineProcess
 
 log = structlog.get_logger(__name__)
 
@@ -96,11 +97,15 @@ async def _serve(
     router: RouterSettings, engine: EngineSettings, progress: running.Progress
 ) -> None:
     """Run router and engine; stop the router before the engine."""
-    check_router(router, _listener_of_engine(router, engine))
+    from octavo.cli import preflight  # noqa: PLC0415 - of the extras, as the next two
+    from octavo.cli.engine_process import EngineProcess  # noqa: PLC0415
+    from octavo.common.models import cache  # noqa: PLC0415
+
+    preflight.check_router(router, _listener_of_engine(router, engine))
     cache.check_usable()
     progress.stage(f"Looking for {engine.model}")
-    model = await call_in_thread(check_model, engine.model)
-    await call_in_thread(check_tokenizer, router.tokenizer or str(model))
+    model = await call_in_thread(preflight.check_model, engine.model)
+    await call_in_thread(preflight.check_tokenizer, router.tokenizer or str(model))
     progress.stage(f"Loading {engine.model}")
     with (
         TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
@@ -136,7 +141,7 @@ async def _serve(
             await end(announcing, ready)
 
 
-async def _end_of(process: EngineProcess, ready: asyncio.Task[str]) -> None:
+async def _end_of(process: "EngineProcess", ready: asyncio.Task[str]) -> None:
     """Wait until a ready engine ends; the router reports a failed start."""
     await asyncio.wait({ready})
     if not ready.cancelled() and ready.exception() is None:

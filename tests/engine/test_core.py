@@ -202,6 +202,7 @@ def test_an_aborted_output_leaves_its_siblings(running, monkeypatch):
     engine = running()
     send_in_step(engine, monkeypatch, 10, Abort(0, "a", 1))
     engine.submit("a", tokens=10, max_tokens=30, n=3, temperature=1.0)
+    engine.heard.wait(lambda: engine.heard.ended("a"))
     engine.wait_idle()
     outputs = engine.heard.outputs("a")
     assert {o.index for o in outputs if o.finish_reason} == {0, 2}
