@@ -95,6 +95,7 @@ def run(script: str, environment: dict[str, str], stdin: str = "") -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_make_demo(environment):
     printed = run("make demo", environment)
     assert "The capital of France is Paris." in printed

@@ -109,7 +109,7 @@ def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launc
     [
         ("engine", "paged_attention.cpp"),
         pytest.param("serve", "paged_attention.cpp", marks=pytest.mark.slow),
-        ("serve", "octavo.common.leash"),
+        pytest.param("serve", "octavo.common.leash", marks=pytest.mark.slow),
         pytest.param("engine", "octavo.common.leash", marks=pytest.mark.slow),
     ],
 )
