@@ -103,6 +103,7 @@ def test_make_demo(environment):
     assert "KV cache" in printed
 
 
+@pytest.mark.slow
 def test_serve_then_use_the_commands(environment, tmp_path):
     with running("make serve", environment, tmp_path / "log"):
         printed = run("\n".join(CLIENT_COMMANDS), environment, stdin="Say hello.\n")

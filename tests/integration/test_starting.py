@@ -82,6 +82,7 @@ def test_a_taken_metrics_port_that_was_given_is_an_error(demo_model, launch, tak
     assert "model loaded" not in server.logs()
 
 
+@pytest.mark.slow
 def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launch):
     with ExitStack() as open_sockets:
         for port in (9151, 9152):

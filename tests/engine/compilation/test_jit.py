@@ -73,6 +73,7 @@ def run(model, *, recorded=False):
     return [group.sequences[0].token_ids for group in groups]
 
 
+@pytest.mark.slow
 def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, request):
     expected = run(tiny_model)
     request.getfixturevalue("as_on_a_gpu")
