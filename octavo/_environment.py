@@ -11,7 +11,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _is_command() -> bool:
-    """Return whether this process runs `octavo` or `python -m octavo`, and no user's program."""
+    """Return whether this process is the `octavo` command, not a program that imports octavo."""
     return Path(sys.argv[0]).name == "octavo" or sys.orig_argv[1:3] == ["-m", "octavo"]
 
 

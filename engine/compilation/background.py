@@ -17,6 +17,7 @@ from octavo.common.child_end import why_it_ended
 from octavo.common.resources import oom_kills
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.artifact import Artifact, CompiledStep
+from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.checks.self_check import SelfCheckError
 
 log = structlog.get_logger(__name__)
@@ -26,7 +27,6 @@ NICENESS = 10
 LOGGED_CHARACTERS = 2000
 """Characters of the compiler's error output that are logged, from its end."""
 
-GIB = 1 << 30
 BASE_SECONDS, SECONDS_PER_GIB = 60.0, 120.0
 """Estimate of the compiler's time on two idle cores, by the weights' size. Busy cores take longer:
 the compiler's priority is low."""
@@ -78,7 +78,6 @@ class Compiler:
         self._artifact = artifact
         self._began = time.monotonic()
         self._estimate = estimate_seconds(size)
-        self._running = True
         self._oom_kills = oom_kills()
         log.info(
             "compiling the model for this CPU, once; answers are slower until it ends",
@@ -111,17 +110,11 @@ class Compiler:
     @property
     def progress(self) -> CompileProgress | None:
         """The progress; None once it has ended."""
-        if not self._running:
+        if not self._thread.is_alive():
             return None
         return CompileProgress(time.monotonic() - self._began, self._estimate)
 
     def _wait(self) -> None:
-        try:
-            self._finish()
-        finally:
-            self._running = False
-
-    def _finish(self) -> None:
         """Load what the process has made, or log a warning."""
         assert self._process.stderr is not None
         stderr = self._process.stderr.read()

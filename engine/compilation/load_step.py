@@ -70,9 +70,9 @@ class LoadedStep:
     @property
     def reserved_bytes(self) -> int:
         """The host's bytes that are free, but that the compiler will need while it runs."""
-        compiler = self.compiler
-        running = compiler is not None and compiler.progress is not None
-        return compiler.needed_bytes if compiler is not None and running else 0
+        if self.compiler is None or self.compiling is None:
+            return 0
+        return self.compiler.needed_bytes
 
     @property
     def compiling(self) -> CompileProgress | None:
@@ -185,7 +185,7 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
 
 
 def _room_to_compile(size: int) -> bool:
-    """Return whether there is enough free memory to compile a model; if not, log a warning.
+    """Return whether the free memory suffices to compile a model; log a warning if it does not.
 
     Args:
         size: The bytes of its weights.

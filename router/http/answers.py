@@ -144,7 +144,7 @@ class Answer:
                 await send(self._chunk([part]))
 
     def _accept(self, i: int, accepted: Accepted) -> list[Choice]:
-        """Return the choices that show the prompt of call `i`, if it is to be shown."""
+        """Return the choices that echo the prompt of call `i`; none without `echo`."""
         prompt = self._messages[i].text if self._messages[i].HasField("text") else None
         indices = [self._index(i, output) for output in range(self._request.choices)]
         vocabulary = self._vocabularies(accepted.model)

@@ -69,7 +69,7 @@ def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
     shown: dict[str, float] = {}
     pairs = [(top.token_id, top.logprob) for top in one.top]
     for token_id, logprob in [*pairs, (one.token_id, one.logprob)]:
-        # Of several tokens of one text, as parts of characters are, the likeliest is shown.
+        # Tokens may share one text, such as parts of a character: keep the likeliest.
         shown.setdefault(vocabulary.token(token_id).text, finite(logprob))
     return shown
 

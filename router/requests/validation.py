@@ -43,7 +43,7 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:
-    """Checks that a prompt is set, and of a chat what needs no template."""
+    """Check that the prompt is set, and check the parts of a chat that need no template."""
     if request.WhichOneof("prompt") is None:
         raise rpc.invalid("prompt", "a prompt must be set")
     if request.WhichOneof("prompt") != "chat":

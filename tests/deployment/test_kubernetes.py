@@ -34,7 +34,7 @@ VERSION = "1.31"
 NAME = "app.kubernetes.io/name"
 ANYONE = "anyone"
 AUTOSCALING = """
-# For ten minutes no requests, then 60 a minute that wait for 3 seconds each.
+# No requests for ten minutes; then 60 requests a minute, each of which waits 3 seconds.
 rule_files: [rules.yml]
 evaluation_interval: 1m
 tests:

@@ -91,7 +91,7 @@ def value(registry: CollectorRegistry, name: str, labels: dict[str, str]) -> flo
 
 
 def boundaries(registry: CollectorRegistry, name: str) -> list[float]:
-    """The upper ends of a histogram's buckets, without infinity."""
+    """Return the upper bounds of a histogram's buckets, except infinity."""
     (family,) = [family for family in registry.collect() if family.name == name]
     ends = {float(s.labels["le"]) for s in family.samples if s.name == f"{name}_bucket"}
     return sorted(ends)[:-1]

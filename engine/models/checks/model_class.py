@@ -24,7 +24,7 @@ _KINDS = (
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "is an encoder"),
     (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, "is an encoder"),
 )
-"""Tables of transformers with what their models are, for those that are no language models."""
+"""Transformers' tables of models that are not decoder-only language models, each with its kind."""
 
 
 def check_model_class(path: str) -> None:

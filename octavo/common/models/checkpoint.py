@@ -72,7 +72,7 @@ def check_config(directory: Path) -> None:
 
 
 def why_no_model(directory: Path) -> str:
-    """Return what a directory without config.json is, and what to do."""
+    """Return why a directory without config.json is not a model, and what to use instead."""
     if (directory / ADAPTER_CONFIG).is_file():
         return _adapter(directory)
     if (directory / DIFFUSERS_INDEX).is_file():

@@ -29,7 +29,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 log = structlog.get_logger(__name__)
 
 
-class _NoAnswerError(Exception):
+class _HubUnreachableError(Exception):
     """The hub cannot be asked; the message says why."""
 
 
@@ -75,7 +75,7 @@ def _look_up(name: str) -> "ModelInfo | Path":
         return _ask(name)
     except ModelError as error:
         refusal, why = error, "the hub refuses the model"
-    except _NoAnswerError as error:
+    except _HubUnreachableError as error:
         refusal, why = _unreachable(name, str(error)), str(error)
     if (cached := _cached(name)) is None:
         raise refusal from None
@@ -88,7 +88,7 @@ def _ask(name: str) -> "ModelInfo":
 
     Raises:
         ModelError: There is no such model, or no access to it.
-        _NoAnswerError: The hub cannot be reached, or answers nonsense.
+        _HubUnreachableError: The hub cannot be reached, or answers nonsense.
     """
     from huggingface_hub import HfApi, errors  # noqa: PLC0415 - slow to import
 
@@ -112,11 +112,11 @@ def _ask(name: str) -> "ModelInfo":
                 f"the hub ({_endpoint()}) refuses the model {name!r} (HTTP status {status}): set"
                 " HF_TOKEN to a token that may read it"
             ) from error
-        raise _NoAnswerError(f"HTTP status {status}") from error
+        raise _HubUnreachableError(f"HTTP status {status}") from error
     except errors.OfflineModeIsEnabled as error:
-        raise _NoAnswerError("HF_HUB_OFFLINE is set") from error
+        raise _HubUnreachableError("HF_HUB_OFFLINE is set") from error
     except Exception as error:  # the HTTP library's own types, or an answer that is not the hub's
-        raise _NoAnswerError(first_line(error)) from error
+        raise _HubUnreachableError(first_line(error)) from error
 
 
 def _unreachable(name: str, why: str) -> ModelError:

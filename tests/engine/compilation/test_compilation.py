@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from functools import partialmethod
 
@@ -161,6 +162,7 @@ def test_a_service_neither_traces_nor_loads_the_model(kept):
     """Nothing that could recompile is even imported."""
     program = f"""
 import sys
+import threading
 from octavo.engine.settings import EngineSettings
 from octavo.engine.models.checks.self_check import Reference
 from octavo.engine.startup import StartupError, build
@@ -293,7 +295,8 @@ def test_what_was_damaged_is_compiled_again(kept):
 
 
 def _no_compiler(compiler, artifact, size, needed_bytes, asked):
-    compiler.step, compiler.needed_bytes, compiler._running = None, needed_bytes, False
+    compiler.step, compiler.needed_bytes = None, needed_bytes
+    compiler._thread = threading.Thread()  # not started, as if it had ended
     asked.append(artifact)
 
 
