@@ -146,7 +146,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     }
     needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
     parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
-    cpu.pin_threads()
+    cpu.pin_threads(parts.threads.places)
     stepper: Any = Stepper(parts)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     spent: defaultdict[str, float] = defaultdict(float)

@@ -119,10 +119,10 @@ async def serve(
 
 
 def _build(settings: EngineSettings) -> Parts:
-    """Load the model, and pin the thread that will compute to its cores."""
+    """Load the model, and pin the threads that will compute to their cores."""
     parts = build(settings)
     if parts.device == "cpu":
-        cpu.pin_threads()
+        cpu.pin_threads(parts.threads.places)
     return parts
 
 

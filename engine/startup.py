@@ -16,6 +16,7 @@ from octavo.common.models.errors import ModelError
 from octavo.common.models.resolve import resolve
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
+from octavo.common.topology import format_list, read_nodes
 from octavo.engine import generation_config
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.generation_config import Defaults
@@ -39,14 +40,13 @@ from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
+from octavo.engine.threads import Threads, choose_threads
 from octavo.kernels.ops import device_warning
 
 log = structlog.get_logger(__name__)
 
 CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
 GPU_SEQS, GPU_BATCHED_TOKENS = 256, 8192
-THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-"""Environment variables that set PyTorch's number of threads."""
 
 
 class StartupError(Exception):
@@ -69,6 +69,7 @@ class Parts:
         dtype: The weights' data type.
         warnings: What makes the engine slow and what to do about it.
         defaults: The model's own defaults of what requests do not set.
+        threads: The threads that compute on a CPU.
     """
 
     scheduler: Scheduler
@@ -82,6 +83,7 @@ class Parts:
     dtype: str
     warnings: tuple[str, ...]
     defaults: Defaults
+    threads: Threads
 
 
 def build(settings: EngineSettings) -> Parts:
@@ -94,7 +96,7 @@ def build(settings: EngineSettings) -> Parts:
         OSError: There is no such model.
     """
     began = time.perf_counter()
-    _limit_threads()
+    threads = _set_threads()
     model = resolve(settings.model)
     check_checkpoint(Path(model))
     _warn_without_tokenizer(Path(model))
@@ -162,6 +164,7 @@ def build(settings: EngineSettings) -> Parts:
         dtype=str(loaded.dtype).removeprefix("torch."),
         warnings=_warnings(loaded.device),
         defaults=_defaults(settings, Path(model), limits),
+        threads=threads,
     )
 
 
@@ -186,15 +189,21 @@ def _warnings(device: torch.device) -> tuple[str, ...]:
     return () if warning is None else (warning,)
 
 
-def _limit_threads() -> None:
-    """Limit PyTorch's threads to the cores that this process may use.
-
-    PyTorch starts one thread for each core of the machine. In a container with a CPU quota, threads
-    that wait for each other use up the quota, and then all of them are throttled.
-    """
-    cores = resources.cores()
-    if cores < torch.get_num_threads() and not THREAD_VARIABLES & os.environ.keys():
-        torch.set_num_threads(cores)
+def _set_threads() -> Threads:
+    """Make PyTorch compute with the threads that suit this process' cores; return them."""
+    threads = choose_threads(
+        read_nodes(), resources.cpu_quota(), os.environ, torch.get_num_threads()
+    )
+    if threads.count != torch.get_num_threads():
+        torch.set_num_threads(threads.count)
+    log.info(
+        "threads chosen",
+        threads=threads.count,
+        cpus=format_list(threads.cpus),
+        numa_nodes=format_list(threads.nodes),
+        pinned=bool(threads.places),
+    )
+    return threads
 
 
 def _batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int]:

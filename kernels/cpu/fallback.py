@@ -5,6 +5,8 @@ batch for `scaled_dot_product_attention`; so all decodes of a step are one call.
 the K/V that it reads.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
@@ -112,7 +114,7 @@ def argmax(rows: Tensor) -> Tensor:
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
-def pin_threads() -> bool:
+def pin_threads(_: Sequence[Sequence[int]]) -> bool:
     """Return False: PyTorch cannot pin threads; see `NativeKernels.pin_threads`."""
     return False
 

@@ -1,19 +1,19 @@
-"""Memory and CPU cores available to this process.
+"""Memory and CPU time available to this process.
 
 PyTorch and psutil report the machine's. Linux control groups, version 1 or 2, limit a container:
 the limits of the process' group and of every group above it apply.
 """
 
 import math
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-SYSTEM = Path("/")
+from octavo.common.placement import Placement, current
+from octavo.common.topology import SYSTEM, read_nodes
+
 LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Files of a group's limits, of either version. Over `high` it is slowed down, not ended."""
 USAGES = ("memory.current", "memory.usage_in_bytes")
@@ -38,14 +38,28 @@ class Memory:
 
 
 def memory(root: Path = SYSTEM) -> Memory:
-    """Return the memory of the machine, within the limits of control groups."""
+    """Return the memory of the machine, within the limits of control groups.
+
+    Engines that run side by side share it, and each has no more than its share of its node's.
+    """
     machine = psutil.virtual_memory()
     total, available = float(machine.total), float(machine.available)
     for group in _groups("memory", root):
         limit = min(_limit(_read(group / name)) for name in LIMITS)
         if limit < math.inf:
             total, available = min(total, limit), min(available, limit - _used(group))
+    if (placement := current()) is not None:
+        node = _of_node(placement, root)
+        total = min(total / placement.engines, node.total)
+        available = min(available / placement.engines, node.available)
     return Memory(int(total), max(0, int(available)))
+
+
+def _of_node(placement: Placement, root: Path) -> Memory:
+    """Return an engine's share of its node's memory."""
+    node = next(node for node in read_nodes(root) if node.number == placement.node)
+    engines = placement.engines_on_node
+    return Memory(node.total // engines, node.available // engines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +100,14 @@ def _counter(text: str) -> int | None:
     return int(values["oom_kill"]) if "oom_kill" in values else None
 
 
-def cores(root: Path = SYSTEM) -> int:
-    """Return how many threads can compute at once: at least 1; a partial core counts as one."""
-    usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    quotas = [_quota(group) for group in _groups("cpu", root)]
-    return max(1, math.ceil(min([usable, *quotas])))
+def cpu_quota(root: Path = SYSTEM) -> float:
+    """Return the cores' worth of time that this process may use; infinite without a limit.
+
+    Engines that run side by side share it.
+    """
+    placement = current()
+    quota = min([_quota(group) for group in _groups("cpu", root)], default=math.inf)
+    return quota if placement is None else quota / placement.engines
 
 
 def _used(group: Path) -> int:

@@ -1,11 +1,14 @@
 """What a process may use of its machine, as the files of control groups say it."""
 
-import os
+import math
 
 import psutil
 import pytest
 
-from octavo.common.resources import OomKills, cores, memory, oom_kills
+import octavo.common.placement
+from octavo.common.placement import Placement
+from octavo.common.resources import Memory, OomKills, cpu_quota, memory, oom_kills
+from tests.common.machines import GIB, Machine
 
 MIB = 1 << 20
 V2 = "31 23 0:28 {shown} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -44,7 +47,7 @@ def test_without_limits_it_is_the_machines(tmp_path, container):
     for root in (tmp_path / "of no Linux", free):
         assert memory(root).total == machine
         assert memory(root).available > 0
-        assert cores(root) == len(os.sched_getaffinity(0))
+        assert cpu_quota(root) == math.inf
 
 
 def test_a_containers_limits(container):
@@ -56,7 +59,7 @@ def test_a_containers_limits(container):
     )
     assert memory(root).total == 100 * MIB
     assert memory(root).available == 50 * MIB
-    assert cores(root) == 1
+    assert cpu_quota(root) == 0.5
 
 
 def test_what_is_over_a_limit_leaves_nothing(container):
@@ -82,7 +85,7 @@ def test_the_groups_above_limit_too(system):
     )
     assert memory(root).total == 200 * MIB
     assert memory(root).available == 10 * MIB
-    assert cores(root) == 1
+    assert cpu_quota(root) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,13 +110,25 @@ def test_version_1(system, shown, below):
     )
     assert memory(root).total == 100 * MIB
     assert memory(root).available == 50 * MIB
-    assert cores(root) == 1
+    assert cpu_quota(root) == 0.5
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize(("quota", "number"), [(100_000, 1), (100_001, 2), (200_000, 2)])
-def test_part_of_a_core_is_a_core(container, quota, number):
-    assert cores(container(cpu_max=f"{quota} 100000\n")) == number
+def test_an_engine_beside_others_has_its_share(container, monkeypatch):
+    """Of the quota, of the container's memory, and of its node's."""
+    placement = Placement((2,), node=1, engines=4, engines_on_node=2)
+    monkeypatch.setattr(octavo.common.placement, "_current", placement)
+    files = {"memory_max": f"{16 * GIB}", "memory_current": f"{4 * GIB}"}
+    root = container(cpu_max="600000 100000", **files)
+    machine = Machine(
+        cores=("0", "1", "2", "3"), nodes={0: ("0-1", 64), 1: ("2-3", 6)}, allowed="2"
+    ).write(root)
+    assert cpu_quota(machine) == 1.5
+    assert memory(machine).total == 3 * GIB  # half of the node's
+    assert memory(machine).available == 1.5 * GIB
+    roomy = Placement((0,), node=0, engines=4, engines_on_node=2)
+    monkeypatch.setattr(octavo.common.placement, "_current", roomy)
+    (root / "proc/self/status").write_text("Cpus_allowed_list: 0\n")
+    assert memory(machine) == Memory(4 * GIB, 3 * GIB)  # a quarter of the container's
 
 
 def test_kills_of_version_2(container):

@@ -54,7 +54,7 @@ def test_swap_space_may_be_none(tiny_model):
 
 def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypatch):
     monkeypatch.setattr(resources, "memory", lambda: Memory(64 << 20, 40 << 20))
-    monkeypatch.setattr(resources, "cores", lambda: 1)
+    monkeypatch.setattr(resources, "cpu_quota", lambda: 0.5)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

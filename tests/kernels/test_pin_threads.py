@@ -1,0 +1,49 @@
+"""Threads of OpenMP's pool on cores of their own, as Linux says it."""
+
+import os
+import threading
+
+import pytest
+
+from octavo.kernels.cpu import build, fallback
+from octavo.kernels.cpu.native import NativeKernels
+
+pytestmark = pytest.mark.skipif(
+    build.find_compiler() is None or len(os.sched_getaffinity(0)) < 2,
+    reason="needs a C++ compiler and two CPUs",
+)
+FIRST, SECOND = sorted(os.sched_getaffinity(0))[:2] if len(os.sched_getaffinity(0)) > 1 else (0, 0)
+
+
+def pin(kernels, places):
+    """Pin in a new thread, which has a pool of its own; return the outcome and where they run."""
+    outcome = []
+    before = set(os.listdir("/proc/self/task"))
+
+    def run():
+        done = kernels.pin_threads(places)
+        new = set(os.listdir("/proc/self/task")) - before
+        outcome.extend([done, sorted(tuple(os.sched_getaffinity(int(task))) for task in new)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return outcome
+
+
+def test_each_thread_has_its_own_core():
+    assert pin(NativeKernels(), [(SECOND,), (FIRST,)]) == [True, [(FIRST,), (SECOND,)]]
+
+
+def test_a_core_may_have_several_cpus():
+    both = (FIRST, SECOND)
+    assert pin(NativeKernels(), [both, (SECOND,)]) == [True, [both, (SECOND,)]]
+
+
+def test_no_places_are_no_pins():
+    assert pin(NativeKernels(), [])[0] is False
+    assert pin(fallback, [(FIRST,), (SECOND,)])[0] is False
+
+
+def test_cpus_that_are_not_there_are_no_error():
+    assert pin(NativeKernels(), [(FIRST,), (5000,)])[0] is False
