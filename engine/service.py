@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import structlog
 
+from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Event, Load, PrefixChange
@@ -50,6 +51,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 "model": settings.model_name,
                 "device": parts.device,
                 "dtype": parts.dtype,
+                "threads": str(parts.threads.count),
+                "cpus": format_list(parts.threads.cpus),
+                "numa_nodes": format_list(parts.threads.nodes),
             }
         )
         loop = asyncio.get_running_loop()
@@ -116,6 +120,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             warnings=parts.warnings,
             default_sampling=parts.defaults.sampling,
             default_max_tokens=parts.defaults.max_tokens,
+            threads=parts.threads.count,
+            cpus=format_list(parts.threads.cpus),
+            numa_nodes=parts.threads.nodes,
         )
 
     def close(self) -> None:

@@ -83,4 +83,7 @@ def _status(link: EngineLink) -> admin_pb2.EngineStatus:
         sequences=link.sequences,
         load=engine.load if engine else None,
         problem=link.problem,
+        threads=engine.info.threads if engine else 0,
+        cpus=engine.info.cpus if engine else "",
+        numa_nodes=engine.info.numa_nodes if engine else (),
     )

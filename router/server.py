@@ -46,7 +46,8 @@ class Router:
 
     Args:
         settings: Its settings.
-        on_serving: Called once, with the model that the first engine has.
+        on_serving: Called once, with the model that `engines` engines have.
+        engines: See `on_serving`.
 
     Raises:
         SettingsError: The tenants' file cannot be read, or is wrong.
@@ -62,11 +63,13 @@ class Router:
         self,
         settings: RouterSettings,
         on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
+        engines: int = 1,
     ) -> None:
         self.address = ""
         self.registry = CollectorRegistry()
         self._settings = settings
         self._on_serving = on_serving
+        self._engines = engines
         self.authenticator = Authenticator(settings.tenants, self.registry)
         self._tokenizers = Tokenizers()
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
@@ -237,7 +240,7 @@ class Router:
         self.generator.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
-        if self._on_serving is not None and self.pool.up(model):
+        if self._on_serving is not None and len(self.pool.up(model)) >= self._engines:
             tell, self._on_serving = self._on_serving, None
             tell(self.pool.card(model, queued=0))
 
@@ -289,7 +292,7 @@ async def serve(
     Args:
         settings: Its settings.
         on_ready: Called with HOST:PORT when it listens.
-        on_serving: Called, once, with the model that the first engine has.
+        on_serving: Called, once, with the model that all of the settings' engines have.
         engines_ready: Waited for before it connects to the engines, while it listens already; its
             error ends the router.
         tokenizer: Loaded at the start. Default: that of the settings, if any.
@@ -313,7 +316,7 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    router = Router(settings, on_serving)
+    router = Router(settings, on_serving, len(settings.engine))
     try:
         await router.listen()
         parts = (

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from octavo.cli.options import declaring, describe
 from octavo.cli.serve import HIDDEN
+from octavo.cli.serve_settings import ServeSettings
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.settings import Settings, flag
@@ -17,6 +18,7 @@ TITLES = (
     ("`serve`, `router` and `engine`: connections", ConnectionSettings),
     ("`serve`, `router` and `engine`: TLS", TlsSettings),
     ("`serve`, `router` and `engine`: tracing", TracingSettings),
+    ("`serve`", ServeSettings),
     ("`router` and `serve`", RouterSettings),
     ("`router`", RouterSettings),
     ("`engine` and `serve`", EngineSettings),
@@ -36,8 +38,8 @@ HEAD = """\
 Each flag of `octavo serve`, `octavo router` and `octavo engine` is also an environment variable
 (`--block-size`: `OCTAVO_BLOCK_SIZE`) and a key of the TOML file that `--config` names
 (`block_size`). A flag wins over the variable, the variable over the file. In the file, a key
-outside of a table is for every command that has it; a key in `[engine]` or `[router]` is for one,
-and wins there.
+outside of a table is for every command that has it; a key in `[engine]`, `[router]` or `[serve]`
+is for one, and wins there.
 
 The commands for clients have their flags in their `--help`: they find the server by `--address` or
 `OCTAVO_ADDRESS` (default `localhost:50051`).

@@ -1,4 +1,4 @@
-"""The engine process of `octavo serve`; it dies with its parent."""
+"""An engine process of `octavo serve`; it dies with its parent."""
 
 import contextlib
 import ctypes
@@ -20,6 +20,7 @@ from octavo.cli.running import EXPECTED, StartError, run_loop, settle
 from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.common.child_end import why_it_ended
+from octavo.common.placement import Placement, bind
 from octavo.common.resources import oom_kills
 from octavo.common.stopping import (
     StoppedWhileStartingError,
@@ -47,16 +48,28 @@ class EngineProcess:
     Args:
         settings: of the engine.
         socket: path of the Unix socket to listen on.
+        name: in errors, such as "the engine".
+        placement: the part of the machine to use; default: all that this process may use.
     """
 
-    def __init__(self, settings: EngineSettings, socket: Path) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        socket: Path,
+        name: str = "the engine",
+        placement: Placement | None = None,
+    ) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._settings = settings
+        self._name = name
+        self.socket = socket
         self._reports, self._child_end = spawn.Pipe(duplex=False)
         self._oom_kills = oom_kills()
         self._ready = False
         self._process = spawn.Process(
-            target=_run, args=(settings, socket, self._child_end, os.getpid()), name="octavo-engine"
+            target=_run,
+            args=(settings, socket, placement, self._child_end, os.getpid()),
+            name="octavo-engine",
         )
 
     async def ready(self) -> str:
@@ -69,9 +82,9 @@ class EngineProcess:
             kind, text = await call_in_thread(self._reports.recv)
         except EOFError:
             await self.ended()
-            raise StartError(f"the engine died while starting ({self._end()})") from None
+            raise StartError(f"{self._name} died while starting ({self._end()})") from None
         if kind == "failed":
-            raise StartError(f"the engine cannot start: {text}")
+            raise StartError(f"{self._name} cannot start: {text}")
         self._ready = True
         return str(text)
 
@@ -91,20 +104,23 @@ class EngineProcess:
         with contextlib.suppress(EOFError):
             if self._reports.poll():
                 why = f"{why}: {self._reports.recv()[1]}"
-        raise StartError(f"the engine ended by itself ({why})")
+        raise StartError(f"{self._name} ended by itself ({why})")
 
-    def stop(self) -> None:
-        """Send SIGTERM, wait for the drain timeout, then kill the process.
+    def begin_to_stop(self) -> None:
+        """Send SIGTERM.
 
         An engine that is not ready has nothing to drain: it is killed at once, as a thread that
         loads a model or a compiler would let it wait.
         """
         if not self._ready and self._process.pid is not None:
             end_tree(self._process.pid)
-            self._process.join()
-        if self._process.is_alive():
+        elif self._process.is_alive():
             self._process.terminate()
-            self._process.join(self._settings.drain_timeout + STOP_SECONDS)
+
+    def stop(self) -> None:
+        """Send SIGTERM if `begin_to_stop` has not, wait for the drain timeout, then kill."""
+        self.begin_to_stop()
+        self._process.join(self._settings.drain_timeout + STOP_SECONDS)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -142,13 +158,21 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _run(settings: EngineSettings, socket: Path, reports: Connection, parent: int) -> None:
+def _run(
+    settings: EngineSettings,
+    socket: Path,
+    placement: Placement | None,
+    reports: Connection,
+    parent: int,
+) -> None:
     """Serve until SIGTERM in the child; report readiness or failure to the parent."""
     _die_with(parent)
     os.setpgid(0, 0)  # the parent handles ctrl-C: it drains the router first
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     logging.configure(settings.log_format, settings.log_level)
+    if placement is not None:  # now, while there are no other threads, and PyTorch is not imported
+        bind(placement)
 
     def report(kind: Literal["ready", "failed"], text: str) -> None:
         reports.send((kind, text))

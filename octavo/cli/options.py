@@ -22,8 +22,8 @@ S = TypeVar("S", bound=Settings)
 
 EPILOG = (
     "Every option is also an environment variable (--block-size: OCTAVO_BLOCK_SIZE) and a key "
-    "of the TOML file (block_size), flat or under \\[engine] or \\[router]. A flag overrides the "
-    "variable, the variable overrides the file."
+    "of the TOML file (block_size), flat or under \\[engine], \\[router] or \\[serve]. A flag "
+    "overrides the variable, the variable overrides the file."
 )
 
 

@@ -1,7 +1,8 @@
-"""`octavo serve`: run a router and an engine together."""
+"""`octavo serve`: run a router and its engines together."""
 
 import asyncio
 import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,16 @@ import typer
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.serve_settings import ServeSettings, Words
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
-from octavo.common.ports import Listener, metrics_listener
+from octavo.common.ports import Listener, check_all, metrics_listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
-    from octavo.cli.engine_process import EngineProcess
+    from octavo.cli.engine_group import EngineGroup
 
 log = structlog.get_logger(__name__)
 
@@ -38,54 +40,80 @@ PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
 
 
 HIDDEN = frozenset({"engine", *LINK_TO_ENGINE})
-"""Settings of the router that have no option here: there is one engine, at a Unix socket."""
+"""Settings of the router that have no option here: its engines are at Unix sockets."""
 
 
-@settings_options(RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
+@settings_options(ServeSettings, RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
 def serve(flags: Flags) -> None:
-    """Serve a model: a router here and an engine in a child process.
+    """Serve a model: a router here and an engine in a child process, or one for each NUMA node.
 
-    --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. The engine
-    listens on a Unix socket of this user only; its metrics port is the router's plus one.
+    --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. An engine
+    listens on a Unix socket of this user only; its metrics port is the router's plus one, the next
+    engine's plus two.
     MODEL is a Hub name, a local directory, a GGUF file or `demo`.
     """
     require("serve", "engine", "router")
+    own_settings = load(ServeSettings, flags)
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     own: Flags = {"host": "127.0.0.1"}
     # If it is not set, each picks a free port where its default is taken.
     if "metrics_port" in router.model_fields_set:
-        own["metrics_port"] = _metrics_port_of_engine(router.metrics_port)
+        own["metrics_port"] = _metrics_port_of_engine(router.metrics_port, 0)
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
     engine = engine.model_copy(update=dict.fromkeys(PORT_OF_ENGINE))
     running.run(
-        lambda progress: running.unless_stopped(_serve(router, engine, progress)),
+        lambda progress: running.unless_stopped(
+            _serve(router, engine, own_settings.engines_per_node, progress)
+        ),
         router.log_format,
     )
 
 
-def _metrics_port_of_engine(port: int) -> int:
-    """Return the engine's metrics port, by the router's; 0 disables both.
+def _metrics_port_of_engine(port: int, number: int) -> int:
+    """Return an engine's metrics port, by the router's; 0 disables all.
+
+    Args:
+        port: The router's.
+        number: The engine's, from 0.
 
     Raises:
-        typer.BadParameter: There is no port after the router's.
+        typer.BadParameter: There is no such port.
     """
-    if port == LAST_PORT:
+    if port and port + 1 + number > LAST_PORT:
         raise typer.BadParameter(
-            f"--metrics-port is {port}, but the engine's metrics need the next port, and there is "
-            "none: choose a lower port, or 0 for no metrics"
+            f"--metrics-port is {port}, but each engine's metrics need a port after it, and there"
+            " is none: choose a lower port, or 0 for no metrics"
         )
-    return port + 1 if port else 0
+    return port + 1 + number if port else 0
 
 
-def _listener_of_engine(router: RouterSettings, engine: EngineSettings) -> list[Listener]:
-    """Return where the engine serves metrics, if its port is not replaced when it is taken."""
+def settings_of_engines(
+    router: RouterSettings, engine: EngineSettings, count: int
+) -> list[EngineSettings]:
+    """Return the settings of each of `count` engines, which differ in their metrics ports."""
     if "metrics_port" not in engine.model_fields_set:
+        return [engine] * count
+    ports = [_metrics_port_of_engine(router.metrics_port, number) for number in range(count)]
+    return [engine.model_copy(update={"metrics_port": port}) for port in ports]
+
+
+def listeners_of_engines(
+    router: RouterSettings, engines: Sequence[EngineSettings]
+) -> list[Listener]:
+    """Return where engines serve metrics, unless their ports are replaced when they are taken."""
+    if "metrics_port" not in engines[0].model_fields_set:
         return []
-    listener = metrics_listener(engine.host, engine.metrics_port)
-    reason = f"it is the port after --metrics-port {router.metrics_port}, and the engine's"
-    return [replace(listener, action="serve the engine's metrics", reason=reason)]
+    listeners = []
+    for number, engine in enumerate(engines, 1):
+        place, owner = ("the port", "the engine's")
+        if number > 1:
+            place, owner = f"{number} ports", f"engine {number}'s"
+        reason = f"it is {place} after --metrics-port {router.metrics_port}, and {owner}"
+        listener = metrics_listener(engine.host, engine.metrics_port)
+        listeners.append(replace(listener, action=f"serve {owner} metrics", reason=reason))
+    return listeners
 
 
 def _without(flags: Flags, name: str) -> Flags:
@@ -94,22 +122,29 @@ def _without(flags: Flags, name: str) -> Flags:
 
 
 async def _serve(
-    router: RouterSettings, engine: EngineSettings, progress: running.Progress
+    router: RouterSettings,
+    engine: EngineSettings,
+    engines_per_node: Words | int,
+    progress: running.Progress,
 ) -> None:
-    """Run router and engine; stop the router before the engine."""
-    from octavo.cli import preflight  # noqa: PLC0415 - of the extras, as the next two
-    from octavo.cli.engine_process import EngineProcess  # noqa: PLC0415
+    """Run router and engines; stop the router before the engines."""
+    from octavo.cli import preflight  # noqa: PLC0415 - of the extras, as the next three
+    from octavo.cli.engine_group import EngineGroup  # noqa: PLC0415
+    from octavo.cli.engine_plan import plan_engines, read_machine  # noqa: PLC0415
     from octavo.common.models import cache  # noqa: PLC0415
 
-    preflight.check_router(router, _listener_of_engine(router, engine))
+    preflight.check_router(router, listeners_of_engines(router, [engine]))
     cache.check_usable()
     progress.stage(f"Looking for {engine.model}")
     model = await call_in_thread(preflight.check_model, engine.model)
     await call_in_thread(preflight.check_tokenizer, router.tokenizer or str(model))
+    placements = plan_engines(engines_per_node, read_machine(engine.device, model))
+    engines = settings_of_engines(router, engine, len(placements) or 1)
+    check_all(listeners_of_engines(router, engines))
     progress.stage(f"Loading {engine.model}")
     with (
         TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
-        EngineProcess(engine, socket := Path(directory, "engine.sock")) as process,
+        EngineGroup(engines, Path(directory), placements) as group,
     ):
         # Start the router while the model loads: its imports take seconds, and a taken port is
         # reported at once.
@@ -117,35 +152,35 @@ async def _serve(
         loop = asyncio.get_running_loop()
         served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
         listening: asyncio.Future[str] = loop.create_future()
-        ready = start(process.ready(), "engine-ready")
+        ready = start(group.ready(), "engines-ready")
         announcing = report_failure(
             partial(_announce, ready, listening, served, router, progress), "announce"
         )
         try:
             async with joined(
                 server.serve(
-                    router.model_copy(update={"engine": [f"unix:{socket}"]}),
+                    router.model_copy(update={"engine": group.addresses}),
                     on_ready=listening.set_result,
                     on_serving=served.set_result,
                     engines_ready=ready,
                     tokenizer=router.tokenizer or engine.model,
                 ),
-                _end_of(process, ready),
-                names=("router", "engine"),
+                _end_of(group, ready),
+                names=("router", "engines"),
             ) as (serving, ended):
                 await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not serving.done():
-                    process.check()
+                    group.check()
                 await serving
         finally:
             await end(announcing, ready)
 
 
-async def _end_of(process: "EngineProcess", ready: asyncio.Task[str]) -> None:
-    """Wait until a ready engine ends; the router reports a failed start."""
+async def _end_of(group: "EngineGroup", ready: asyncio.Task[None]) -> None:
+    """Wait until one of the ready engines ends; the router reports a failed start."""
     await asyncio.wait({ready})
     if not ready.cancelled() and ready.exception() is None:
-        await process.ended()
+        await group.ended()
     else:
         await asyncio.Event().wait()
 
@@ -157,7 +192,7 @@ def _import_router() -> ModuleType:
 
 
 async def _announce(
-    ready: asyncio.Task[str],
+    ready: asyncio.Task[None],
     listening: asyncio.Future[str],
     served: asyncio.Future[generation_pb2.ModelCard],
     router: RouterSettings,
@@ -181,6 +216,8 @@ async def _announce(
         "context": f"{model.max_model_len} tokens",
         "blocks": f"{model.total_blocks} of {model.block_size} tokens",
     }
+    if model.engines > 1:
+        facts["engines"] = str(model.engines)
     if router.http_port:
         facts["http"] = router.http_url
     progress.ready("octavo is ready", facts)

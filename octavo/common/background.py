@@ -190,6 +190,8 @@ class OneThread:
             try:
                 outcome: tuple[Callable[[Any], None], object]
                 outcome = done.set_result, function(*arguments)
+            except StopIteration as error:  # a future refuses it, and would never be done
+                outcome = done.set_exception, RuntimeError(f"{function} raised {error!r}")
             except BaseException as error:  # noqa: BLE001 - raised to the caller
                 outcome = done.set_exception, error
             with suppress(RuntimeError):  # the loop is closed: nothing waits

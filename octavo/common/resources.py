@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from octavo.common.placement import Placement, current
+from octavo.common.placement import current
 from octavo.common.topology import SYSTEM, read_nodes
 
 LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
@@ -49,17 +49,12 @@ def memory(root: Path = SYSTEM) -> Memory:
         if limit < math.inf:
             total, available = min(total, limit), min(available, limit - _used(group))
     if (placement := current()) is not None:
-        node = _of_node(placement, root)
-        total = min(total / placement.engines, node.total)
-        available = min(available / placement.engines, node.available)
+        total, available = total / placement.engines, available / placement.engines
+        for node in read_nodes(root):
+            if node.number == placement.node:
+                total = min(total, node.total / placement.engines_on_node)
+                available = min(available, node.available / placement.engines_on_node)
     return Memory(int(total), max(0, int(available)))
-
-
-def _of_node(placement: Placement, root: Path) -> Memory:
-    """Return an engine's share of its node's memory."""
-    node = next(node for node in read_nodes(root) if node.number == placement.node)
-    engines = placement.engines_on_node
-    return Memory(node.total // engines, node.available // engines)
 
 
 @dataclass(frozen=True, slots=True)

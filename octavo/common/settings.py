@@ -15,7 +15,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings.sources import InitSettingsSource
 
 ENV_PREFIX = "OCTAVO_"
-TABLES = ("engine", "router")
+TABLES = ("engine", "router", "serve")
 """TOML tables of one command each; their keys override the file's flat keys."""
 
 
@@ -39,7 +39,7 @@ class Settings(BaseSettings):
     )
 
     table: ClassVar[str] = ""
-    """The TOML table that belongs to this class: "engine", "router" or none."""
+    """The TOML table that belongs to this class: one of `TABLES` or none."""
 
     config: Path | None = Field(
         None,

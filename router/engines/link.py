@@ -255,6 +255,9 @@ class EngineLink:
             device=engine.info.device,
             version=engine.info.version,
             blocks=engine.load.total_blocks,
+            threads=engine.info.threads,
+            cpus=engine.info.cpus,
+            numa_nodes=list(engine.info.numa_nodes),
         )
         engine.up = True
         self.breaker.connected()

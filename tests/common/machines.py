@@ -16,10 +16,10 @@ class Machine:
     Attributes:
         cores: Each core's CPUs.
         nodes: Each node's CPUs and GiB of memory; a quarter is free and a quarter page cache.
-        allowed: The CPUs that the process may use; default: all possible ones.
+        allowed: The CPUs that the process may use, whatever its real affinity; default: all.
+            None: by its affinity.
         memory_allowed: The nodes whose memory it may use; default: all.
         offline: CPUs that are not running.
-        possible: CPUs that Linux could have.
         capacities: The cores' capacities by CPU, as ARM has them.
         fast: The fast cores' CPUs, as Intel's hybrids have them.
         distances: The distances between nodes; default: one socket each.
@@ -27,8 +27,8 @@ class Machine:
 
     cores: Iterable[str]
     nodes: Mapping[int, tuple[str, int]]
-    allowed: str = "0-1023"
-    memory_allowed: str = "0-31"
+    allowed: str | None = "0-1023"
+    memory_allowed: str | None = "0-31"
     offline: str = ""
     capacities: Mapping[int, int] = field(default_factory=dict)
     fast: str = ""
@@ -54,7 +54,8 @@ class Machine:
 
     def _write_process(self, root: Path) -> None:
         lists = {"Cpus_allowed_list": self.allowed, "Mems_allowed_list": self.memory_allowed}
-        _write(root / "proc/self/status", "".join(f"{k}:\t{v}\n" for k, v in lists.items()))
+        lines = (f"{name}:\t{numbers}\n" for name, numbers in lists.items() if numbers is not None)
+        _write(root / "proc/self/status", "".join(lines))
 
     def _write_nodes(self, folder: Path, offline: set[int]) -> None:
         _write(folder / "online", format_list(self.nodes))

@@ -189,6 +189,8 @@ async def test_one_thread_makes_all_calls():
         await thread.call(lambda: 1 / 0)
     thread.close()
     assert await call_in_thread(max, 1, 2) == 2
+    with pytest.raises(RuntimeError, match="raised StopIteration"):  # which ends no future
+        await asyncio.wait_for(call_in_thread(next, iter(())), 5)
 
 
 async def test_worker_threads_that_die_are_replaced(log, monkeypatch):

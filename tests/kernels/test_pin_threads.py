@@ -2,6 +2,7 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -15,15 +16,20 @@ pytestmark = pytest.mark.skipif(
 FIRST, SECOND = sorted(os.sched_getaffinity(0))[:2] if len(os.sched_getaffinity(0)) > 1 else (0, 0)
 
 
+def tasks():
+    """The threads of this process."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
 def pin(kernels, places):
     """Pin in a new thread, which has a pool of its own; return the outcome and where they run."""
     outcome = []
-    before = set(os.listdir("/proc/self/task"))
+    before = tasks()
 
     def run():
         done = kernels.pin_threads(places)
-        new = set(os.listdir("/proc/self/task")) - before
-        outcome.extend([done, sorted(tuple(os.sched_getaffinity(int(task))) for task in new)])
+        new = tasks() - before
+        outcome.extend([done, sorted(tuple(os.sched_getaffinity(task)) for task in new)])
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from octavo.cli import app
+from octavo.cli.serve import listeners_of_engines, settings_of_engines
 from octavo.common import logging
 from octavo.common.models import resolve as models
+from octavo.engine.settings import EngineSettings
+from octavo.router.settings import RouterSettings
 
 CASES = [
     *((command, "--port") for command in ("serve", "engine", "router")),
@@ -68,6 +72,21 @@ def test_the_engines_metrics_port_is_named_after_the_one_that_was_given(taken):
     assert f"it is the port after --metrics-port {taken - 1}, and the engine's" in said
     assert "choose another --metrics-port, or 0 for none" in said
     assert "there is none" in refused("serve", "--metrics-port", 65535, code=2)
+
+
+def test_each_engine_has_a_metrics_port(taken):
+    router = RouterSettings(metrics_port=taken - 2)
+    engine = EngineSettings(model="demo", metrics_port=taken - 1)
+    engines = settings_of_engines(router, engine, 2)
+    assert [each.metrics_port for each in engines] == [taken - 1, taken]
+    with pytest.raises(OSError, match=r"cannot serve engine 2's metrics .* is 2 ports after"):
+        listeners_of_engines(router, engines)[1].check()
+    assert listeners_of_engines(router, [EngineSettings(model="demo")] * 2) == []
+    none = RouterSettings(metrics_port=0)
+    assert {each.metrics_port for each in settings_of_engines(none, engine, 2)} == {0}
+    last = RouterSettings(metrics_port=65534)
+    with pytest.raises(typer.BadParameter, match="each engine's metrics need a port after it"):
+        settings_of_engines(last, engine, 2)
 
 
 def test_a_port_given_twice():

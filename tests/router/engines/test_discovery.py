@@ -168,6 +168,15 @@ async def test_engines_are_added_drained_and_removed_by_call(scripted, serve):
     await second.kill()
 
 
+async def test_engines_are_listed_with_their_cores(scripted, serve):
+    placed = scripted("a", threads=32, cpus="32-63,96-127", numa_nodes=[1])
+    async with administered(serve, placed) as (s, admin):
+        await s.up()
+        (engine,) = (await admin.ListEngines(admin_pb2.ListEnginesRequest())).engines
+        assert (engine.threads, engine.cpus) == (32, "32-63,96-127")
+        assert list(engine.numa_nodes) == [1]
+
+
 async def test_a_removed_engine_s_requests_migrate(scripted, serve):
     engines = [scripted("some words " * 10, interval=0.01) for _ in range(2)]
     async with administered(serve, *engines) as (s, admin):

@@ -1,0 +1,118 @@
+"""Engines on cores of their own: which they have, how they share the work, and how they end."""
+
+import os
+import re
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+import octavo
+from tests.integration.conftest import SMALL
+from tests.integration.harness import wait_until
+
+FLAGS = ("--model", "demo", *SMALL)
+CPUS = sorted(os.sched_getaffinity(0))[:2]
+pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+
+
+def engines_of(server) -> list[psutil.Process]:
+    """The children that listen, by their metrics' ports."""
+
+    def ports(process):
+        found = process.net_connections("tcp")
+        return [each.laddr.port for each in found if each.status == psutil.CONN_LISTEN]
+
+    found = {min(ports(child)): child for child in server.children() if ports(child)}
+    return [found[port] for port in sorted(found)]
+
+
+def affinities(process: psutil.Process) -> set[tuple[int, ...]]:
+    """The CPUs of each of its threads."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in tasks}
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+@pytest.fixture
+def two_nodes(demo_model, launch, tmp_path):
+    """Starts `octavo serve` on a machine of two nodes, and waits until it is ready."""
+
+    def start(*flags):
+        module = ("tests.integration.two_nodes", str(tmp_path / "machine"))
+        return launch("serve", *FLAGS, *flags, module=module).wait_ready()
+
+    return start
+
+
+def test_each_node_has_an_engine_and_all_end_when_one_dies(two_nodes):
+    """By default. Node 1 is not really there, so its memory cannot be bound."""
+    server = two_nodes()
+    engines = engines_of(server)
+    assert [affinities(engine) for engine in engines] == [{(cpu,)} for cpu in CPUS]
+    for node, port in enumerate((server.metrics_port + 1, server.metrics_port + 2)):
+        facts = {"cpus": str(CPUS[node]), "numa_nodes": str(node), "threads": "1"}
+        assert server.metric("octavo_engine_info", port=port, **facts) == 1
+    assert "memory is not bound to its NUMA node" in plain(server.logs())
+
+    def ask(number: int) -> int:
+        with octavo.Client(server.address) as client:
+            text = client.generate(f"{number}:", max_tokens=12, ignore_eos=True).complete()
+        return text.usage.output_tokens
+
+    with ThreadPoolExecutor(6) as pool:
+        assert sum(pool.map(ask, range(6))) == 6 * 12
+    for port in (server.metrics_port + 1, server.metrics_port + 2):
+        assert server.metric("octavo_engine_requests_total", port=port, outcome="finished") > 0
+
+    engines[1].send_signal(signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    assert f"engine 2 of 2 (node 1, CPUs {CPUS[1]}) ended by itself" in server.logs()
+    assert not engines[0].is_running()
+
+
+@pytest.mark.slow  # one engine drains likewise, in test_serve.py
+def test_engines_drain_at_the_same_time(two_nodes):
+    server = two_nodes()
+    engines = engines_of(server)
+    texts = []
+
+    def ask() -> None:
+        with octavo.Client(server.address) as client:
+            texts.append(client.generate("Once", max_tokens=48, ignore_eos=True).complete())
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    ports = (server.metrics_port + 1, server.metrics_port + 2)
+    name = "octavo_engine_groups"
+    wait_until(lambda: all(server.metric(name, port=p, state="running") for p in ports))
+    assert server.terminate() == 0, server.logs()
+    for thread in threads:
+        thread.join(10)
+    assert [text.usage.output_tokens for text in texts] == [48] * 4
+    assert not any(engine.is_running() for engine in engines)
+
+
+@pytest.mark.slow  # tests/octavo/test_engine_plan.py has the plan
+def test_one_engine_for_all_nodes(two_nodes):
+    server = two_nodes("--engines-per-node", "off")
+    (engine,) = engines_of(server)
+    facts = {"numa_nodes": "0-1", "threads": "2"}
+    if "OMP_NUM_THREADS" not in os.environ:
+        assert server.metric("octavo_engine_info", port=server.metrics_port + 1, **facts) == 1
+    assert tuple(CPUS) in affinities(engine)
+
+
+def test_more_engines_than_cores_are_an_error(demo_model, launch):
+    many = str(len(os.sched_getaffinity(0)) + 1)
+    server = launch("serve", *FLAGS, "--engines-per-node", many)
+    assert server.process.wait(60) == 1
+    assert f"error: --engines-per-node is {many}, but node 0 has" in server.logs()
+    assert "Traceback" not in server.logs()
