@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.backend import find_backend
+from octavo.kernels.gpu import E4M3_DTYPES
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
 """For the KV cache only."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256

@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; --device cpu --tiny tries the benchmark itself")
+        parser.error("torch finds no GPU; --device cpu --tiny tries the benchmark itself")
     device = torch.device(args.device)
     if args.part:
         print(json.dumps(_run_part(args.part, device, tiny=args.tiny)))

@@ -23,6 +23,7 @@ from benchmarks.gpu.shapes import (
 from benchmarks.gpu.steps import time_steps
 from benchmarks.gpu.timing import Timer
 from octavo.kernels import ops
+from octavo.kernels.gpu import describe_gpu
 
 Work = Callable[[Timer, bool], list[Row]]
 ERROR_ALLOWED = 0.02
@@ -61,8 +62,9 @@ def time_decode(timer: Timer, tiny: bool) -> list[Row]:
             (LLAMA_3_8B, 64, 2048, torch.float8_e5m2),
             (LLAMA_3_8B, 4, 32768, torch.float8_e5m2),
         ]
-        if torch.cuda.get_device_capability(timer.device) >= ops.FP8_E4M3_CAPABILITY:
-            cases.append((LLAMA_3_8B, 64, 2048, torch.float8_e4m3fn))
+        e4m3 = describe_gpu(timer.device).e4m3
+        if e4m3 is not None:
+            cases.append((LLAMA_3_8B, 64, 2048, e4m3))
     rows = []
     for layout, count, context, cache_dtype in cases[:3:2] if tiny else cases:
         count, context = (2, 48) if tiny else (count, context)  # noqa: PLW2901

@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no CUDA device; --device cpu --tiny tries the benchmark itself")
+        parser.error("torch finds no GPU; --device cpu --tiny tries the benchmark itself")
     device = torch.device(args.device)
     name = device_name(device)
     layout = tiny_layout(MODELS[args.model]) if args.tiny else MODELS[args.model]

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, Batch, Layout, make_batch, replan
 from benchmarks.gpu.timing import Timer
-from octavo.kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, gpu, tuning_key, use_tiles
+from octavo.kernels.gpu import describe_gpu
+from octavo.kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, tuning_key, use_tiles
 
 RUNS = 10
 LEAST_GAIN = 0.02
@@ -45,9 +46,9 @@ def tune(device: torch.device, console: Console) -> None:
             "dtype": batch.query.dtype,
             "cache_dtype": batch.cache_dtype,
         }
-        key = tuning_key(kind, gpu(device), **case)
+        key = tuning_key(kind, describe_gpu(device), **case)
         use_tiles(key, None)
-        rule = choose_tiles(kind, gpu(device), **case)
+        rule = choose_tiles(kind, describe_gpu(device), **case)
         choices = [rule, *(_decodes(rule) if kind == "decode" else CHUNKS)]
         times: dict[Tiles, float] = {}
         for tiles in choices:

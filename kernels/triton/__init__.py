@@ -1,7 +1,8 @@
-"""The kernels for CUDA GPUs, in Triton."""
+"""The kernels for GPUs, in Triton."""
 
 import torch
 
+from octavo.kernels.gpu import E4M3_DTYPES, describe_gpu
 from octavo.kernels.scores import score_tokens
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
@@ -12,26 +13,32 @@ from octavo.kernels.triton.write_kv import write_kv
 
 warning: str | None = None
 MIN_CAPABILITY = (8, 0)
-"""The compute capability that Triton needs: Ampere's."""
-FP8_E4M3_CAPABILITY = (8, 9)
-"""The compute capability that converts e4m3; all convert e5m2."""
+"""The compute capability that the kernels need of an NVIDIA GPU: Ampere's."""
+AMD_ARCHS = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
+"""The AMD GPUs with matrix units that Triton uses: CDNA 2 to 4, RDNA 3 and 4."""
 
 
 def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
     """Raise ValueError if a GPU cannot run the kernels; see `octavo.kernels.backend`."""
-    checks = [(MIN_CAPABILITY, "the kernels need", "a CPU")]
-    if cache_dtype == torch.float8_e4m3fn:
-        checks.append((FP8_E4M3_CAPABILITY, "fp8_e4m3 needs", "fp8_e5m2"))
     if not torch.cuda.is_available():
         return
-    found = torch.cuda.get_device_capability(device)
-    for least, needs, instead in checks:
-        if found < least:
-            needed, has = (".".join(map(str, capability)) for capability in (least, found))
-            raise ValueError(
-                f"{needs} a GPU of compute capability {needed} or later, and this one has {has}:"
-                f" use {instead}"
-            )
+    gpu = describe_gpu(device)
+    if gpu.is_amd and not gpu.arch.startswith(AMD_ARCHS):
+        raise ValueError(
+            f"the kernels need an AMD GPU of {', '.join(AMD_ARCHS)}, and this one is {gpu.arch}:"
+            " use a CPU"
+        )
+    if not gpu.is_amd and gpu.capability < MIN_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, gpu.capability))
+        raise ValueError(
+            f"the kernels need a GPU of compute capability {needed} or later, and this one has"
+            f" {has}: use a CPU"
+        )
+    if cache_dtype in E4M3_DTYPES and cache_dtype != gpu.e4m3:
+        raise ValueError(
+            f"fp8_e4m3 needs a GPU that converts it in hardware, and {gpu.arch} does not: use"
+            " fp8_e5m2"
+        )
 
 
 __all__ = [

@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import MAX_THREADS, Gpu, describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 _TILE = 4096  # tokens that a program loads at a time
-_WARPS = 32  # there are few rows: each program must keep a multiprocessor busy
 _INFINITY = 0x7F800000  # the bits of infinity
 
 
@@ -242,6 +242,11 @@ def _draw_tokens_kernel(  # noqa: PLR0917
     tl.store(out + index, drawn.to(tl.int64))
 
 
+def warps_on(gpu: Gpu) -> int:
+    """Return the most warps of a program: rows are few, so each must keep a multiprocessor busy."""
+    return MAX_THREADS // gpu.warp_size
+
+
 def argmax(rows: Tensor) -> Tensor:
     """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
@@ -267,6 +272,6 @@ def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
         vocab_size=logits.shape[1],
         TILE=_TILE,
         INFINITY=_INFINITY,
-        num_warps=_WARPS,
+        num_warps=warps_on(describe_gpu(logits.device)),
     )
     return out

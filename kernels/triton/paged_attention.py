@@ -22,14 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import Gpu, describe_gpu
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.plan import plan_of
 from octavo.kernels.triton.shares import share_of
 from octavo.kernels.triton.splits import LEAST_KEYS, choose_splits
-from octavo.kernels.triton.tiles import Kind, choose_tiles, count_resident, gpu
+from octavo.kernels.triton.tiles import WIDE_WARP, Kind, choose_tiles, count_resident
 
-SMALL = 2048
+_SMALL = 2048
 """A tile of at most this many rows times keys needs at most 16 registers in four warps."""
 _LOG2_E = 1.4426950408889634
 _MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
@@ -372,13 +373,21 @@ def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
     return getattr(tl, str(dtype).removeprefix("torch."))
 
 
+def small_tile(gpu: Gpu) -> int:
+    """Return the most rows times keys of a tile in which each (row, key) has its own sum.
+
+    An AMD GPU with warps of 32 threads has no registers for that, and its warps see whole rows.
+    """
+    return 0 if gpu.is_amd and gpu.warp_size < WIDE_WARP else _SMALL
+
+
 def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
     """Launch attention for `items`, the longest of which has `longest` keys."""
     query, metadata = call.query, call.metadata
     _, num_heads, head_dim = query.shape
     _, num_kv_heads, block_size, _ = call.key_cache.shape
     group = num_heads // num_kv_heads
-    where = gpu(query.device)
+    where = describe_gpu(query.device)
     tiles = choose_tiles(
         kind,
         where,
@@ -440,7 +449,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         HAS_CAP=call.soft_cap is not None,
         HAS_ALIBI=call.alibi_slopes is not None,
         LOG2_E=_LOG2_E,
-        SMALL=SMALL,
+        SMALL=small_tile(where),
         # The interpreter would multiply a bfloat16's bits as an integer.
         UPCAST=triton.knobs.runtime.interpret,
         num_warps=tiles.warps,

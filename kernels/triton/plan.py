@@ -3,9 +3,10 @@
 import numpy as np
 import torch
 
+from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
-from octavo.kernels.triton.tiles import choose_tiles, gpu
+from octavo.kernels.triton.tiles import choose_tiles
 
 
 def plan_attention(
@@ -25,7 +26,7 @@ def plan_attention(
     decode_rows, chunk_rows = (
         choose_tiles(
             kind,
-            gpu(device),
+            describe_gpu(device),
             group=group,
             head_dim=head_dim,
             dtype=dtype,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.triton.write_kv import largest, stored, warps_for
 
 
@@ -154,7 +155,7 @@ def rotate_and_write(  # noqa: PLR0917
         PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
         PADDED_HALF=padded_half,
         LARGEST=largest(key_cache),
-        num_warps=warps_for(padded_heads * padded_half),
+        num_warps=warps_for(padded_heads * padded_half, describe_gpu(query.device)),
         enable_fp_fusion=True,
     )
     return out

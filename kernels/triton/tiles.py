@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 import triton
 
+from octavo.kernels.gpu import Gpu
+
 Kind = Literal["decode", "chunk"]
 
 LEAST_ROWS = 16
@@ -38,63 +40,24 @@ class Tiles:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """The properties of a GPU that the sizes depend on.
-
-    Attributes:
-        name: The driver's name of it.
-        capability: Compute capability.
-        shared_bytes: Maximum shared memory of a program.
-        multiprocessors: Number of multiprocessors.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    shared_bytes: int
-    multiprocessors: int
-
-    @property
-    def multiplies_in_place(self) -> bool:
-        """Whether matrix units read operands from shared memory instead of registers.
-
-        It is so on Hopper (9) and data-centre Blackwell (10, 11), not on desktop Blackwell (12).
-        """
-        return self.capability[0] in {9, 10, 11}
-
-
 RESIDENT = 2
 """Decode programs that share a multiprocessor's memory: one computes while another waits."""
 
-REGISTERS = 64 << 10
-"""Registers of a multiprocessor."""
 MAX_REGISTERS = 256
 """Registers of a thread. Programs on matrix units use most of these."""
 FEW_REGISTERS = 128
 """Maximum registers of a thread for float32 tiles with few rows."""
 
-RESERVED = 1 << 10
-"""Bytes of shared memory per program that the system reserves."""
+FLOAT32 = torch.float32.itemsize
+WIDE_WARP = 64
+"""Threads per warp of AMD's data-centre GPUs (CDNA); its others (RDNA) have 32, as NVIDIA's."""
+
 SCRATCH = 1 << 10
 """Bytes of shared memory for communication between warps."""
-
-INTERPRETER = Gpu("interpreter", (8, 0), 99 << 10, 4)
-"""The GPU of Triton's interpreter, small enough that tests split sequences."""
-
-
-@cache
-def gpu(device: torch.device) -> Gpu:
-    """Return the properties of the current GPU; `device` must be it."""
-    if device.type != "cuda":
-        return INTERPRETER
-    index = torch.cuda.current_device()  # where Triton launches
-    found = triton.runtime.driver.active.utils.get_device_properties(index)
-    return Gpu(
-        torch.cuda.get_device_name(index),
-        torch.cuda.get_device_capability(index),
-        found["max_shared_mem"],
-        found["multiprocessor_count"],
-    )
+FEW_WARPS = 4
+"""Warps of a decode program that does not compute in float32."""
+PADDED_PART = 32
+"""AMD's copies to shared memory leave a gap of at most this part of it, against bank conflicts."""
 
 
 @cache
@@ -119,30 +82,78 @@ def choose_tiles(
     tuned = _tuned().get(case)
     if tuned is not None:
         return tuned
-    row_bytes = padded * max(dtype.itemsize, cache_dtype.itemsize)
+    size = max(dtype.itemsize, cache_dtype.itemsize)
+    rules = _amd_tiles if gpu.is_amd else _nvidia_tiles
+    tiles = rules(kind, gpu, rows=rows, padded=padded, size=size)
+    shared_bytes = gpu.shared_bytes
+    if kind == "decode":
+        shared_bytes = (shared_bytes + gpu.reserved_bytes) // RESIDENT - gpu.reserved_bytes
+    while tiles.stages > 1 and _needed(tiles, gpu, padded, dtype, cache_dtype) > shared_bytes:
+        tiles = replace(tiles, stages=tiles.stages - 1)
+    return tiles
+
+
+def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
+    """Return the rules' sizes for an NVIDIA GPU.
+
+    Args:
+        kind: As for `choose_tiles`.
+        gpu: Likewise.
+        rows: Rows that a token of the group fills.
+        padded: Elements per head, a power of two.
+        size: Bytes of an element of queries or of the cache, whichever is larger.
+    """
+    row_bytes = padded * size
     if kind == "decode":
         # Bound by memory: small tiles, as many in flight as shared memory holds.
         rows = min(rows, 128 if row_bytes <= 256 else 64 if row_bytes <= 512 else 32)
         keys = max(16, min(128, (16 << 10) // row_bytes))
         if rows > 64:
-            tiles = Tiles(rows, min(keys, 64), warps=8, stages=4)
-        else:
-            warps = 8 if dtype == torch.float32 else 4
-            tiles = Tiles(rows, keys, warps, stages=6)
-        shared_bytes = (gpu.shared_bytes + RESERVED) // RESIDENT - RESERVED
-    else:
-        if dtype == torch.float32:  # no tensor cores: registers are the limit
-            rows, keys, stages = 32, 32 if padded <= 64 else 16, 2
-        elif padded <= 128:
-            # If operands come from registers, these are the limit.
-            rows, keys, stages = 128, 64 if gpu.multiplies_in_place or padded <= 64 else 32, 4
-        else:
-            rows, keys, stages = 64, 32, 4
-        tiles = Tiles(rows, keys, warps=8, stages=stages)
-        shared_bytes = gpu.shared_bytes
-    while tiles.stages > 1 and _needed(tiles, gpu, padded, dtype, cache_dtype) > shared_bytes:
-        tiles = replace(tiles, stages=tiles.stages - 1)
-    return tiles
+            return Tiles(rows, min(keys, 64), warps=8, stages=4)
+        return Tiles(rows, keys, warps=8 if size == FLOAT32 else 4, stages=6)
+    if size == FLOAT32:  # no tensor cores: registers are the limit
+        return Tiles(32, 32 if padded <= 64 else 16, warps=8, stages=2)
+    if padded <= 128:
+        # If operands come from registers, these are the limit.
+        keys = 64 if gpu.multiplies_in_place or padded <= 64 else 32
+        return Tiles(128, keys, warps=8, stages=4)
+    return Tiles(64, 32, warps=8, stages=4)
+
+
+def _amd_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
+    """Return the rules' sizes for an AMD GPU.
+
+    Every warp of a program multiplies all of a tile's keys, so that registers are the limit. The
+    arguments are those of `_nvidia_tiles`.
+    """
+    if gpu.warp_size < WIDE_WARP:
+        return _narrow_amd_tiles(kind, rows=rows, padded=padded, size=size)
+    if kind == "decode":
+        rows = min(rows, 64)
+        tile_bytes = (16 if rows <= LEAST_ROWS and size < FLOAT32 else 8) << 10
+        keys = max(16, min(64, tile_bytes // (padded * size)))
+        return Tiles(rows, keys, warps=8 if size == FLOAT32 or rows > 32 else 4, stages=2)
+    if size == FLOAT32:
+        return Tiles(32, 32 if padded <= 64 else 16, warps=8, stages=2)
+    if padded <= 128:
+        return Tiles(128, 32, warps=8, stages=2)
+    return Tiles(64, 16, warps=8, stages=2)
+
+
+def _narrow_amd_tiles(kind: Kind, *, rows: int, padded: int, size: int) -> Tiles:
+    """Return the rules' sizes for an AMD GPU with warps of 32 threads.
+
+    A thread has 256 registers at most, and both halves of a warp hold the same operands. So no
+    registers are left to fetch a tile ahead: other programs compute meanwhile.
+    """
+    if padded > 128:
+        return Tiles(32, 16, warps=16, stages=1)
+    if size == FLOAT32:
+        return Tiles(LEAST_ROWS, 16, warps=8, stages=1)
+    keys = 16 if padded > 64 else 32
+    if kind == "decode":
+        return Tiles(min(rows, 32), keys, warps=4 if rows <= LEAST_ROWS else 8, stages=1)
+    return Tiles(32 if padded > 64 else 64, keys, warps=8, stages=1)
 
 
 def count_resident(
@@ -154,10 +165,10 @@ def count_resident(
     """
     padded = triton.next_power_of_2(head_dim)
     needed = _needed(tiles, gpu, padded, dtype, cache_dtype)
-    by_memory = (gpu.shared_bytes + RESERVED) // (needed + RESERVED)
+    by_memory = (gpu.shared_bytes + gpu.reserved_bytes) // (needed + gpu.reserved_bytes)
     few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS
-    by_registers = REGISTERS // (32 * tiles.warps * (FEW_REGISTERS if few else MAX_REGISTERS))
-    return max(1, min(by_memory, by_registers))
+    registers = gpu.warp_size * tiles.warps * (FEW_REGISTERS if few else MAX_REGISTERS)
+    return max(1, min(by_memory, gpu.registers // registers))
 
 
 def _needed(
@@ -166,10 +177,32 @@ def _needed(
     """Return a program's bytes of shared memory: queries, weights and the pipeline's tiles."""
     queries = tiles.rows * padded * dtype.itemsize
     weights = tiles.rows * tiles.keys * dtype.itemsize
+    tile = 2 * tiles.keys * padded * cache_dtype.itemsize
+    if gpu.is_amd:
+        return _needed_on_amd(tiles, gpu, queries, weights, tile)
     # Products that read their operands from shared memory need one more tile.
     in_place = gpu.multiplies_in_place and tiles.rows >= 64 and dtype != torch.float32
-    buffers = tiles.stages - 1 + in_place
-    return SCRATCH + queries + weights + 2 * buffers * tiles.keys * padded * cache_dtype.itemsize
+    return SCRATCH + queries + weights + (tiles.stages - 1 + in_place) * tile
+
+
+def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int) -> int:
+    """Return a program's bytes of shared memory, where queries are in registers before tiles come.
+
+    Args:
+        tiles: The program's sizes.
+        gpu: The GPU.
+        queries: Bytes of its queries.
+        weights: Bytes of a tile's weights.
+        tile: Bytes of a tile's keys and values.
+    """
+    buffers = max(1, tiles.stages - 1)
+    padding = 0
+    if gpu.copies_to_shared and tiles.stages > 1:
+        buffers += 1  # the one that copies write to
+        padding = buffers * tile // PADDED_PART
+    if tiles.rows <= LEAST_ROWS and tiles.warps == FEW_WARPS:
+        weights = 0  # each warp computes all of them
+    return max(queries, weights + buffers * tile + padding)
 
 
 def tuning_key(

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_THREADS = 32  # per warp
+from octavo.kernels.gpu import Gpu, describe_gpu
+
 _ELEMENTS = 8  # per thread
-_MAX_WARPS = 16
+_MAX_THREADS = 512
 
 
 @triton.jit
@@ -27,13 +28,13 @@ def largest(cache: Tensor) -> float:
     return torch.finfo(cache.dtype).max
 
 
-def warps_for(elements: int) -> int:
+def warps_for(elements: int, gpu: Gpu) -> int:
     """Return the warps of a program that copies a number of elements, a power of two.
 
     Each thread copies at most eight, if there are enough threads: they fit its registers and one
     load of 16 bytes.
     """
-    return min(max(elements // (_THREADS * _ELEMENTS), 1), _MAX_WARPS)
+    return max(min(elements // _ELEMENTS, _MAX_THREADS) // gpu.warp_size, 1)
 
 
 @triton.jit
@@ -108,5 +109,5 @@ def write_kv(
         HEAD_DIM=head_dim,
         PADDED=padded,
         LARGEST=largest(key_cache),
-        num_warps=warps_for(padded),
+        num_warps=warps_for(padded, describe_gpu(key.device)),
     )

@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,6 @@ from octavo.kernels import reference
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import SamplingTensors
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Powers of two: what an fp8 cache holds, any dtype holds exactly.
 KEY_SCALE, VALUE_SCALE = 0.5, 0.125
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -69,7 +68,7 @@ def _cases(
     most_rows: int = 1400,
     most_sequences: int = 5,
     *,
-    fp8: bool = False,
+    fp8: Sequence[torch.dtype] = (),
 ) -> Case:
     """Draws batches of sequences of at most `longest` tokens.
 
@@ -95,7 +94,7 @@ def _cases(
         soft_cap=draw(st.none() | st.floats(0.5, 30)),
         alibi=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
-        cache_dtype=draw(st.sampled_from([None, *FP8_DTYPES])) if fp8 else None,
+        cache_dtype=draw(st.sampled_from([None, *fp8])),
         garbage=draw(st.sampled_from([math.nan, math.inf, 300.0])),
     )
 

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels import triton as kernels
+from octavo.kernels.gpu import Gpu
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import SamplingTensors
 
@@ -101,3 +102,18 @@ def test_warps_grow_with_what_they_move(launches, heads, head_dim, rotating, wri
     kernels.write_kv(key, key, cache, cache, slots)
     assert [options["num_warps"] for _, options in launches] == [rotating, writing]
     assert all(math.log2(options["num_warps"]).is_integer() for _, options in launches)
+
+
+def test_warps_of_64_threads_are_fewer(launches, monkeypatch):
+    gpu = Gpu("MI300X", "gfx942", 64, 65_536, 304)
+    for module in ("draw_tokens", "rotate_and_write", "write_kv"):
+        path = importlib.import_module(f"octavo.kernels.triton.{module}")
+        monkeypatch.setattr(path, "describe_gpu", lambda _: gpu)
+    key = torch.empty((1, 128, 128), dtype=torch.bfloat16)
+    cache = torch.empty((1, 128, 16, 128), dtype=torch.bfloat16)
+    angles, slots = key[0, :1], torch.zeros(1, dtype=torch.int64)
+    kernels.rotate_and_write(key, key, key, angles, angles, cache, cache, slots)
+    kernels.write_kv(key, key, cache, cache, slots)
+    sampling = SamplingTensors.greedy(1)._replace(temperatures=np.ones(1))
+    kernels.draw_tokens(torch.empty((1, 8)), sampling)
+    assert [options["num_warps"] for _, options in launches] == [8, 8, 16]

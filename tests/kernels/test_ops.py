@@ -1,7 +1,5 @@
 """The operations of the kernels, their limits and their backends."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -53,23 +51,6 @@ def test_supported(change):
 def test_unsupported(change, message):
     with pytest.raises(ValueError, match=message):
         ops.check_supported(**(SUPPORTED | change))
-
-
-@pytest.mark.parametrize(
-    ("capability", "cache_dtype", "message"),
-    [
-        ((7, 5), None, r"compute capability 8\.0 or later, and this one has 7\.5: use a CPU"),
-        ((8, 6), torch.float8_e4m3fn, r"8\.9 or later, and this one has 8\.6: use fp8_e5m2"),
-        ((8, 6), torch.float8_e5m2, None),
-        ((12, 0), torch.float8_e4m3fn, None),
-    ],
-)
-def test_a_gpu_that_is_too_old_is_refused(capability, cache_dtype, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    given = SUPPORTED | {"device": "cuda", "cache_dtype": cache_dtype}
-    with pytest.raises(ValueError, match=message) if message else nullcontext():
-        ops.check_supported(**given)
 
 
 @pytest.mark.parametrize("device_type", BACKENDS)

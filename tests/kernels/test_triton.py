@@ -15,21 +15,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
+from octavo.kernels.gpu import E4M3_DTYPES, describe_gpu
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+FOUND = torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# GPUs before compute capability 8.9 have no e4m3.
-FP8 = INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9))
+# A GPU has one type of e4m3 or none; the interpreter has all.
+E4M3 = E4M3_DTYPES if INTERPRETED else [describe_gpu(torch.device(DEVICE)).e4m3] if FOUND else []
+FP8 = [dtype for dtype in (*E4M3, torch.float8_e5m2) if dtype is not None]
 # On a GPU, nearly each example is compiled first.
 MAX_EXAMPLES = 10 if INTERPRETED else 20
 
 if not INTERPRETED:
     pytestmark = [
         pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        pytest.mark.skipif(not FOUND, reason="needs a GPU"),
     ]
 
 fixtures_are_shared = settings(
@@ -185,8 +188,7 @@ def test_mixed_batch(harness, kernels, dtype):
     )
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.skipif(not FP8, reason="the GPU has no e4m3")
+@pytest.mark.parametrize("cache_dtype", FP8)
 def test_fp8(harness, kernels, cache_dtype):
     case = harness.case(
         lengths=[(1, 90), (40, 60)], group=2, dtype=torch.bfloat16, cache_dtype=cache_dtype

@@ -1,0 +1,103 @@
+"""The properties of a GPU that the kernels depend on.
+
+PyTorch's build for ROCm calls AMD's GPUs "cuda", and they have a compute capability, too. So
+neither tells whose a GPU is; `Gpu.arch` does.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+E4M3_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+"""The fp8 types of 4 bits of exponent; a GPU converts one of them at most."""
+MAX_THREADS = 1024
+"""Maximum threads of a program, on every GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """The properties of a GPU.
+
+    Attributes:
+        name: The driver's name of it.
+        arch: Its instruction set: NVIDIA's compute capability as "sm_90", or AMD's "gfx942".
+        warp_size: Threads per warp; AMD calls it a wave.
+        shared_bytes: Maximum shared memory of a program; AMD calls it LDS.
+        multiprocessors: Number of multiprocessors; AMD calls them compute units.
+    """
+
+    name: str
+    arch: str
+    warp_size: int
+    shared_bytes: int
+    multiprocessors: int
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether it is AMD's; else it is NVIDIA's."""
+        return self.arch.startswith("gfx")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of an NVIDIA GPU; AMD's have none, whatever PyTorch says."""
+        return (0, 0) if self.is_amd else divmod(int(self.arch.removeprefix("sm_")), 10)
+
+    @property
+    def e4m3(self) -> torch.dtype | None:
+        """The fp8 type with 4 bits of exponent that it converts in hardware, or None.
+
+        AMD's gfx94x have a type of their own: without infinity and minus zero, up to 240.
+        """
+        if self.arch.startswith("gfx94"):
+            return torch.float8_e4m3fnuz
+        has = self.arch.startswith(_AMD_E4M3FN) if self.is_amd else self.capability >= (8, 9)
+        return torch.float8_e4m3fn if has else None
+
+    @property
+    def multiplies_in_place(self) -> bool:
+        """Whether matrix units read operands from shared memory instead of registers.
+
+        It is so on Hopper (9) and data-centre Blackwell (10, 11), not on desktop Blackwell (12).
+        """
+        return self.capability[0] in {9, 10, 11}
+
+    @property
+    def copies_to_shared(self) -> bool:
+        """Whether it copies from memory to shared memory without registers between."""
+        return not self.is_amd or self.arch.startswith("gfx95")
+
+    @property
+    def registers(self) -> int:
+        """Minimum registers of a multiprocessor."""
+        return (128 if self.is_amd else 64) << 10
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of shared memory per program that the system reserves."""
+        return 0 if self.is_amd else 1 << 10
+
+
+_AMD_E4M3FN = ("gfx95", "gfx12")
+INTERPRETER = Gpu("interpreter", "sm_80", 32, 99 << 10, 4)
+"""The GPU of Triton's interpreter, small enough that tests split sequences."""
+
+
+@cache
+def describe_gpu(device: torch.device) -> Gpu:
+    """Return the properties of a GPU; of a CPU, those that Triton's interpreter has."""
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = found.gcnArchName.partition(":")[0]  # after it come features: "gfx942:xnack-"
+    else:
+        arch = f"sm_{found.major}{found.minor}"
+    # NVIDIA's programs must ask for more than 48 KiB, AMD's need not.
+    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
+    return Gpu(found.name, arch, found.warp_size, shared_bytes, found.multi_processor_count)
+
+
+def e4m3_dtype(device: torch.device) -> torch.dtype:
+    """Return the type that `fp8_e4m3` stands for on a device, whether or not it is supported."""
+    return describe_gpu(device).e4m3 or torch.float8_e4m3fn

@@ -1,0 +1,217 @@
+"""Compiles the kernels for GPUs that are not here: Triton brings the assemblers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from octavo.kernels.gpu import Gpu
+from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
+from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
+from octavo.kernels.triton.merge_splits import merge_splits
+from octavo.kernels.triton.paged_attention import _operands, _paged_attention_kernel, small_tile
+from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
+from octavo.kernels.triton.tiles import Tiles, choose_tiles
+from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for
+
+KIB = 1024
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e4m3fnuz: "fp8e4b8",
+    torch.float8_e5m2: "fp8e5",
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E4M3FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+CACHES = ("key_cache", "value_cache")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What attention is compiled for."""
+
+    group: int = 4
+    head_dim: int = 128
+    dtype: torch.dtype = BF16
+    cache_dtype: torch.dtype = BF16
+    block_size: int = 16
+    features: str = ""
+
+
+COMMON = Shape()
+VARIANTS = [
+    Shape(group=1),
+    Shape(group=7, head_dim=64),
+    Shape(block_size=8),
+    Shape(block_size=256),
+    Shape(features="window"),
+    Shape(features="window cap alibi"),
+    Shape(head_dim=80),
+    Shape(head_dim=256, features="window cap"),
+    Shape(head_dim=32),
+    Shape(group=71, head_dim=64),
+    Shape(cache_dtype=E5M2),
+    Shape(dtype=FP32, cache_dtype=FP32, features="window"),
+    Shape(dtype=FP32, cache_dtype=FP32, head_dim=256),
+    Shape(dtype=FP16, cache_dtype=FP16),
+]
+
+
+def compile_for(
+    gpu: Gpu,
+    kernel: triton.JITFunction,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    aligned: tuple[str, ...] = (),
+    warps: int = 4,
+    stages: int = 2,
+) -> CompiledKernel:
+    """Compile a kernel whose arguments are i32 but for `types` and `constants`."""
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    attributes = {name: [["tt.divisibility", 16]] for name in aligned}
+    if gpu.is_amd:  # there Triton looks at which tensors have less than 2 GiB: not a cache
+        for name in types.keys() - set(CACHES):
+            if signature[name].startswith("*"):
+                attributes[name] = [*attributes.get(name, []), ["tt.pointer_range", 32]]
+    source = ASTSource(
+        kernel,
+        {name: signature[name] for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): value for name, value in attributes.items()},
+    )
+    if gpu.is_amd:
+        target = GPUTarget("hip", gpu.arch, gpu.warp_size)
+    else:
+        target = GPUTarget("cuda", int(gpu.arch.removeprefix("sm_")), gpu.warp_size)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    return triton.compile(source, target, options)
+
+
+def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel, Tiles]:
+    """Compile attention with the tiles that a GPU would choose; return them, too."""
+    dtype, cache_dtype, head_dim, group = (
+        shape.dtype,
+        shape.cache_dtype,
+        shape.head_dim,
+        shape.group,
+    )
+    tiles = choose_tiles(
+        kind, gpu, group=group, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
+    )
+    types = dict.fromkeys(("query", "out"), "*" + NAMES[dtype])
+    types |= dict.fromkeys(CACHES, "*" + NAMES[cache_dtype])
+    types |= dict.fromkeys(("partial_out", "partial_lse", "alibi_slopes"), "*fp32")
+    types |= dict.fromkeys(("items", "query_starts", "seq_lens", "block_tables"), "*i32")
+    types |= dict.fromkeys(("factor", "value_scale", "soft_cap"), "fp32")
+    aligned = ("query", "out", *CACHES, "block_tables")
+    strides = ("query_token_stride", "query_head_stride", "block_stride")
+    constants = {
+        "DTYPE": _operands(dtype, cache_dtype),
+        "NUM_HEADS": 8 * group,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "BLOCK_SIZE": shape.block_size,
+        "ROWS": tiles.rows,
+        "PARTIAL_ROWS": min(tiles.rows, group),
+        "KEYS": tiles.keys,
+        "LEAST_TILES": 4,
+        "HAS_WINDOW": "window" in shape.features,
+        "HAS_CAP": "cap" in shape.features,
+        "HAS_ALIBI": "alibi" in shape.features,
+        "LOG2_E": 1.44,
+        "SMALL": small_tile(gpu),
+        "UPCAST": False,
+    }
+    made = compile_for(
+        gpu,
+        _paged_attention_kernel,
+        types,
+        constants,
+        aligned=aligned + strides,
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    return made, tiles
+
+
+def compile_merges(gpu: Gpu) -> list[CompiledKernel]:
+    """Compile what merges the pieces of decodes and of chunks."""
+    types = {"out": "*bf16"} | dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
+    types |= dict.fromkeys(("items", "query_starts", "seq_lens"), "*i32")
+    constants = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": 16}
+    constants |= {"PARTIAL_ROWS": 16, "KEYS": 64, "LEAST_TILES": 4, "HAS_WINDOW": True}
+    return [
+        compile_for(gpu, merge_splits, types, constants | {"MERGED_ROWS": rows, "PIECES": pieces})
+        for rows, pieces in ((1, 32), (8, 4))
+    ]
+
+
+def compile_write(gpu: Gpu, cache_dtype: torch.dtype) -> CompiledKernel:
+    """Compile what writes a token's keys and values to the cache."""
+    types = dict.fromkeys(("key", "value"), "*bf16") | {"slot_mapping": "*i64"}
+    types |= dict.fromkeys(CACHES, "*" + NAMES[cache_dtype])
+    types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
+    largest = torch.finfo(cache_dtype).max
+    constants = {"NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED": 256, "LARGEST": largest}
+    return compile_for(gpu, _write_kv_kernel, types, constants, warps=warps_for(256, gpu))
+
+
+def compile_rotation(gpu: Gpu) -> CompiledKernel:
+    """Compile what rotates a token's heads and writes them."""
+    pointers = ("query", "key", "value", "out", "cos", "sin", *CACHES)
+    types = dict.fromkeys(pointers, "*bf16") | {"slot_mapping": "*i64"}
+    types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
+    constants = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_HEADS": 16}
+    constants |= {"PADDED_KV_HEADS": 4, "PADDED_HALF": 64, "LARGEST": 3e38}
+    warps = warps_for(16 * 64, gpu)
+    return compile_for(gpu, _rotate_and_write_kernel, types, constants, warps=warps)
+
+
+def compile_copies(gpu: Gpu) -> CompiledKernel:
+    """Compile what copies blocks."""
+    types = dict.fromkeys(("source", "destination"), "*i32")
+    types |= dict.fromkeys(("source_blocks", "destination_blocks"), "*i64")
+    return compile_for(gpu, _swap_blocks_kernel, types, {"WORDS": 1024})
+
+
+def compile_wide_writes(gpu: Gpu, dtype: torch.dtype) -> list[CompiledKernel]:
+    """Compile rotation and writes of as many heads as models have."""
+    name, heads = "*" + NAMES[dtype], 128
+    scales = dict.fromkeys(("key_scale", "value_scale"), "fp32") | {"slot_mapping": "*i64"}
+    pointers = ("query", "key", "value", "cos", "sin", "out", *CACHES)
+    types = dict.fromkeys(pointers, name) | scales
+    constants = {"HEAD_DIM": 128, "NUM_KV_HEADS": heads, "LARGEST": 3e38}
+    padded = {"PADDED_HEADS": heads, "PADDED_KV_HEADS": heads, "PADDED_HALF": 64}
+    rotating = constants | {"NUM_HEADS": heads} | padded
+    writing = constants | {"PADDED": heads * 128}
+    made = []
+    for kernel, given, elements in (
+        (_rotate_and_write_kernel, rotating, heads * 64),
+        (_write_kv_kernel, writing, heads * 128),
+    ):
+        kinds = {key: types[key] for key in types if key in kernel.arg_names}
+        strides = [key for key in kernel.arg_names if key.endswith("stride")]
+        aligned = (*(key for key in kinds if key in pointers), *strides)
+        warps = warps_for(elements, gpu)
+        made.append(compile_for(gpu, kernel, kinds, given, aligned=aligned, warps=warps))
+    return made
+
+
+def compile_draws(gpu: Gpu) -> CompiledKernel:
+    """Compile what draws tokens."""
+    return compile_for(
+        gpu,
+        _draw_tokens_kernel,
+        {"logits": "*fp32", "draws": "*fp64", "out": "*i64"},
+        {"TILE": _TILE, "INFINITY": _INFINITY},
+        aligned=("logits", "vocab_size"),
+        warps=warps_on(gpu),
+    )
