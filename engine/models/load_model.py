@@ -22,11 +22,10 @@ from octavo.engine.models.linear.plain_linears import check_quantizable, replace
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep
+from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
 
 log = structlog.get_logger(__name__)
-
-_FP8_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +69,19 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
     return own
 
 
+def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of a device's KV cache.
+
+    Args:
+        name: As `EngineSettings.kv_cache_dtype`; for fp8_e4m3 devices have different types.
+        dtype: Of the weights, which `auto` stands for.
+        device: Where the cache is.
+    """
+    if name == "fp8_e4m3":
+        return e4m3_dtype(device)
+    return torch.float8_e5m2 if name == "fp8_e5m2" else dtype
+
+
 def load(
     path: str,
     *,
@@ -102,7 +114,7 @@ def load(
     with _as_model_error(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind = choose_dtype(dtype, config.get_text_config(), target)
-    cache_kind = _FP8_DTYPES.get(kv_cache_dtype, kind)
+    cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
         model = AutoModelForCausalLM.from_pretrained(
             path,
