@@ -1,7 +1,7 @@
 """Pins host memory of any size, so that a GPU copies to and from it asynchronously.
 
 PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64. Memory that
-is registered with CUDA keeps its size.
+is registered with the driver keeps its size.
 """
 
 import weakref
@@ -21,16 +21,16 @@ def pin(tensor: torch.Tensor, *, owner: object) -> None:
         owner: Holds the tensor.
 
     Raises:
-        OSError: CUDA cannot pin this much.
+        OSError: The driver cannot pin this much.
     """
-    if tensor.nbytes == 0:  # CUDA refuses it
+    if tensor.nbytes == 0:  # the driver refuses it
         return
     address = tensor.data_ptr()
     code = int(_runtime().cudaHostRegister(address, tensor.nbytes, _DEFAULT_FLAGS))
     if code:
         gib = tensor.nbytes / (1 << 30)
         raise OSError(
-            f"cannot pin {gib:.1f} GiB of host memory (CUDA error {code}): lower --swap-space"
+            f"cannot pin {gib:.1f} GiB of host memory (driver error {code}): lower --swap-space"
         )
     weakref.finalize(owner, _unpin, address)
 

@@ -29,7 +29,7 @@ DEVICES = [
         "cuda",
         marks=[
             pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
         ],
     ),
 ]

@@ -28,7 +28,7 @@ LENGTHS = (1, 7, 16, 40)
 if not INTERPRETED:
     pytestmark = [
         pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ]
 
 

@@ -1,0 +1,199 @@
+"""Compiles the kernels for AMD's GPUs, and reads what became of them.
+
+What is read off the assembly: that no loop spills registers to memory, that keys and values come by
+loads of 16 bytes, that products run on the matrix units, that fp8 is converted by instructions for
+it, and that as many programs as are counted on fit into registers and shared memory.
+"""
+
+import itertools
+import re
+from dataclasses import dataclass, fields, replace
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from octavo.kernels.gpu import MAX_THREADS, Gpu  # noqa: E402
+from octavo.kernels.triton.tiles import count_resident  # noqa: E402
+from tests.kernels.compiling import (  # noqa: E402
+    BF16,
+    COMMON,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    FP32,
+    KIB,
+    VARIANTS,
+    Shape,
+    compile_attention,
+    compile_copies,
+    compile_draws,
+    compile_merges,
+    compile_rotation,
+    compile_wide_writes,
+    compile_write,
+)
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
+
+MI300X = Gpu("MI300X", "gfx942", 64, 64 * KIB, 304)
+MI355X = Gpu("MI355X", "gfx950", 64, 160 * KIB, 256)
+RX_7900 = Gpu("RX 7900 XTX", "gfx1100", 32, 64 * KIB, 48)
+GPUS = (MI300X, MI355X, RX_7900)
+PRODUCTS = {MI300X: "v_mfma_", MI355X: "v_mfma_", RX_7900: "v_wmma_"}
+CONVERSIONS = {E4M3FNUZ: "v_cvt_pk_f32_fp8", E4M3: "v_cvt_scalef32_pk_f16_fp8"}
+FETCH = r"\b(?:global_load|buffer_load)(?:_lds)?_(?:dwordx4|b128)\b"
+SPILL = re.compile(r"\s+scratch_(?:load|store)")
+
+# The widest float32 heads need more registers than a thread of this GPU has.
+SPILLING = {(RX_7900, replace(COMMON, dtype=FP32, cache_dtype=FP32, head_dim=256))}
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a compiled kernel takes, and does in its loops.
+
+    Attributes:
+        registers: Vector registers of a thread.
+        spilled: Vector registers that lie in memory for a time.
+        spills: Instructions that load or store these.
+        spills_in_loops: Those of them that run more than once.
+    """
+
+    registers: int
+    spilled: int
+    spills: int
+    spills_in_loops: int
+
+
+def read(made):
+    """Read the assembly of a compiled kernel."""
+    text = made.asm["amdgcn"]
+    lines = text.splitlines()
+    labels, loops = {}, []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = number
+        branch = re.match(r"\s+s_c?branch\w*\s+(\.LBB\w+)", line)
+        if branch and branch[1] in labels:
+            loops.append(range(labels[branch[1]], number))
+    spills = [number for number, line in enumerate(lines) if SPILL.match(line)]
+    registers, spilled = (
+        int(re.search(rf"\.{name}:\s+(\d+)", text)[1])
+        for name in ("vgpr_count", "vgpr_spill_count")
+    )
+    assert bool(spills) == bool(spilled), "spills are not recognized"
+    inside = sum(any(number in loop for loop in loops) for number in spills)
+    return Code(registers, spilled, len(spills), inside)
+
+
+@pytest.fixture(autouse=True)
+def compile_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def name_of(value):
+    """Name a test's argument."""
+    if isinstance(value, Gpu):
+        return value.arch
+    if isinstance(value, Shape):
+        named = (
+            f"{field.name}={getattr(value, field.name)}"
+            for field in fields(value)
+            if getattr(value, field.name) != field.default
+        )
+        return ",".join(named).replace("torch.", "") or "common"
+    return None
+
+
+def check_attention(gpu, kind, shape, record):
+    made, tiles = compile_attention(gpu, kind, shape)
+    code, text = read(made), made.asm["amdgcn"]
+    record("code", f"{tiles}, {code}, {made.metadata.shared} bytes shared")
+    if (gpu, shape) not in SPILLING:
+        assert not code.spills_in_loops, (tiles, code)
+    assert re.search(FETCH, text)
+    if gpu is not RX_7900 or shape.dtype != FP32:
+        assert PRODUCTS[gpu] in text
+    if shape.cache_dtype in CONVERSIONS:
+        assert CONVERSIONS[shape.cache_dtype] in text
+    threads = gpu.warp_size * tiles.warps
+    assert threads <= MAX_THREADS
+    sizes = {key: getattr(shape, key) for key in ("head_dim", "dtype", "cache_dtype")}
+    resident = count_resident(tiles, gpu, **sizes)
+    assert resident * made.metadata.shared <= gpu.shared_bytes
+    if "alibi" not in shape.features:  # with everything it takes a few registers more
+        assert resident * code.registers * threads <= gpu.registers
+    if kind == "decode" and (shape.head_dim, gpu) != (256, RX_7900):
+        assert 2 * made.metadata.shared <= gpu.shared_bytes
+
+
+FAST = [
+    (MI300X, "decode", replace(COMMON, head_dim=64, cache_dtype=E4M3FNUZ)),
+    (MI355X, "chunk", COMMON),
+    (RX_7900, "decode", COMMON),
+]
+ADDED = [
+    COMMON,
+    replace(COMMON, group=71),
+    replace(COMMON, group=32, head_dim=256),
+    replace(COMMON, group=32, features="window"),
+    replace(COMMON, group=20, head_dim=64, dtype=FP32, cache_dtype=FP32),
+]
+OWN = {MI300X: E4M3FNUZ, MI355X: E4M3}
+SLOW = list(itertools.product(GPUS, ("decode", "chunk"), VARIANTS + ADDED))
+SLOW += [
+    (gpu, kind, replace(COMMON, cache_dtype=dtype))
+    for (gpu, dtype), kind in itertools.product(OWN.items(), ("decode", "chunk"))
+]
+
+
+@pytest.mark.parametrize(("gpu", "kind", "shape"), FAST, ids=name_of)
+def test_attention(gpu, kind, shape, record_property):
+    check_attention(gpu, kind, shape, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "kind", "shape"), SLOW, ids=name_of)
+def test_attention_in_every_shape(gpu, kind, shape, record_property):
+    check_attention(gpu, kind, shape, record_property)
+
+
+TWO_ARE_FAST = [
+    pytest.param(gpu, marks=[pytest.mark.slow] if gpu is MI355X else []) for gpu in GPUS
+]
+
+
+@pytest.mark.parametrize("gpu", TWO_ARE_FAST, ids=name_of)
+def test_the_others(gpu, record_property):
+    made = [*compile_merges(gpu), compile_rotation(gpu), compile_copies(gpu)]
+    made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2, gpu.e4m3) if dtype is not None]
+    codes = [read(kernel) for kernel in made]
+    record_property("code", str(codes))
+    assert [code.spilled for code in codes] == [0] * len(codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("gpu", GPUS, ids=name_of)
+def test_rotation_and_writes_of_many_heads(gpu, dtype, record_property):
+    codes = [read(made) for made in compile_wide_writes(gpu, dtype)]
+    record_property("code", str(codes))
+    assert [code.spilled for code in codes] == [0, 0]
+
+
+@pytest.mark.parametrize("gpu", TWO_ARE_FAST, ids=name_of)
+def test_draws(gpu, record_property):
+    made = compile_draws(gpu)
+    code = read(made)
+    record_property("code", str(code))
+    assert not code.spills_in_loops
+    assert code.registers * MAX_THREADS <= gpu.registers
+    assert made.metadata.num_warps * gpu.warp_size == MAX_THREADS
+
+
+def test_a_spill_in_a_loop_is_found():
+    gpu, shape = next(iter(SPILLING))
+    made, _ = compile_attention(gpu, "decode", shape)
+    assert read(made).spills_in_loops
