@@ -45,13 +45,14 @@ class Gpu:
 
     @property
     def e4m3(self) -> torch.dtype | None:
-        """The fp8 type with 4 bits of exponent that it converts in hardware, or None.
+        """The fp8 type with 4 bits of exponent that kernels convert by its instructions, or None.
 
-        AMD's gfx94x have a type of their own: without infinity and minus zero, up to 240.
+        AMD's gfx94x have a type of their own: without infinity and minus zero, up to 240. AMD's
+        gfx12 has such instructions, too, but Triton does not use them.
         """
         if self.arch.startswith("gfx94"):
             return torch.float8_e4m3fnuz
-        has = self.arch.startswith(_AMD_E4M3FN) if self.is_amd else self.capability >= (8, 9)
+        has = self.arch.startswith("gfx95") if self.is_amd else self.capability >= (8, 9)
         return torch.float8_e4m3fn if has else None
 
     @property
@@ -78,7 +79,6 @@ class Gpu:
         return 0 if self.is_amd else 1 << 10
 
 
-_AMD_E4M3FN = ("gfx95", "gfx12")
 INTERPRETER = Gpu("interpreter", "sm_80", 32, 99 << 10, 4)
 """The GPU of Triton's interpreter, small enough that tests split sequences."""
 

@@ -36,8 +36,8 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
         )
     if cache_dtype in E4M3_DTYPES and cache_dtype != gpu.e4m3:
         raise ValueError(
-            f"fp8_e4m3 needs a GPU that converts it in hardware, and {gpu.arch} does not: use"
-            " fp8_e5m2"
+            f"fp8_e4m3 needs a GPU with instructions for it, and the kernels use none on"
+            f" {gpu.arch}: use fp8_e5m2"
         )
 
 

@@ -46,7 +46,7 @@ RESIDENT = 2
 MAX_REGISTERS = 256
 """Registers of a thread. Programs on matrix units use most of these."""
 FEW_REGISTERS = 128
-"""Maximum registers of a thread for float32 tiles with few rows."""
+"""Maximum registers of a thread for float32 tiles with few rows, on NVIDIA's GPUs."""
 
 FLOAT32 = torch.float32.itemsize
 WIDE_WARP = 64
@@ -166,7 +166,7 @@ def count_resident(
     padded = triton.next_power_of_2(head_dim)
     needed = _needed(tiles, gpu, padded, dtype, cache_dtype)
     by_memory = (gpu.shared_bytes + gpu.reserved_bytes) // (needed + gpu.reserved_bytes)
-    few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS
+    few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS and not gpu.is_amd
     registers = gpu.warp_size * tiles.warps * (FEW_REGISTERS if few else MAX_REGISTERS)
     return max(1, min(by_memory, gpu.registers // registers))
 

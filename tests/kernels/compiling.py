@@ -41,6 +41,7 @@ class Shape:
     cache_dtype: torch.dtype = BF16
     block_size: int = 16
     features: str = ""
+    small_cache: bool = False  # less than 2 GiB, for which AMD's GPUs have shorter addresses
 
 
 COMMON = Shape()
@@ -71,13 +72,17 @@ def compile_for(
     aligned: tuple[str, ...] = (),
     warps: int = 4,
     stages: int = 2,
+    large: tuple[str, ...] = CACHES,
 ) -> CompiledKernel:
-    """Compile a kernel whose arguments are i32 but for `types` and `constants`."""
+    """Compile a kernel whose arguments are i32 but for `types` and `constants`.
+
+    Tensors but those named by `large` have less than 2 GiB, at which Triton looks for AMD's GPUs.
+    """
     names = kernel.arg_names
     signature = dict.fromkeys(names, "i32") | types | dict.fromkeys(constants, "constexpr")
     attributes = {name: [["tt.divisibility", 16]] for name in aligned}
-    if gpu.is_amd:  # there Triton looks at which tensors have less than 2 GiB: not a cache
-        for name in types.keys() - set(CACHES):
+    if gpu.is_amd:
+        for name in types.keys() - set(large):
             if signature[name].startswith("*"):
                 attributes[name] = [*attributes.get(name, []), ["tt.pointer_range", 32]]
     source = ASTSource(
@@ -138,6 +143,7 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
         aligned=aligned + strides,
         warps=tiles.warps,
         stages=tiles.stages,
+        large=() if shape.small_cache else CACHES,
     )
     return made, tiles
 
