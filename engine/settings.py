@@ -43,7 +43,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     device: Device = Field(
         "auto",
         description="Device that runs the model. auto: a GPU if there is one, else the CPU."
-        " cuda is untried: Octavo has not run on a GPU yet.",
+        " cuda is an NVIDIA GPU, or an AMD GPU with PyTorch's build for ROCm; it is untried: Octavo"
+        " has not run on a GPU yet.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",

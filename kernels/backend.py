@@ -47,7 +47,7 @@ class Backend(Protocol):
 def find_backend(device_type: str) -> Backend:
     """Return the kernels for a type of device, importing them on first use.
 
-    Triton is only imported for CUDA tensors: a machine without it can run on a CPU.
+    Triton is only imported for a GPU's tensors: a machine without it can run on a CPU.
 
     Raises:
         ValueError: There are none.

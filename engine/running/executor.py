@@ -105,7 +105,7 @@ class Executor:
         return self.launch(batch, self.prepare(batch)).collect()
 
     def device_lost(self) -> bool:
-        """Return whether the device cannot compute any more, as after some CUDA errors.
+        """Return whether the device cannot compute any more, as after some errors of a GPU.
 
         Such an error is sticky: every later call in this process fails with it.
         """
