@@ -241,6 +241,7 @@ def _run_engine(
     from octavo.engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # or the engine would choose the number
         torch.set_num_threads(threads)
     own = EngineSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)

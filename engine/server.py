@@ -16,6 +16,7 @@ from octavo.common.listening import is_loopback, listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.stopping import StoppedWhileStartingError
+from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.commands import Drain, Stop
 from octavo.engine.core import EngineCore
@@ -121,8 +122,9 @@ async def serve(
 def _build(settings: EngineSettings) -> Parts:
     """Load the model, and pin the threads that will compute to their cores."""
     parts = build(settings)
-    if parts.device == "cpu":
-        cpu.pin_threads(parts.threads.places)
+    places = parts.threads.places
+    if parts.device == "cpu" and cpu.pin_threads(places):
+        log.info("threads pinned", cpus=[format_list(place) for place in places])
     return parts
 
 

@@ -201,7 +201,6 @@ def _set_threads() -> Threads:
         threads=threads.count,
         cpus=format_list(threads.cpus),
         numa_nodes=format_list(threads.nodes),
-        pinned=bool(threads.places),
     )
     return threads
 

@@ -122,8 +122,8 @@ def _divide(node: Node, count: int) -> list[Sequence[Core]]:
     slow = [core for core in node.cores if not core.fast]
     if count > len(fast):
         raise StartError(
-            f"--engines-per-node is {count}, but node {node.number} has {len(fast)} cores for"
-            " this process: lower it"
+            f"--engines-per-node is {count}, but node {node.number} allows at most {len(fast)}, one"
+            " for each core that this process may use: lower it"
         )
     return [[*_share(fast, i, count), *_share(slow, i, count)] for i in range(count)]
 

@@ -114,5 +114,5 @@ def test_more_engines_than_cores_are_an_error(demo_model, launch):
     many = str(len(os.sched_getaffinity(0)) + 1)
     server = launch("serve", *FLAGS, "--engines-per-node", many)
     assert server.process.wait(60) == 1
-    assert f"error: --engines-per-node is {many}, but node 0 has" in server.logs()
+    assert f"error: --engines-per-node is {many}, but node 0 allows at most" in server.logs()
     assert "Traceback" not in server.logs()

@@ -11,7 +11,9 @@ from octavo.cli.engine_plan import Machine, has_gpu, plan_engines, weights_bytes
 from octavo.cli.running import StartError
 from octavo.cli.serve_settings import ServeSettings
 from octavo.common.placement import Placement
+from octavo.common.settings import SettingsError
 from octavo.common.topology import parse_list, read_nodes
+from octavo.engine.settings import EngineSettings
 from tests.common import machines
 from tests.common.machines import GIB, one_node, two_sockets
 
@@ -87,7 +89,7 @@ def test_engines_of_a_hybrid_have_cores_of_both_kinds(plan):
 
 
 def test_no_more_engines_than_cores(plan):
-    with pytest.raises(StartError, match="is 3, but node 0 has 2 cores for this process: lower it"):
+    with pytest.raises(StartError, match="is 3, but node 0 allows at most 2, one"):
         plan(3, one_node(2))
 
 
@@ -134,3 +136,14 @@ def test_what_may_be_set(text, value):
 def test_what_may_not_be_set(text):
     with pytest.raises(ValidationError, match="must be auto, off, or a number from 1"):
         ServeSettings(engines_per_node=text)
+
+
+def test_where_it_may_be_set(tmp_path, monkeypatch):
+    file = tmp_path / "octavo.toml"
+    file.write_text('model = "demo"\nengines-per-node = 4\n[serve]\nengines-per-node = "off"\n')
+    assert ServeSettings.load(config=file).engines_per_node == "off"
+    assert EngineSettings.load(config=file).model == "demo"
+    monkeypatch.setenv("OCTAVO_ENGINES_PER_NODE", "2")
+    assert ServeSettings.load(config=file).engines_per_node == 2
+    with pytest.raises(SettingsError, match=r"^--engines-per-node: must be auto, off, or a number"):
+        ServeSettings.load(engines_per_node="many")
