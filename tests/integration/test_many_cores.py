@@ -9,12 +9,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoConfig, LlamaConfig
 
 import octavo
+from tests.engine.random_model import save_random_model
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 
-FLAGS = ("--model", "demo", *SMALL)
+FLAGS = ("--tokenizer", "demo", *SMALL, "--compile", "off")
 CPUS = sorted(os.sched_getaffinity(0))[:2]
 pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 
@@ -40,13 +42,30 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
+@pytest.fixture(scope="session")
+def model(demo_model, tmp_path_factory):
+    """A model that loads quickly, with the demo's vocabulary."""
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=AutoConfig.from_pretrained(demo_model).vocab_size,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+    )
+    save_random_model(config, path, std=0.1)
+    return str(path)
+
+
 @pytest.fixture
-def two_nodes(demo_model, launch, tmp_path):
+def two_nodes(model, launch, tmp_path):
     """Starts `octavo serve` on a machine of two nodes, and waits until it is ready."""
 
     def start(*flags):
         module = ("tests.integration.two_nodes", str(tmp_path / "machine"))
-        return launch("serve", *FLAGS, *flags, module=module).wait_ready()
+        return launch("serve", model, *FLAGS, *flags, module=module).wait_ready()
 
     return start
 
@@ -110,9 +129,9 @@ def test_one_engine_for_all_nodes(two_nodes):
     assert tuple(CPUS) in affinities(engine)
 
 
-def test_more_engines_than_cores_are_an_error(demo_model, launch):
+def test_more_engines_than_cores_are_an_error(model, launch):
     many = str(len(os.sched_getaffinity(0)) + 1)
-    server = launch("serve", *FLAGS, "--engines-per-node", many)
+    server = launch("serve", model, *FLAGS, "--engines-per-node", many)
     assert server.process.wait(60) == 1
     assert f"error: --engines-per-node is {many}, but node 0 allows at most" in server.logs()
     assert "Traceback" not in server.logs()
