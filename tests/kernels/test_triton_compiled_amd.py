@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 import pytest
+from packaging.version import Version
 
 triton = pytest.importorskip("triton")
 
@@ -46,8 +47,7 @@ CONVERSIONS = {E4M3FNUZ: "v_cvt_pk_f32_fp8", E4M3: "v_cvt_scalef32_pk_f16_fp8"}
 FETCH = r"\b(?:global_load|buffer_load)(?:_lds)?_(?:dwordx4|b128)\b"
 SPILL = re.compile(r"\s+scratch_(?:load|store)")
 
-# The widest float32 heads need more registers than a thread of this GPU has.
-SPILLING = {(RX_7900, replace(COMMON, dtype=FP32, cache_dtype=FP32, head_dim=256))}
+OLD = Version(triton.__version__) < Version("3.9")
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,14 @@ def compile_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+def may_spill(gpu, shape):
+    """Return whether the widest heads need more registers than a thread of this GPU has.
+
+    Triton 3.9 fits them into registers unless they are float32; 3.7 does not.
+    """
+    return gpu is RX_7900 and shape.head_dim == 256 and (OLD or shape.dtype == FP32)
+
+
 def name_of(value):
     """Name a test's argument."""
     if isinstance(value, Gpu):
@@ -111,7 +119,7 @@ def check_attention(gpu, kind, shape, record):
     made, tiles = compile_attention(gpu, kind, shape)
     code, text = read(made), made.asm["amdgcn"]
     record("code", f"{tiles}, {code}, {made.metadata.shared} bytes shared")
-    if (gpu, shape) not in SPILLING:
+    if not may_spill(gpu, shape):
         assert not code.spills_in_loops, (tiles, code)
     assert re.search(FETCH, text)
     if gpu is not RX_7900 or shape.dtype != FP32:
@@ -194,6 +202,6 @@ def test_draws(gpu, record_property):
 
 
 def test_a_spill_in_a_loop_is_found():
-    gpu, shape = next(iter(SPILLING))
-    made, _ = compile_attention(gpu, "decode", shape)
+    shape = replace(COMMON, dtype=FP32, cache_dtype=FP32, head_dim=256)
+    made, _ = compile_attention(RX_7900, "decode", shape)
     assert read(made).spills_in_loops
