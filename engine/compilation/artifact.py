@@ -9,12 +9,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from octavo.common.models.cache import cache_dir
 from octavo.engine.attention.operator import current_step
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.container import Container
+from octavo.engine.compilation.cpp_compiler import has_compiler
+from octavo.engine.compilation.translated import TranslatedModel
 from octavo.engine.memory import huge_pages
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import Reference, SelfCheck
@@ -27,6 +30,10 @@ from octavo.kernels.integrity import (
 )
 from octavo.kernels.machine import cpu_identity
 
+log = structlog.get_logger(__name__)
+
+COST = "none for models of Llama's architecture in bfloat16; others may run slower"
+HINT = "to compile it, install g++ and start again"
 MANIFEST = "step.json"
 REFERENCE = "reference.safetensors"
 DIGEST = "sha256"
@@ -34,12 +41,14 @@ DIGEST = "sha256"
 HERE = Path(__file__).resolve().parent
 SOURCES = (
     *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "rotation.py"),
+    "translation.py",
     *("../attention/interface.py", "../attention/operator.py"),
     *("../models/load_model.py", "../models/rope.py", "../models/step.py"),
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/self_check.py"),
     *("../models/linear/fuse_linears.py", "../models/linear/packed_linear.py"),
     "../models/linear/plain_linears.py",
-    *(f"../../kernels/cpu/{name}" for name in ("aoti.cpp", "linear.h", "linear.py")),
+    *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
+    *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py"),
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"
@@ -72,10 +81,11 @@ class Manifest:
     Attributes:
         shape: The model's dimensions.
         dtype: Of activations and KV cache, a name in torch.
-        library: The shared library's file name.
+        library: The file name of the shared library, or of the TorchScript module.
         files: The fingerprint of each other file, by its name.
         tolerance: The quantization's tolerance in the self-check.
         unquantized: The result of `unquantized_shares`.
+        translated: Why the step was translated to TorchScript, not compiled; empty if compiled.
     """
 
     shape: ModelShape
@@ -84,6 +94,7 @@ class Manifest:
     files: Mapping[str, Fingerprint]
     tolerance: float = 0.0
     unquantized: Mapping[str, float] = field(default_factory=dict)
+    translated: str = ""
 
     def write(self, path: Path) -> None:
         """Save it as JSON, with a SHA-256 of its contents."""
@@ -160,9 +171,12 @@ class CompiledStep:
         _verify(artifact.path, self.manifest)
         # `aoti_load_package` would unpack the weights into a temporary directory at every start,
         # and leave them there.
-        self._container = Container(artifact.path / self.manifest.library)
+        load = TranslatedModel if self.manifest.translated else Container
+        self._container = load(artifact.path / self.manifest.library)
         huge_pages.collapse(self._container.constants())
         self.check(artifact)
+        if why := self.manifest.translated:
+            log.info("the model runs translated, not compiled", why=why, cost=COST, hint=HINT)
 
     def check(self, artifact: Artifact) -> None:
         """Run the self-check.
@@ -215,7 +229,7 @@ def locate(recipe: Recipe) -> Artifact | None:
 
     Its name is a hash of everything that it depends on: the model's files (by name, size and time
     of change, like rsync and make), the settings, the libraries' versions, the CPU, the number of
-    threads and this code.
+    threads, whether there is a C++ compiler, and this code.
 
     Returns:
         The artifact, or None if the model's files are not on this machine yet.
@@ -233,6 +247,7 @@ def locate(recipe: Recipe) -> Artifact | None:
         "transformers": version("transformers"),
         "cpu": cpu_identity(),
         "threads": torch.get_num_threads(),
+        "compiled": has_compiler(),
         "code": [_digest(file.read_bytes()) for file in code],
     }
     key = _digest(json.dumps(facts, sort_keys=True).encode())

@@ -17,6 +17,7 @@ from octavo.common.child_end import why_it_ended
 from octavo.common.resources import oom_kills
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.artifact import Artifact, CompiledStep
+from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.checks.self_check import SelfCheckError
 
@@ -30,6 +31,13 @@ LOGGED_CHARACTERS = 2000
 BASE_SECONDS, SECONDS_PER_GIB = 60.0, 120.0
 """Estimate of the compiler's time on two idle cores, by the weights' size. Busy cores take longer:
 the compiler's priority is low."""
+TRANSLATION_SHARE = 0.2
+"""Estimate of the time to translate a model, as a share of the time to compile it."""
+COMPILES = "compiling the model for this CPU, once; answers are slower until it ends"
+TRANSLATES = (
+    "there is no C++ compiler: translating the model instead, once; answers are slower until it"
+    " ends"
+)
 OUT_OF_MEMORY = (
     "lower --cache-memory and --swap-space, give the container more memory, or set --compile off"
 )
@@ -77,10 +85,11 @@ class Compiler:
         self.needed_bytes = needed_bytes
         self._artifact = artifact
         self._began = time.monotonic()
-        self._estimate = estimate_seconds(size)
+        compiles = has_compiler()
+        self._estimate = estimate_seconds(size) * (1 if compiles else TRANSLATION_SHARE)
         self._oom_kills = oom_kills()
         log.info(
-            "compiling the model for this CPU, once; answers are slower until it ends",
+            COMPILES if compiles else TRANSLATES,
             about=in_words(self._estimate),
             gib_of_memory=round(needed_bytes / GIB, 1),
         )
@@ -128,7 +137,8 @@ class Compiler:
         except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
             _warn(str(error))
             return
-        log.info("model compiled", seconds=round(time.monotonic() - self._began, 1))
+        made = "model translated" if self.step.manifest.translated else "model compiled"
+        log.info(made, seconds=round(time.monotonic() - self._began, 1))
         cache_cleanup.prune()
 
 

@@ -1,4 +1,4 @@
-"""Compiles a model's step ahead of time, in a process of its own.
+"""Compiles or translates a model's step ahead of time, in a process of its own.
 
     python -m octavo.common.leash octavo.engine.compilation.export RECIPE NAME
 
@@ -18,10 +18,13 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 
 from octavo.common.models.cache import prepare
+from octavo.common.models.errors import first_line
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest, Recipe, fingerprints
 from octavo.engine.compilation.capture import capture
+from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.experts import GROUPED_PRODUCT, call_grouped_products
 from octavo.engine.compilation.fusion import fuse
+from octavo.engine.compilation.translation import translate
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.base import unquantized_shares
@@ -29,6 +32,7 @@ from octavo.engine.models.step import EagerStep
 from octavo.kernels import machine
 
 NICENESS = 19
+NO_COMPILER = "there is no C++ compiler"
 
 C_TYPES = {
     "Tensor": "AtenTensorHandle",
@@ -66,7 +70,7 @@ def main() -> None:
 
 @torch.no_grad()
 def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
-    """Compile a model's step.
+    """Compile a model's step, or translate it if it cannot be compiled.
 
     Args:
         recipe: The model and its settings.
@@ -89,7 +93,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     fuse(exported.graph)
     call_grouped_products(exported.graph)
     exported.graph_module.recompile()
-    library = compile_graph(exported, result, scratch)
+    library, translated = make_library(exported, result, scratch)
     loaded.check.expected.save(result / REFERENCE)
     dtype = str(loaded.dtype).removeprefix("torch.")
     for file in result.iterdir():
@@ -97,9 +101,42 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
     result.chmod(0o755)
     left = unquantized_shares(loaded.model) if recipe.quantization != "none" else {}
     Manifest(
-        loaded.shape, dtype, library, fingerprints(result), loaded.check.tolerance, left
+        loaded.shape,
+        dtype,
+        library,
+        fingerprints(result),
+        loaded.check.tolerance,
+        left,
+        translated,
     ).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
+
+
+def make_library(exported: ExportedProgram, result: Path, scratch: Path) -> tuple[str, str]:
+    """Compile a graph, or translate it if it cannot be compiled.
+
+    Args:
+        exported: The graph.
+        result: An empty directory for what is made.
+        scratch: A directory for temporary files.
+
+    Returns:
+        The library's file name, and why it was translated: empty if it was compiled.
+
+    Raises:
+        Exception: It cannot be translated either. This is the compiler's error if there is one.
+    """
+    if not has_compiler():
+        return translate(exported, result), NO_COMPILER
+    try:
+        return compile_graph(exported, result, scratch), ""
+    except Exception as error:  # noqa: BLE001 - the compiler raises many types
+        for file in result.iterdir():
+            file.unlink()
+        try:
+            return translate(exported, result), f"it cannot be compiled: {first_line(error)}"
+        except Exception:  # noqa: BLE001 - likewise
+            raise error from None
 
 
 def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str:

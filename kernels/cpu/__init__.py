@@ -36,6 +36,8 @@ if _kernels is not None:  # for compiled steps, which need the C++ kernels
     run_step = _kernels.run_step
     run_greedy_step = _kernels.run_greedy_step
     take_spent = _kernels.take_spent
+    register_operators = _kernels.register_operators
+    set_step = _kernels.set_step
 
 
 def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:

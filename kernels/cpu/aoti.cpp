@@ -178,6 +178,13 @@ extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, cons
   return run(model, inputs, 3, logits, 1, nullptr, nullptr);
 }
 
+// Sets this thread's step for the operators of operators.cpp. The arguments must outlive their
+// calls.
+extern "C" void octavo_set_step(const Cache* layers, const Batch* batch, const int64_t* slots,
+                                int64_t num_tokens, int threads) {
+  step = {layers, batch, slots, num_tokens, threads};
+}
+
 // As octavo_run_step, but returns the most likely token of each row instead of the logits.
 extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layers,
                                         const Batch* batch, const int64_t* slots,

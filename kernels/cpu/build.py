@@ -23,7 +23,7 @@ from octavo.kernels.machine import compiler_target, cpu_identity
 
 SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
-    *("write_kv.cpp", "argmax.cpp", "copy_blocks.cpp", "pin_threads.cpp"),
+    *("write_kv.cpp", "operators.cpp", "argmax.cpp", "copy_blocks.cpp", "pin_threads.cpp"),
 )
 """In the order of their compile times, longest first."""
 HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")

@@ -234,6 +234,11 @@ class NativeKernels:
                 *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(result)),
             )
             run.restype = c_int
+        self._set_step = library.octavo_set_step
+        self._set_step.argtypes = (POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64, c_int)
+        self._set_step.restype = None
+        self._register = library.octavo_register_operators
+        self._register.argtypes, self._register.restype = (), c_int
         self._take_spent = library.octavo_take_spent
         self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self._argmax = library.octavo_argmax
@@ -382,6 +387,22 @@ class NativeKernels:
         )
         if failed:
             raise RuntimeError("the compiled model failed")
+
+    def register_operators(self) -> None:
+        """Register `octavo_native::*`, operators that run without Python; see operators.cpp.
+
+        Raises:
+            RuntimeError: PyTorch refuses them; its message is on the process's stderr.
+        """
+        if self._register():
+            raise RuntimeError("PyTorch refuses Octavo's operators")
+
+    def set_step(self, layers: CheckedLayers, metadata: AttentionMetadata) -> None:
+        """Set this thread's step for `octavo_native::*`. The arguments must outlive their calls."""
+        batch, slots = self._check_batch(metadata), self._check_slots(metadata.slot_mapping)
+        self._set_step(
+            *(layers.structs, batch.struct, slots.pointer, slots.count, torch.get_num_threads())
+        )
 
     def take_spent(self) -> Spent:
         """Return the seconds in kernels of this thread's compiled steps since the last call."""

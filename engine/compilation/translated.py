@@ -1,0 +1,56 @@
+"""A step that was translated to TorchScript, loaded.
+
+PyTorch runs it without the interpreter's lock, like a compiled one; see `container.py`.
+"""
+
+import warnings
+from pathlib import Path
+
+from torch import Tensor
+from torch.jit import load, optimized_execution  # type: ignore[attr-defined]
+
+from octavo.engine.attention.operator import PagedStep
+from octavo.kernels import cpu
+from octavo.kernels.cpu.native import CheckedLayers
+
+
+class TranslatedModel:
+    """A model as `translation.translate` saved it. Its methods are those of `Container`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        RuntimeError: It cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._layers: CheckedLayers | None = None  # of the latest call
+        cpu.register_operators()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # as in translation.py
+            self._module = load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
+    ) -> Tensor:
+        """Run the model; see `Container`."""
+        layers = self._layers
+        if layers is None or layers.layers is not within.layers:
+            layers = self._layers = CheckedLayers(within.layers)
+        cpu.set_step(layers, within.metadata)
+        # Its optimizations would compile for sizes, which change from step to step.
+        with optimized_execution(False):
+            logits: Tensor = self._module(token_ids, positions, logit_rows)
+        return logits
+
+    def most_likely(
+        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
+    ) -> list[int]:
+        """Run the model; return each row's most likely token, the first on a tie."""
+        tokens: list[int] = cpu.argmax(self(token_ids, positions, logit_rows, within)).tolist()
+        return tokens
+
+    def constants(self) -> list[Tensor]:
+        """Return the weights in place."""
+        return list(self._module.buffers())

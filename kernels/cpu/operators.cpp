@@ -1,0 +1,177 @@
+// Octavo's operators for PyTorch's own interpreter of graphs, without Python.
+//
+// A step that was translated for lack of a C++ compiler runs there. These operators call the
+// functions of aoti.cpp, and are registered with PyTorch's dispatcher through its stable C
+// functions. None of their arguments is optional, as PyTorch would pass that on its own heap: an
+// empty tensor and 0 stand for none.
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+struct AtenTensorOpaque;
+using Tensor = AtenTensorOpaque*;
+using Error = int32_t;  // 0: no error
+struct LibraryOpaque;
+using Library = LibraryOpaque*;
+using Value = uint64_t;  // a tensor that the callee owns, or a number's bits
+
+extern "C" {
+Error aoti_torch_library_init_fragment(const char* name, const char* file, uint32_t line,
+                                       Library* made);
+Error aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
+                                   uint32_t line, Library* made);
+Error aoti_torch_library_def(Library library, const char* schema);
+Error aoti_torch_library_impl(Library library, const char* name,
+                              void (*function)(Value*, uint64_t, uint64_t));
+Error aoti_torch_delete_tensor_object(Tensor tensor);
+Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
+
+Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, int64_t*, double*,
+                                     Tensor*, Tensor*, Tensor*);
+
+// Null where the library has no linear kernels for the CPU; no model calls their operators there.
+#define WEAK __attribute__((weak))
+WEAK Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
+                                        Tensor*, Tensor*);
+WEAK Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
+WEAK Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor,
+                                             Tensor, int64_t, Tensor*, double, Tensor*, Tensor*);
+WEAK Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor,
+                                             Tensor, Tensor, int64_t, Tensor*, double, Tensor*,
+                                             Tensor*);
+}
+
+namespace {
+
+// A tensor among the arguments, which the callee owns.
+class Given {
+ public:
+  explicit Given(Value value) : handle_(reinterpret_cast<Tensor>(value)) {}
+  Given(const Given&) = delete;
+  Given& operator=(const Given&) = delete;
+  ~Given() { aoti_torch_delete_tensor_object(handle_); }
+  operator Tensor() const { return handle_; }
+  // Returns null if it is empty.
+  Tensor* optional() {
+    int64_t elements = 0;
+    return aoti_torch_get_numel(handle_, &elements) || !elements ? nullptr : &handle_;
+  }
+
+ private:
+  Tensor handle_;
+};
+
+double as_double(Value value) {
+  double number;
+  std::memcpy(&number, &value, sizeof number);
+  return number;
+}
+
+// Puts the result on the stack; PyTorch turns the exception into Python's. `result` is a reference
+// as the call that sets it is the argument before it.
+void finish(Value* stack, Error error, const Tensor& result, const char* name) {
+  if (error) throw std::runtime_error(std::string("octavo::") + name + " failed");
+  stack[0] = reinterpret_cast<Value>(result);
+}
+
+void paged_attention(Value* stack, uint64_t, uint64_t) {
+  Given query(stack[0]), key(stack[1]), value(stack[2]), cos(stack[7]), sin(stack[8]);
+  int64_t window = static_cast<int64_t>(stack[5]);
+  double cap = as_double(stack[6]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_paged_attention(query, key, value, static_cast<int64_t>(stack[3]),
+                                        as_double(stack[4]), window ? &window : nullptr,
+                                        cap ? &cap : nullptr, cos.optional(), sin.optional(),
+                                        &result),
+         result, "paged_attention");
+}
+
+void packed_linear(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[5]), residual(stack[7]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear(x, static_cast<int64_t>(stack[1]), panels, bias,
+                                      static_cast<int64_t>(stack[4]), norm.optional(),
+                                      as_double(stack[6]), residual.optional(), &result),
+         result, "packed_linear");
+}
+
+void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_wide(x, static_cast<int64_t>(stack[1]), panels, bias,
+                                           &result),
+         result, "packed_linear_wide");
+}
+
+void packed_linear_int8(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
+      row_sums(stack[6]), norm(stack[8]), residual(stack[10]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_int8(x, static_cast<int64_t>(stack[1]), panels, bias,
+                                           factors, scales, row_sums,
+                                           static_cast<int64_t>(stack[7]), norm.optional(),
+                                           as_double(stack[9]), residual.optional(), &result),
+         result, "packed_linear_int8");
+}
+
+void packed_linear_int4(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
+      row_sums(stack[6]), nibbles(stack[7]), norm(stack[9]), residual(stack[11]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_int4(x, static_cast<int64_t>(stack[1]), panels, bias,
+                                           factors, scales, row_sums, nibbles,
+                                           static_cast<int64_t>(stack[8]), norm.optional(),
+                                           as_double(stack[10]), residual.optional(), &result),
+         result, "packed_linear_int4");
+}
+
+struct Operator {
+  const char* name;
+  const char* schema;
+  void (*function)(Value*, uint64_t, uint64_t);
+};
+
+#define FUSED "int gated, Tensor norm, float epsilon, Tensor residual"
+#define LAYER "Tensor x, int outputs, Tensor panels, Tensor bias"
+#define SCALES "Tensor factors, Tensor scales, Tensor row_sums"
+constexpr Operator kOperators[] = {
+    {"paged_attention",
+     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
+     " int sliding_window, float soft_cap, Tensor cos, Tensor sin) -> Tensor",
+     paged_attention},
+    {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
+    {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},
+    {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
+     packed_linear_int8},
+    {"packed_linear_int4",
+     "packed_linear_int4(" LAYER ", " SCALES ", Tensor nibbles, " FUSED ") -> Tensor",
+     packed_linear_int4},
+};
+
+Error register_all() {
+  Library definitions, kernels;
+  if (aoti_torch_library_init_fragment("octavo_native", __FILE__, __LINE__, &definitions) ||
+      aoti_torch_library_init_impl("octavo_native", "CPU", __FILE__, __LINE__, &kernels))
+    return 1;
+  for (const Operator& one : kOperators) {
+    if (aoti_torch_library_def(definitions, one.schema) ||
+        aoti_torch_library_impl(kernels, one.name, one.function))
+      return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+// Registers the operators as octavo_native::*, once in a process. They stay registered.
+extern "C" Error octavo_register_operators() {
+  static const Error error = register_all();
+  return error;
+}
