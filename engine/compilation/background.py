@@ -31,7 +31,7 @@ LOGGED_CHARACTERS = 2000
 BASE_SECONDS, SECONDS_PER_GIB = 60.0, 120.0
 """Estimate of the compiler's time on two idle cores, by the weights' size. Busy cores take longer:
 the compiler's priority is low."""
-TRANSLATION_SHARE = 0.2
+TRANSLATION_SHARE = 0.5
 """Estimate of the time to translate a model, as a share of the time to compile it."""
 COMPILES = "compiling the model for this CPU, once; answers are slower until it ends"
 TRANSLATES = (

@@ -25,8 +25,6 @@ from octavo.kernels import cpu
 
 LIBRARY = "step.ts"
 """The module's file in an artifact."""
-NATIVE = {torch.ops.octavo.paged_attention.default, *packed_linear.OPERATORS}
-"""Octavo's operators that have one of the same name in operators.cpp."""
 NAMESPACES = {"aten", "onednn", "mkldnn"}
 """Operators of PyTorch's own libraries: a process that loads the module has them."""
 NONE = {"Optional[Tensor]": "self.none", "Optional[int]": "0", "Optional[float]": "0.0"}
@@ -129,7 +127,7 @@ def _call(node: Node) -> str:
         return f"({values[0]} {ARITHMETIC[target]} {values[1]})"
     if target is operator.getitem:
         return f"{values[0]}[{values[1]}]"
-    if target in NATIVE:
+    if target is torch.ops.octavo.paged_attention.default or target in packed_linear.OPERATORS:
         return f"torch.ops.octavo_native.{_name(target)}({', '.join(_native_arguments(node))})"
     if target is GROUPED_PRODUCT:  # PyTorch's kernel, without the shape function
         return f"torch.ops.aten._grouped_mm({', '.join(values)})"
