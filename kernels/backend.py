@@ -19,9 +19,12 @@ class Backend(Protocol):
     """The functions of a package in `BACKENDS`; `octavo.kernels.ops` documents each.
 
     Attributes:
+        path: What computes, of the ways that there are: "triton", "pytorch", or the instruction set
+            of the C++ kernels, as isa.cpp names it ("avx2", "avx512-bf16", "neon").
         warning: What makes the kernels slow on this machine and what to do about it, or None.
     """
 
+    path: str
     warning: str | None
 
     def check_device(self, device: torch.device, cache_dtype: torch.dtype | None) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 MARCH = "OCTAVO_MARCH"
 """Environment variable: the CPU to compile for, a value of the compiler's -march (`haswell`,
-`x86-64-v3`, `armv8.2-a+bf16`). Default: this CPU."""
+`x86-64-v3`, `armv8.2-a+bf16`), or `native` for this one. Default: a wheel's own kernels, else
+`native`."""
 ISA_VARIABLES = (MARCH, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Environment variables that limit the kernels, PyTorch and oneDNN to some instruction sets. The
 layout of packed weights depends on them."""
@@ -21,7 +22,7 @@ def march() -> str | None:
 
 def compiler_target() -> str:
     """Return the C++ compiler's flag for the CPU to compile for."""
-    if named := march():
+    if (named := march()) and named != "native":
         return f"-march={named}"
     # Some compilers for other CPUs do not know -march=native.
     return "-march=native" if platform.machine() in {"x86_64", "AMD64"} else "-mcpu=native"
@@ -35,10 +36,10 @@ def cpu_identity() -> str:
     return "\n".join([*sorted(known or {platform.machine() + platform.processor()}), *held])
 
 
-def onednn_has_amx() -> bool:
-    """Return whether oneDNN may use AMX: the CPU has it, and no variable forbids it."""
-    limit = _onednn_limit()
-    return "amx_tile" in _cpu_flags() and ("AMX" in limit or limit == "DEFAULT")
+def cpu_features() -> set[str]:
+    """Return Linux's names of this CPU's instruction sets."""
+    lines = (line for line in _cpu_info() if line.startswith(("flags", "Features")))
+    return set(next(lines, "").partition(":")[2].split())
 
 
 def onednn_int8_saturates() -> bool:
@@ -48,7 +49,7 @@ def onednn_int8_saturates() -> bool:
     """
     if platform.machine() not in {"x86_64", "AMD64"}:
         return False
-    lacking = not {"avx512_vnni", "avx_vnni"} & _cpu_flags()
+    lacking = not {"avx512_vnni", "avx_vnni"} & cpu_features()
     return lacking or _onednn_limit() in {"SSE41", "AVX", "AVX2", "AVX512_CORE"}
 
 
@@ -56,11 +57,6 @@ def _onednn_limit() -> str:
     """Return oneDNN's name of the greatest instruction set that it may use."""
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return next((os.environ[name] for name in names if os.environ.get(name)), "DEFAULT").upper()
-
-
-def _cpu_flags() -> set[str]:
-    """Return Linux's names of an x86 CPU's instruction sets."""
-    return set(next((line for line in _cpu_info() if line.startswith("flags")), "").split())
 
 
 def _cpu_info() -> list[str]:

@@ -290,6 +290,11 @@ def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None
             raise IndexError(f"a {name} block is out of range [0, {count}): {numbers.tolist()}")
 
 
+def kernel_path(device: torch.device) -> str:
+    """Return what computes on a device; see `octavo.kernels.backend.Backend.path`."""
+    return find_backend(device.type).path
+
+
 def device_warning(device: torch.device) -> str | None:
     """Return what makes the kernels slow on this machine and what to do about it, or None."""
     return find_backend(device.type).warning

@@ -29,6 +29,7 @@ from octavo.kernels.integrity import (
     verify,
 )
 from octavo.kernels.machine import cpu_identity
+from octavo.kernels.ops import kernel_path
 
 log = structlog.get_logger(__name__)
 
@@ -246,6 +247,7 @@ def locate(recipe: Recipe) -> Artifact | None:
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "cpu": cpu_identity(),
+        "kernels": kernel_path(torch.device("cpu")),  # on which the layout of weights depends
         "threads": torch.get_num_threads(),
         "compiled": has_compiler(),
         "code": [_digest(file.read_bytes()) for file in code],

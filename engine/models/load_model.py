@@ -55,7 +55,8 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
     """Return the dtype that `auto` or a dtype's name stands for.
 
     `auto` is the checkpoint's dtype, except on a CPU: there it is bfloat16 in place of float16,
-    which CPUs are slow at, and float32 if the CPU lacks bfloat16 instructions.
+    which CPUs are slow at. Without Octavo's kernels for linear layers it is float32 there if the
+    CPU lacks AVX-512: PyTorch is slow at bfloat16 then.
     """
     if name != "auto":
         chosen = getattr(torch, name)
@@ -63,9 +64,10 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
         return chosen
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     if device.type == "cpu" and own is not torch.float32:
-        # torch has no public way to ask; a wrong guess only costs speed.
+        from octavo.kernels.cpu import linear  # noqa: PLC0415 - it compiles the kernels
+
         native = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-        return torch.bfloat16 if native else torch.float32
+        return torch.bfloat16 if linear is not None or native else torch.float32
     return own
 
 

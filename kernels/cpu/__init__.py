@@ -31,7 +31,9 @@ argmax = _available.argmax
 draw_tokens = _available.draw_tokens
 score_tokens = _available.score_tokens
 pin_threads = _available.pin_threads
-linear = _kernels.linear if _kernels is not None and _kernels.linear.supported else None
+linear = None if _kernels is None else _kernels.linear
+path = "pytorch" if _kernels is None else _kernels.isa
+"""See `octavo.kernels.backend.Backend`."""
 if _kernels is not None:  # for compiled steps, which need the C++ kernels
     run_step = _kernels.run_step
     run_greedy_step = _kernels.run_greedy_step

@@ -43,14 +43,12 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            float, int, float, const float*, int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
-#if OCTAVO_HAS_LINEAR
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
 void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
                         const Scales*, uint16_t*, int);
-#endif
 }
 
 namespace {
@@ -120,7 +118,6 @@ void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
 
 constexpr Error kFailed = 1;
 
-#if OCTAVO_HAS_LINEAR
 // A linear layer's rows and results; `out` is null if the kernels do not support the call.
 struct LinearCall {
   const View rows;
@@ -146,7 +143,6 @@ struct LinearCall {
   int64_t num_rows() const { return rows.sizes[0]; }
   int64_t row_stride() const { return rows.strides[0]; }
 };
-#endif
 
 }  // namespace
 
@@ -250,9 +246,6 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
              : 0;
 }
 
-// Without these, the loader refuses compiled models that call them.
-#if OCTAVO_HAS_LINEAR
-
 // octavo::packed_linear
 extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor panels,
                                               Tensor bias, int64_t gated, Tensor* norm,
@@ -308,5 +301,3 @@ extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Te
                      &call.layer, &all, static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
-
-#endif

@@ -1,8 +1,4 @@
-"""Compiles the C++ kernels once for this machine, into Octavo's cache.
-
-The sources include no PyTorch headers, so this takes seconds. Python calls them through a plain C
-ABI, and they call PyTorch through its C ABI.
-"""
+"""The C++ kernels compiled once for this machine, into Octavo's cache."""
 
 import ctypes
 import fcntl
@@ -10,35 +6,18 @@ import hashlib
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
 
+from octavo.kernels.cpu.compile import compile_library, contents
 from octavo.kernels.integrity import SEAL, check_trusted, seal, verify_seal
 from octavo.kernels.machine import compiler_target, cpu_identity
 
-SOURCES = (
-    *("paged_attention.cpp", "linear.cpp", "draw_tokens.cpp", "score_tokens.cpp", "aoti.cpp"),
-    *("write_kv.cpp", "operators.cpp", "argmax.cpp", "copy_blocks.cpp", "pin_threads.cpp"),
-)
-"""In the order of their compile times, longest first."""
-HEADERS = ("cache.h", "fetcher.h", "linear.h", "plan.h", "product.h", "row.h", "vector.h")
-FLAGS = (
-    "-O2",  # compiles twice as fast as -O3, to equally fast code
-    "-std=c++17",
-    "-fPIC",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=fast",
-)
 log = logging.getLogger(__name__)
 
-COMPILE_TIMEOUT = 120  # seconds
 ATTEMPTS = 5
 """Attempts to compile a library that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
@@ -46,8 +25,8 @@ LIBRARY = "kernels/cpu-{}.so"
 and processes that have it loaded hold a lock on it: so `cache_cleanup` finds unused ones."""
 
 
-def load_library() -> ctypes.CDLL:
-    """Return the compiled kernels; compile them the first time.
+def load_compiled() -> ctypes.CDLL:
+    """Return the kernels compiled for this machine; compile them the first time.
 
     Several processes may do this at once: each compiles to its own file, and the last one to finish
     renames its file into place. A library that is damaged, or that another user may have written,
@@ -102,9 +81,8 @@ def _no_compiler() -> str:
 
 def _library_path(compiler: str) -> Path:
     """Return the path of the library for these sources, these flags and this CPU."""
-    parts = [compiler, *FLAGS, SEAL.decode(), compiler_target(), cpu_identity()]
-    parts += map(str, _loaded_libraries())
-    parts += [(Path(__file__).parent / name).read_text() for name in SOURCES + HEADERS]
+    parts = [compiler, SEAL.decode(), compiler_target(), cpu_identity(), *contents()]
+    parts += map(str, loaded_libraries())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     # As in octavo.common.models.cache, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
@@ -141,7 +119,7 @@ def _hold(path: Path) -> bool:
     return path.exists()  # it may have been removed before it was locked
 
 
-def _loaded_libraries() -> list[Path]:
+def loaded_libraries() -> list[Path]:
     """Return the paths of PyTorch's library and OpenMP runtime that this process has loaded.
 
     PyTorch brings its own OpenMP runtime. With the system's, the kernels would have a second pool
@@ -165,34 +143,10 @@ def _loaded_libraries() -> list[Path]:
 
 def _compile(compiler: str, path: Path) -> None:
     """Compile the sources and move the library to `path` atomically."""
-    here = Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        objects = [f"{scratch}/{Path(name).stem}.o" for name in SOURCES]
-        commands = [
-            [compiler, *FLAGS, compiler_target(), "-c", str(here / source), "-o", target]
-            for source, target in zip(SOURCES, objects, strict=True)
-        ]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(_run, commands))
-        # Without -fopenmp here, the linker uses only the runtime in its arguments.
-        library = f"{scratch}/library.so"
-        _run([compiler, "-shared", "-o", library, *objects, *map(str, _loaded_libraries())])
-        seal(Path(library))
-        Path(library).chmod(0o755)
-        Path(library).replace(path)
-
-
-def _run(command: list[str]) -> None:
-    """Run the compiler; raise an OSError with its output if it fails."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{command[0]} took more than {COMPILE_TIMEOUT} s") from error
-    if done.returncode:
-        said = done.stderr.splitlines()
-        why = next((line for line in said if "error" in line), said[-1] if said else "")
-        raise OSError(
-            f"{command[0]} failed: {why.strip()}\n{' '.join(command)}\n{done.stderr[-2000:]}"
-        )
+        library = Path(scratch) / "library.so"
+        linked = list(map(str, loaded_libraries()))
+        compile_library(compiler, [compiler_target()], linked, library, Path(scratch))
+        seal(library)
+        library.chmod(0o755)
+        library.replace(path)

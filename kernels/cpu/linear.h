@@ -11,114 +11,165 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "vector.h"
-
-// Whether to build the kernels for linear layers and their shims in aoti.cpp: they need vector
-// instructions that multiply bfloat16 in pairs and bytes in fours.
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
-    defined(__AVX512VNNI__)
-#define OCTAVO_HAS_LINEAR 1
-#else
-#define OCTAVO_HAS_LINEAR 0
-#endif
+#include "amx.h"
+#include "words.h"
 
 constexpr int kPanelVectors = 2;
 constexpr int kPanel = kPanelVectors * kLanes;
-constexpr int kTileRows = 12;  // two sums each; with an element and weights, 32 registers
+#if defined(__x86_64__) && !defined(__AVX512F__)
+constexpr int kTileRows = 6;  // two sums each; with an element and weights, 16 registers
+#else
+constexpr int kTileRows = 12;  // of 32 registers
+#endif
 constexpr int kLineWords = 16;
+
+// Rows of words as the products take them: T::kParts for each word, those of part i from
+// i * depth on.
+struct Rows {
+  const uint32_t* words;
+  int64_t count, stride;
+};
+
+template <class T>
+using Sums = typename T::Sum (*)[kPanelVectors];
+
+// Sets `sums` to the products of kRows rows and a panel of `depth` words of each output. Prefetches
+// kAhead lines of `ahead` for each word. T is a kind of words; see words.h.
+template <class T, int kRows, int kAhead>
+__attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t stride, const uint32_t* b,
+                                             int64_t depth, const uint32_t* ahead, Sums<T> sums) {
+  typename T::Sum own[kRows][kPanelVectors] = {};
+  for (int64_t k = 0; k < depth; k++) {
+#pragma GCC unroll 2
+    for (int line = 0; line < kAhead; line++)
+      __builtin_prefetch(ahead + (k * kAhead + line) * std::min(kLineWords, kPanel), 0, 2);
+    const Words left = load<Words>(b + k * kPanel);
+    const Words right = load<Words>(b + k * kPanel + kLanes);
+#pragma GCC unroll 2
+    for (int part = 0; part < T::kParts; part++) {
+      const Words lefts = T::weight_part(left, part), rights = T::weight_part(right, part);
+#pragma GCC unroll 12
+      for (int i = 0; i < kRows; i++) {
+        const Words element = broadcast(a[i * stride + part * depth + k]);
+        own[i][0] = T::multiply_add(own[i][0], element, lefts);
+        own[i][1] = T::multiply_add(own[i][1], element, rights);
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < kRows; i++)
+    for (int j = 0; j < kPanelVectors; j++) sums[i][j] = own[i][j];
+}
+
+// The same for `rows` rows, at most kRows.
+template <class T, int kAhead, int kRows = kTileRows>
+void multiply_rows(int rows, const uint32_t* a, int64_t stride, const uint32_t* b, int64_t depth,
+                   const uint32_t* ahead, Sums<T> sums) {
+  if (rows == kRows) return multiply_tile<T, kRows, kAhead>(a, stride, b, depth, ahead, sums);
+  if constexpr (kRows > 1)
+    multiply_rows<T, kAhead, kRows - 1>(rows, a, stride, b, depth, ahead, sums);
+}
 
 // Calls store(row, panel, sums) with each row's sums of each panel.
 //
-// T::Sum is a vector of sums; T::multiply_add adds the products of two words' elements to it. The
-// next free thread takes the next panel, as other processes may slow some threads.
+// The next free thread takes the next panel, as other processes may slow some threads.
 template <class T, class Store>
 class Linear {
  public:
-  Linear(const uint32_t* rows, int64_t num_rows, int64_t row_stride, const uint32_t* panels,
-         int64_t num_panels, int64_t depth, Store store)
-      : rows_(rows), num_rows_(num_rows), row_stride_(row_stride), panels_(panels),
-        num_panels_(num_panels), depth_(depth), store_(store) {}
+  // A panel has `depth` words of each output.
+  Linear(const Rows& rows, const uint32_t* panels, int64_t num_panels, int64_t depth, Store store)
+      : rows_(rows), panels_(panels), num_panels_(num_panels), depth_(depth), store_(store) {}
 
   // Calls prepare(row) for each row before any product.
   template <class Prepare>
   void run(int threads, Prepare prepare) {
     std::atomic<int64_t> free{0};
+#if OCTAVO_HAS_AMX
+    const bool tiled = rows_.count >= kLeastMatrixRows && octavo_allow_amx();
+#endif
 #pragma omp parallel num_threads(threads)
     {
+#if OCTAVO_HAS_AMX
+      MatrixUnit unit;
+#endif
       if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
 #pragma omp for  // ends when all rows are prepared
-        for (int64_t row = 0; row < num_rows_; row++) prepare(row);
+        for (int64_t row = 0; row < rows_.count; row++) prepare(row);
       }
       for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
         next = free++;
-        run_panel(panel, std::min(next, num_panels_ - 1));
+        const uint32_t* ahead = panels_ + std::min(next, num_panels_ - 1) * depth_ * kPanel;
+#if OCTAVO_HAS_AMX
+        if (tiled) {
+          run_panel_in_tiles(unit, panel, ahead);
+          continue;
+        }
+#endif
+        run_panel(panel, ahead);
       }
     }
   }
 
  private:
-  void run_panel(int64_t panel, int64_t next) const {
-    const int64_t tiles = (num_rows_ + kTileRows - 1) / kTileRows;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = num_rows_ * tile / tiles;
-      const int rows = num_rows_ * (tile + 1) / tiles - row;
-      const uint32_t* ahead = panels_ + next * depth_ * kPanel;
-      // Prefetch the next panel in the first tile, or half of it in each of the first two.
-      if (tiles == 1)
-        run_tile<kPanel / kLineWords>(rows, row, panel, ahead);
-      else if (tile < 2)
-        run_tile<kPanel / kLineWords / 2>(rows, row, panel, ahead + tile * depth_ * kPanel / 2);
-      else
-        run_tile<0>(rows, row, panel, ahead);
-    }
-  }
+  static constexpr int kLines = kPanel > kLineWords ? kPanel / kLineWords : 1;
 
-  template <int kLines>
-  void run_tile(int rows, int64_t row, int64_t panel, const uint32_t* ahead) const {
-    switch (rows) {
-      case 1: return multiply<1, kLines>(row, panel, ahead);
-      case 2: return multiply<2, kLines>(row, panel, ahead);
-      case 3: return multiply<3, kLines>(row, panel, ahead);
-      case 4: return multiply<4, kLines>(row, panel, ahead);
-      case 5: return multiply<5, kLines>(row, panel, ahead);
-      case 6: return multiply<6, kLines>(row, panel, ahead);
-      case 7: return multiply<7, kLines>(row, panel, ahead);
-      case 8: return multiply<8, kLines>(row, panel, ahead);
-      case 9: return multiply<9, kLines>(row, panel, ahead);
-      case 10: return multiply<10, kLines>(row, panel, ahead);
-      case 11: return multiply<11, kLines>(row, panel, ahead);
-      case 12: return multiply<12, kLines>(row, panel, ahead);
-    }
-  }
-
-  template <int kRows, int kLines>
-  void multiply(int64_t row, int64_t panel, const uint32_t* ahead) const {
-    const uint32_t* a = rows_ + row * row_stride_;
+#if OCTAVO_HAS_AMX
+  void run_panel_in_tiles(MatrixUnit& unit, int64_t panel, const uint32_t* ahead) const {
+    const int64_t tiles = (rows_.count + kMatrixRows - 1) / kMatrixRows;
+    const int64_t steps = depth_ / kMatrixWords;
     const uint32_t* b = panels_ + panel * depth_ * kPanel;
-    typename T::Sum sums[kRows][kPanelVectors] = {};
-    for (int64_t k = 0; k < depth_; k++) {
-#pragma GCC unroll 2
-      for (int line = 0; line < kLines; line++)
-        __builtin_prefetch(ahead + (k * kLines + line) * kLineWords, 0, 2);
-      const Words left = load<Words>(b + k * kPanel);
-      const Words right = load<Words>(b + k * kPanel + kLanes);
-#pragma GCC unroll 12
-      for (int i = 0; i < kRows; i++) {
-        const Words element = broadcast(a[i * row_stride_ + k]);
-        sums[i][0] = T::multiply_add(sums[i][0], element, left);
-        sums[i][1] = T::multiply_add(sums[i][1], element, right);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows_.count * tile / tiles;
+      const int rows = rows_.count * (tile + 1) / tiles - row;
+      const uint32_t* a = rows_.words + row * rows_.stride;
+      typename T::Sum sums[kMatrixRows][kPanelVectors];
+      unit.template multiply<T>(a, rows_.stride, rows, b, steps, tile == 0 ? ahead : nullptr, sums);
+      for (int i = 0; i < rows; i++) {
+        for (int64_t k = steps * kMatrixWords; k < depth_; k++)
+          for (int j = 0; j < kPanelVectors; j++)
+            sums[i][j] = T::multiply_add(sums[i][j], broadcast(a[i * rows_.stride + k]),
+                                         load<Words>(b + k * kPanel + j * kLanes));
+        store_(row + i, panel, sums[i]);
       }
     }
-#pragma GCC unroll 12
-    for (int i = 0; i < kRows; i++) store_(row + i, panel, sums[i]);
+  }
+#endif
+
+  void run_panel(int64_t panel, const uint32_t* ahead) const {
+    const uint32_t* b = panels_ + panel * depth_ * kPanel;
+    const int64_t tiles = (rows_.count + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows_.count * tile / tiles;
+      const int rows = rows_.count * (tile + 1) / tiles - row;
+      const uint32_t* a = rows_.words + row * rows_.stride;
+      typename T::Sum sums[kTileRows][kPanelVectors];
+      // Prefetch the next panel in the first tile, or half of it in each of the first two.
+      if (tiles > 1 && tile < 2 && kLines > 1)
+        multiply_rows<T, kLines / 2>(rows, a, rows_.stride, b, depth_,
+                                     ahead + tile * depth_ * kPanel / 2, sums);
+      else if (tile == 0)
+        multiply_rows<T, kLines>(rows, a, rows_.stride, b, depth_, ahead, sums);
+      else
+        multiply_rows<T, 0>(rows, a, rows_.stride, b, depth_, ahead, sums);
+      for (int i = 0; i < rows; i++) store_(row + i, panel, sums[i]);
+    }
   }
 
-  const uint32_t* rows_;
-  int64_t num_rows_, row_stride_;
+  const Rows rows_;
   const uint32_t* panels_;
   int64_t num_panels_, depth_;
   Store store_;
 };
+
+// Takes a row's words apart into T::kParts times as many.
+template <class T>
+void take_apart(const void* row, int64_t depth, uint32_t* parts) {
+  for (int part = 0; part < T::kParts; part++)
+    for (int64_t k = 0; k < depth; k += kLanes) {
+      const Words words = load_first<Words>(static_cast<const uint32_t*>(row) + k, depth - k);
+      store_first(parts + part * depth + k, depth - k, T::row_part(words, part));
+    }
+}
 
 // A layer; the same as in linear.py.
 struct LinearLayer {

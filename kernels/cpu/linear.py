@@ -30,10 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octavo.kernels.machine import onednn_has_amx
-
-PANEL = 32  # outputs, as in linear.h
-GATE = PANEL // 2  # a gate's outputs in a panel; the others are the up projection's
 GROUP = 32  # inputs that share a scale in 4 bits, as in linear.cpp and GGUF
 _PAIR, _FOUR = 2, 4  # inputs per instruction, of 16 and of 8 bits
 
@@ -62,14 +58,11 @@ class LinearKernels:
         library: The compiled kernels.
 
     Attributes:
-        supported: Whether this CPU has the kernels; if not, nothing else works. It has none if
-            oneDNN can use a matrix unit (AMX), which is faster.
+        panel: Outputs of a panel. Of a gated one, half are a gate's.
     """
 
     def __init__(self, library: CDLL) -> None:
-        self.supported = bool(library.octavo_has_linear()) and not onednn_has_amx()
-        if not self.supported:
-            return
+        self.panel = int(library.octavo_panel_outputs())
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
         layer, scales = POINTER(_Layer), POINTER(_Scales)
         self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
@@ -81,23 +74,21 @@ class LinearKernels:
         self._int4.argtypes = (*rows, c_void_p, layer, scales, *results)
         self._int4.restype = None
 
-    @staticmethod
-    def pack(weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor) -> Tensor:
         """Pack weights into panels.
 
         Args:
             weight: `[outputs, inputs]`, bfloat16 or int8, that `takes` accepts.
 
         Returns:
-            `[panels, words, PANEL * elements of a word]`, of the same dtype.
+            `[panels, words, panel * elements of a word]`, of the same dtype.
         """
         word = _PAIR if weight.dtype == torch.bfloat16 else _FOUR
-        whole = pad_outputs(weight)
-        panels = whole.reshape(-1, PANEL, weight.shape[1] // word, word)
+        whole = self.pad_outputs(weight)
+        panels = whole.reshape(-1, self.panel, weight.shape[1] // word, word)
         return panels.transpose(1, 2).flatten(2).contiguous()
 
-    @staticmethod
-    def pack_int4(quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    def pack_int4(self, quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Pack 4-bit weights into panels; each weight is `(quantized - 8) * scale + zero`.
 
         Args:
@@ -110,15 +101,34 @@ class LinearKernels:
         """
         groups = quantized.shape[1]
         # An output's two lanes have every other pair of inputs, four pairs in each vector.
-        lanes = pad_outputs(quantized.int()).reshape(-1, PANEL // 16, 16, groups, 4, 4, 2)
+        vector = self.panel // 2
+        lanes = self.pad_outputs(quantized.int()).reshape(-1, 2, vector, groups, 4, 4, 2)
         lanes = lanes.permute(0, 3, 1, 4, 2, 6, 5)
         joined = (lanes << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1)
         nibbles = joined.to(torch.int32).to(torch.int16).flatten(2).contiguous()
         scales = [
-            pad_outputs(values).reshape(-1, PANEL, groups).transpose(1, 2).contiguous()
+            self.pad_outputs(values).reshape(-1, self.panel, groups).transpose(1, 2).contiguous()
             for values in (scale, zero)
         ]
         return torch.cat([part.view(torch.uint8) for part in (nibbles, *scales)], dim=-1)
+
+    def pad_outputs(self, values: Tensor) -> Tensor:
+        """Pad the first dimension with zeros to whole panels."""
+        return _pad(values, self.panel)
+
+    def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Interleave the outputs of a gate and an up projection, as gated panels have them.
+
+        Args:
+            gate: `[outputs, ...]`.
+            up: As `gate`.
+
+        Returns:
+            `[2 * outputs, each padded to whole panels, ...]`.
+        """
+        half = self.panel // 2
+        parts = [_pad(values, half).reshape(-1, half, *values.shape[1:]) for values in (gate, up)]
+        return torch.stack(parts, 1).flatten(0, 2)
 
     @staticmethod
     def takes(inputs: int, dtype: torch.dtype) -> bool:
@@ -221,25 +231,6 @@ class LinearKernels:
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
-
-
-def pad_outputs(values: Tensor) -> Tensor:
-    """Pad the first dimension with zeros to whole panels."""
-    return _pad(values, PANEL)
-
-
-def interleave(gate: Tensor, up: Tensor) -> Tensor:
-    """Interleave the outputs of a gate and an up projection, as gated panels have them.
-
-    Args:
-        gate: `[outputs, ...]`.
-        up: As `gate`.
-
-    Returns:
-        `[2 * outputs, each padded to whole panels, ...]`.
-    """
-    parts = [_pad(values, GATE).reshape(-1, GATE, *values.shape[1:]) for values in (gate, up)]
-    return torch.stack(parts, 1).flatten(0, 2)
 
 
 def _pad(values: Tensor, whole: int) -> Tensor:

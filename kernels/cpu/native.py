@@ -11,6 +11,7 @@ from ctypes import (
     POINTER,
     Structure,
     byref,
+    c_char_p,
     c_double,
     c_float,
     c_int,
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.cpu.build import load_library
+from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -203,10 +204,13 @@ class NativeKernels:
 
     Attributes:
         linear: The kernels for linear layers.
+        isa: The instructions they use, by a name in isa.cpp.
     """
 
     def __init__(self) -> None:
         library = load_library()
+        library.octavo_isa.restype = c_char_p
+        self.isa = library.octavo_isa().decode()
         rows = (c_void_p, c_int64, c_int64)
         self._attend = library.octavo_paged_attention
         self._attend.argtypes = (

@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -41,6 +43,29 @@ inline Ints broadcast(int32_t x) { return x - Ints{}; }
 inline Words broadcast(uint32_t x) { return x - Words{}; }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+// Loads at most `count` elements; the rest of the vector is zeros.
+template <class Vector, class Element>
+inline Vector load_first(const Element* from, int64_t count) {
+  if (count >= kLanes) return load<Vector>(from);
+  Vector v{};
+  std::memcpy(&v, from, count * sizeof(Element));
+  return v;
+}
+
+// Stores at most `count` elements.
+template <class Vector, class Element>
+inline void store_first(Element* to, int64_t count, Vector v) {
+  if (count >= kLanes) return store(to, v);
+  std::memcpy(to, &v, count * sizeof(Element));
+}
+
+// Rounds to the nearest integers, ties to even. Magnitudes must be below 2^22.
+inline Ints round_to_ints(Floats x) {
+  const Floats magic = broadcast(12582912.f);  // 1.5 * 2^23
+  return (Ints)(x + magic) - (Ints)magic;
+}
 
 inline float reduce_max(Floats v) {
 #if defined(__AVX512F__)
@@ -141,25 +166,31 @@ struct Float16 {
 
 struct BFloat16 {
   using Stored = uint16_t;
-  static Floats load_floats(const Stored* from) {
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
-  }
-  static void store_floats(Stored* to, Floats v) {
+  static Floats widen(Halves v) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
+  static Halves narrow(Floats v) {
 #if defined(__AVX512BF16__)
-    store(to, (Halves)_mm512_cvtneps_pbh((__m512)v));
+    return (Halves)_mm512_cvtneps_pbh((__m512)v);
 #else
     Words bits = (Words)v;
     Words rounded = bits + 0x7fff + ((bits >> 16) & 1);  // to nearest, ties to even
     Words result = v == v ? rounded : bits | 0x400000;   // a NaN stays one
-    store(to, __builtin_convertvector(result >> 16, Halves));
+    return __builtin_convertvector(result >> 16, Halves);
 #endif
   }
+  static Floats load_floats(const Stored* from) { return widen(load<Halves>(from)); }
+  static void store_floats(Stored* to, Floats v) { store(to, narrow(v)); }
 #if defined(__AVX512BF16__)
   // Two elements per word: one instruction multiplies and adds 32 of them.
   static constexpr int kPack = 2;
   static Words load_words(const Stored* from) { return load<Words>(from); }
   static Floats multiply_add(Floats sum, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  static constexpr int kPack = 2;
+  static Words load_words(const Stored* from) { return load<Words>(from); }
+  static Floats multiply_add(Floats sum, Words a, Words b) {
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
   }
 #else
   static constexpr int kPack = 1;

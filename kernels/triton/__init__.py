@@ -11,6 +11,7 @@ from octavo.kernels.triton.plan import plan_attention
 from octavo.kernels.triton.rotate_and_write import rotate_and_write
 from octavo.kernels.triton.write_kv import write_kv
 
+path = "triton"
 warning: str | None = None
 MIN_CAPABILITY = (8, 0)
 """The compute capability that the kernels need of an NVIDIA GPU: Ampere's."""
@@ -47,6 +48,7 @@ __all__ = [
     "copy_blocks",
     "draw_tokens",
     "paged_attention",
+    "path",
     "plan_attention",
     "rotate_and_write",
     "score_tokens",

@@ -307,7 +307,7 @@ class TestNative:
 
 def _load(cache_dir: str) -> str:
     os.environ["XDG_CACHE_HOME"] = cache_dir
-    return Path(build.load_library()._name).name
+    return Path(build.load_compiled()._name).name
 
 
 @needs_compiler
@@ -355,4 +355,4 @@ def test_a_compiler_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(OSError, match="out of luck"):
-        build.load_library()
+        build.load_compiled()

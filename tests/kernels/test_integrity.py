@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernels import cpu, integrity
+from octavo.kernels import integrity
 from octavo.kernels.cpu import build
 from octavo.kernels.integrity import DamagedFileError, UntrustedFileError
 
@@ -109,7 +109,7 @@ def cached(tmp_path, monkeypatch, built):
     """The kernels' place in a cache of its own, and a compiler that takes no time."""
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_compile", lambda _, path: shutil.copy(built, path))
-    build.load_library()
+    build.load_compiled()
     return next((tmp_path / "kernels").iterdir())
 
 
@@ -118,7 +118,7 @@ def cached(tmp_path, monkeypatch, built):
 def test_damaged_kernels_are_compiled_again(cached, built, change, caplog):
     replace(cached, change)
     with caplog.at_level(logging.WARNING):
-        build.load_library()
+        build.load_compiled()
     assert str(cached) in caplog.text
     assert cached.read_bytes() == built.read_bytes()
 
@@ -127,7 +127,7 @@ def test_damaged_kernels_are_compiled_again(cached, built, change, caplog):
 def test_kernels_that_others_can_write_are_compiled_again(cached, caplog):
     cached.chmod(0o777)
     with caplog.at_level(logging.WARNING):
-        build.load_library()
+        build.load_compiled()
     assert f"other users can write to {cached}" in caplog.text
     assert not cached.stat().st_mode & 0o022
 
@@ -136,14 +136,13 @@ def test_kernels_that_others_can_write_are_compiled_again(cached, caplog):
 def test_kernels_in_a_directory_that_others_can_write_are_not_loaded(cached):
     cached.parent.chmod(0o777)
     with pytest.raises(UntrustedFileError, match=str(cached.parent)):
-        build.load_library()
+        build.load_compiled()
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_process_survives_damaged_kernels(tmp_path):
     """The real ones, in a process of its own: what is cut short ends it with SIGBUS."""
-    assert cpu.linear is None or cpu.linear.supported
     kept = build._library_path(build.find_compiler())
     copy = tmp_path / "kernels" / kept.name
     copy.parent.mkdir(mode=0o755)

@@ -12,10 +12,12 @@ from typing import NamedTuple
 import pytest
 
 from octavo.kernels import machine
-from octavo.kernels.cpu import build
+from octavo.kernels.cpu import compile as compiling
+from octavo.kernels.cpu import library
+from octavo.kernels.cpu.levels import LEVELS, Level, levels_of
 
 ROOT = Path(__file__).parents[2]
-SOURCES = Path(build.__file__).parent
+SOURCES = Path(compiling.__file__).parent
 DRIVER = Path(__file__).parent / "driver.cpp"
 DRIVEN = ("paged_attention", "write_kv", "argmax", "draw_tokens", "score_tokens")
 """What the driver calls."""
@@ -27,36 +29,26 @@ SHIMS = {f"aoti_torch_cpu_packed_linear{kind}" for kind in ("", "_wide", "_int8"
 
 
 class Target(NamedTuple):
-    """A CPU to build for; `needs` are its flags, of which code may use any."""
+    """A level of instructions, of one architecture."""
 
-    march: str
-    needs: set[str]
-    has_linear: bool = False
+    machine: str
+    level: Level
 
     @property
     def compiler(self):
-        return "aarch64-linux-gnu-g++" if self.march.startswith("armv8") else "g++"
+        return "aarch64-linux-gnu-g++" if self.machine == "aarch64" else "g++"
 
     @property
     def runner(self):
         """What runs its programs here: nothing, an emulator, or None if they cannot run."""
-        if self.march.startswith("armv8"):
-            emulator = shutil.which("qemu-aarch64")
-            return [emulator] if emulator else None
-        return [] if self.needs <= cpu_flags() else None
+        if self.machine == platform.machine():
+            return [] if self.level.needs <= machine.cpu_features() else None
+        emulator = shutil.which(f"qemu-{self.machine}")
+        return [emulator] if self.machine == "aarch64" and emulator else None
 
 
-TARGETS = (
-    Target("skylake-avx512", AVX512),
-    Target("icelake-server", ICE_LAKE),
-    Target("sapphirerapids", AMX, has_linear=True),
-    Target("armv8.2-a", set()),
-)
-
-
-def cpu_flags():
-    lines = machine.CPU_INFO.read_text().splitlines()
-    return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+TARGETS = [Target(name, level) for name, levels in LEVELS.items() for level in levels]
+FAST = {"avx2", "amx", "neon-bf16"}
 
 
 def run(*command, timeout=120.0, **environment):
@@ -80,7 +72,7 @@ def skip_unless(compiler, needed=frozenset()):
         pytest.skip("g++ is not for x86 here")
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    if lacking := needed - cpu_flags():
+    if lacking := needed - machine.cpu_features():
         pytest.skip(f"this CPU lacks {lacking}")
 
 
@@ -91,15 +83,18 @@ def symbols(library, which):
 
 @pytest.mark.parametrize(
     "target",
-    [*TARGETS, pytest.param(Target("x86-64", set()), marks=pytest.mark.slow)],
-    ids=lambda target: target.march,
+    [
+        target if target.level.name in FAST else pytest.param(target, marks=pytest.mark.slow)
+        for target in TARGETS
+    ],
+    ids=lambda target: target.level.name,
 )
 def test_builds_whole_for(target, tmp_path):
-    """Nothing is left undefined, and linear kernels are there whole or not at all."""
+    """Nothing is left undefined."""
     skip_unless(target.compiler)
-    flags = [flag for flag in build.FLAGS if not flag.startswith("-O")]
-    flags += [f"-march={target.march}", "-O1" if target.runner is not None else "-O0"]
-    sources = [*(SOURCES / name for name in build.SOURCES), DRIVER]
+    flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
+    flags += [*target.level.flags, "-O1" if target.runner is not None else "-O0"]
+    sources = [*(SOURCES / name for name in compiling.SOURCES), DRIVER]
 
     def compiled(source):
         made = tmp_path / f"{source.stem}.o"
@@ -108,14 +103,13 @@ def test_builds_whole_for(target, tmp_path):
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         *objects, driver = pool.map(compiled, sources)
-    library = tmp_path / "library.so"
-    run(target.compiler, "-shared", *objects, "-o", library)
-    undefined = symbols(library, "--undefined-only")
+    made = tmp_path / "library.so"
+    run(target.compiler, "-shared", *objects, "-o", made)
+    undefined = symbols(made, "--undefined-only")
     assert not {name for name in undefined if name.startswith("octavo")}
     assert "aoti_torch_empty_strided" in undefined, "PyTorch's own come from PyTorch"
-    defined = symbols(library, "--defined-only")
-    assert "octavo_has_linear" in defined
-    assert defined & SHIMS == (SHIMS if target.has_linear else set())
+    defined = symbols(made, "--defined-only")
+    assert defined >= SHIMS
     if target.runner is not None:
         program = tmp_path / "driver"
         driven = [made for made in objects if made.stem in DRIVEN]
@@ -137,6 +131,7 @@ def run_tests(march, chosen, tmp_path, **environment):
     )
 
 
+@pytest.mark.slow
 def test_loads_and_runs_what_is_built_for_avx2(tmp_path):
     """Through OCTAVO_MARCH, and all of PyTorch held to the same."""
     skip_unless("g++", AVX2)
@@ -157,6 +152,39 @@ def test_all_that_the_kernels_do_is_right_for(march, needs, tmp_path):
     assert " passed" in run_tests(march, "native or scores or draws", tmp_path)
 
 
+def test_a_library_that_cannot_be_loaded_is_compiled_instead(tmp_path, monkeypatch, caplog):
+    """One in a wheel, made for another C library or PyTorch."""
+    for level in LEVELS.get(platform.machine(), ()):
+        (tmp_path / f"{level.name}.so").write_bytes(b"not a library")
+    monkeypatch.delenv(machine.MARCH, raising=False)
+    monkeypatch.setattr(library, "PREBUILT", tmp_path)
+    monkeypatch.setattr(library, "load_compiled", lambda: "compiled")
+    assert library.load_library() == "compiled"
+    assert "cannot be loaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("machine_name", "lacking", "best"),
+    [
+        ("x86_64", "", "amx"),
+        ("x86_64", "amx_tile", "avx512-bf16"),
+        ("x86_64", "avx512_bf16", "avx512-vnni"),
+        ("x86_64", "avx512_vnni", "avx512"),
+        ("x86_64", "avx512vl", "avx2-vnni"),
+        ("x86_64", "avx512vl avx_vnni", "avx2"),
+        ("x86_64", "avx512vl avx_vnni f16c", None),
+        ("aarch64", "", "neon-bf16"),
+        ("aarch64", "i8mm", "neon-dotprod"),
+        ("aarch64", "asimddp", "neon"),
+        ("riscv64", "", None),
+    ],
+)
+def test_a_cpu_gets_the_best_level_that_it_has(machine_name, lacking, best):
+    known = frozenset().union(*(level.needs for level in LEVELS.get(machine_name, ())))
+    found = levels_of(machine_name, known - set(lacking.split()))
+    assert (found[0].name if found else None) == best
+
+
 @pytest.mark.parametrize("variable", machine.ISA_VARIABLES)
 def test_what_holds_code_to_a_part_of_the_cpu_tells_builds_apart(variable, monkeypatch):
     """The identity is part of the name of the kernels' library, and of compiled models."""
@@ -171,28 +199,6 @@ def test_the_compiler_is_told_the_cpu(monkeypatch):
     assert machine.compiler_target() in {"-march=native", "-mcpu=native"}
     monkeypatch.setenv(machine.MARCH, "haswell")
     assert machine.compiler_target() == "-march=haswell"
-
-
-@pytest.mark.parametrize(
-    ("flags", "held_to", "expected"),
-    [
-        ("fpu avx512_bf16 amx_tile amx_bf16", None, True),
-        ("fpu avx512_bf16 amx_tile amx_bf16", "DEFAULT", True),
-        ("fpu avx512_bf16 amx_tile amx_bf16", "avx512_core_amx", True),
-        ("fpu avx512_bf16 amx_tile amx_bf16", "AVX512_CORE_BF16", False),
-        ("fpu avx512_bf16", None, False),
-    ],
-)
-def test_onednn_has_amx(flags, held_to, expected, tmp_path, monkeypatch):
-    """Own linear kernels are left to CPUs without it, whatever they were compiled for."""
-    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(name, raising=False)
-    if held_to:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", held_to)
-    info = tmp_path / "cpuinfo"
-    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
-    monkeypatch.setattr(machine, "CPU_INFO", info)
-    assert machine.onednn_has_amx() == expected
 
 
 @pytest.mark.slow

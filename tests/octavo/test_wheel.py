@@ -2,6 +2,9 @@
 
 import json
 import os
+import platform
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,6 +14,8 @@ import pytest
 
 from octavo.cli.local_server import local_server
 from octavo.common.models.resolve import DEMO
+from octavo.kernels.cpu.levels import LEVELS, levels_of
+from octavo.kernels.machine import cpu_features
 
 ROOT = Path(__file__).parents[2]
 BOTH = """
@@ -20,6 +25,15 @@ assert callable(get_kernel)
 assert octavo.kernels.__name__ == "octavo.kernels"
 assert not kernels.__file__.startswith(octavo.kernels.__path__[0])
 print(kernels.__file__, octavo.kernels.__file__)
+"""
+KERNELS = """
+from pathlib import Path
+import octavo, torch
+from octavo.kernels import cpu
+x, w = torch.randn(3, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+y = cpu.linear.linear(x, 32, cpu.linear.pack(w), cpu.linear.pad_outputs(torch.zeros(32)))
+torch.testing.assert_close(y.float(), x.float() @ w.float().T, rtol=0.01, atol=0.05)
+print(Path(octavo.__file__).parent, cpu.path, cpu.warning)
 """
 CLIENT = """
 import octavo, sys
@@ -90,6 +104,39 @@ def test_the_wheel_has_one_import_root(wheel):
     expected = ("engine/core.py", "kernels/ops.py", "router/server.py", "v1/engine_pb2.py")
     assert {f"octavo/{name}" for name in expected} <= set(names)
     assert len(names) == len(set(names))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_the_wheel_carries_kernels_for_every_level(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    carried = {Path(name).stem for name in names if "/kernels/cpu/prebuilt/" in name}
+    assert carried == {level.name for level in LEVELS[platform.machine()]}
+    assert re.search(rf"-py3-none-manylinux_2_\d+_{platform.machine()}\.whl$", wheel.name)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_machine_without_a_compiler_has_kernels(wheel, tmp_path):
+    """The wheel's own are loaded; the first start compiles none."""
+    installed = tmp_path / "installed"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--target", installed, wheel], check=True)
+    environment = {
+        "PYTHONPATH": str(installed),
+        "PATH": str(tmp_path),  # nothing is there
+        "OCTAVO_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KERNELS],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    best = levels_of(platform.machine(), cpu_features())[0].name
+    assert done.stdout.split() == [str(installed / "octavo"), best, "None"]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_the_client_alone(client, capsys):

@@ -22,7 +22,6 @@ from octavo.engine.models.linear.fuse_linears import (
 )
 from octavo.engine.models.linear.plain_linears import make_linear
 from octavo.kernels.cpu import linear as kernels
-from octavo.kernels.cpu.linear import interleave, pad_outputs
 
 
 class PackedLayer(nn.Module):
@@ -33,7 +32,7 @@ class PackedLayer(nn.Module):
 
     Attributes:
         outputs: The number of outputs.
-        gated: Whether the weights are a SwiGLU's, from `octavo.kernels.cpu.linear.interleave`.
+        gated: Whether the weights are a SwiGLU's, from `LinearKernels.interleave`.
     """
 
     bias: Tensor
@@ -96,7 +95,8 @@ def padded_bias(linear: nn.Linear) -> Tensor:
     """Return a layer's bias in float32, padded to whole panels; zeros if it has none."""
     bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
     values = torch.zeros(linear.out_features) if bias is None else bias.detach().float()
-    return pad_outputs(values)
+    assert kernels is not None
+    return kernels.pad_outputs(values)
 
 
 def pack_linears(model: PreTrainedModel) -> None:
@@ -129,7 +129,8 @@ def replace(
         return
     if has_kernels(first.layer) and _are_swiglu(group):
         gate, up = (located.layer for located in group)
-        interleaved = (interleave(*pair) for pair in weights_and_biases(gate, up))
+        assert kernels is not None
+        interleaved = (kernels.interleave(*pair) for pair in weights_and_biases(gate, up))
         packed = convert(make_linear(*interleaved))
         assert isinstance(packed, PackedLayer)
         packed.gate(gate.out_features)

@@ -23,7 +23,6 @@ from octavo.engine.models.linear.packed_linear import (
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import Inputs
 from octavo.kernels.cpu import linear as kernels
-from octavo.kernels.cpu.linear import pad_outputs
 from octavo.kernels.machine import onednn_int8_saturates
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -116,8 +115,10 @@ class PackedInt8Linear(PackedLayer):
         assert kernels is not None
         self.register_buffer("panels", kernels.pack(weight))
         self.register_buffer("factors", factors)
-        self.register_buffer("scale", pad_outputs(scale))
-        self.register_buffer("row_sums", pad_outputs(weight.sum(1, dtype=torch.int32) * scale))
+        self.register_buffer("scale", kernels.pad_outputs(scale))
+        self.register_buffer(
+            "row_sums", kernels.pad_outputs(weight.sum(1, dtype=torch.int32) * scale)
+        )
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""

@@ -1,0 +1,82 @@
+"""Compiles the C++ kernels into one library.
+
+The sources include no PyTorch headers, so this takes seconds. It imports nothing of Octavo or
+PyTorch, as wheels are made with it too.
+"""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = (
+    *("paged_attention.cpp", "linear.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
+    *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
+    *("operators.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
+)
+"""In the order of their compile times, longest first."""
+HEADERS = (
+    *("amx.h", "cache.h", "fetcher.h", "linear.h", "outputs.h", "plan.h", "prepare_rows.h"),
+    *("product.h", "row.h", "vector.h", "words.h"),
+)
+FLAGS = (
+    "-O2",  # compiles twice as fast as -O3, to equally fast code
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+)
+FLAGS_OF = dict.fromkeys(("linear.cpp", "linear_int4.cpp"), ("-fno-tree-ter",))
+"""A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
+them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""
+TIMEOUT = 120  # seconds, a source
+
+
+def contents() -> list[str]:
+    """Return all that a library is made of but the CPU, for a digest."""
+    here = Path(__file__).parent
+    return [*FLAGS, repr(FLAGS_OF), *((here / name).read_text() for name in SOURCES + HEADERS)]
+
+
+def compile_library(
+    compiler: str, target: Sequence[str], libraries: Sequence[str], path: Path, scratch: Path
+) -> None:
+    """Compile the sources to a shared library.
+
+    Args:
+        compiler: The C++ compiler.
+        target: Its flags for the CPU.
+        libraries: The linker's arguments for PyTorch and its OpenMP runtime.
+        path: The library.
+        scratch: A directory for object files.
+
+    Raises:
+        OSError: The compiler fails, or takes too long.
+    """
+    here = Path(__file__).parent
+    objects = [str(scratch / f"{Path(name).stem}.o") for name in SOURCES]
+    commands = [
+        [compiler, *FLAGS, *FLAGS_OF.get(source, ()), *target, "-c", str(here / source), "-o", made]
+        for source, made in zip(SOURCES, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, commands))
+    # Without -fopenmp here, the linker uses only the runtime in its arguments.
+    run([compiler, "-shared", "-o", str(path), *objects, *libraries])
+
+
+def run(command: Sequence[str]) -> None:
+    """Run the compiler; raise an OSError with its output if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"{command[0]} took more than {TIMEOUT} s") from error
+    if done.returncode:
+        said = done.stderr.splitlines()
+        why = next((line for line in said if "error" in line), said[-1] if said else "")
+        raise OSError(
+            f"{command[0]} failed: {why.strip()}\n{' '.join(command)}\n{done.stderr[-2000:]}"
+        )

@@ -1,0 +1,45 @@
+"""Loads the C++ kernels: those of the wheel for this CPU, or those compiled on this machine.
+
+Python calls them through a plain C ABI, and they call PyTorch through its C ABI.
+"""
+
+import ctypes
+import logging
+import platform
+from pathlib import Path
+
+from octavo.kernels import machine
+from octavo.kernels.cpu.build import load_compiled, loaded_libraries
+from octavo.kernels.cpu.levels import levels_of
+
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""Libraries in a wheel, by level; see wheel.py. An editable install has none."""
+log = logging.getLogger(__name__)
+
+
+def load_library() -> ctypes.CDLL:
+    """Return the kernels for this machine.
+
+    A wheel has one library for each of several levels of instructions: the best that this CPU has
+    is loaded. Without any, or if OCTAVO_MARCH names a CPU, they are compiled for this machine.
+
+    Raises:
+        OSError: See `load_compiled`.
+    """
+    if machine.march() is None:
+        for level in levels_of(platform.machine(), machine.cpu_features()):
+            path = PREBUILT / f"{level.name}.so"
+            if path.exists():
+                try:
+                    return _load(path)
+                except OSError as error:  # an older C library, or a PyTorch of another kind
+                    log.warning("the wheel's CPU kernels cannot be loaded: %s", error)
+                    break
+    return load_compiled()
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    _, openmp = loaded_libraries()  # whose name differs from one PyTorch to another
+    ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+    # Globally, as a compiled step finds the kernels by name.
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

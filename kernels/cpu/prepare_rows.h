@@ -1,0 +1,88 @@
+// Rows of bfloat16 as products take them: normed, rounded to bytes, or as they are.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "linear.h"
+
+// A thread's buffer for prepared rows, kept between calls. Each type has its own.
+template <class Element>
+Element* scratch(int64_t count) {
+  thread_local std::vector<Element> memory;
+  if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
+  return memory.data();
+}
+
+inline Floats load_first_floats(const uint16_t* from, int64_t count) {
+  return BFloat16::widen(load_first<Halves>(from, count));
+}
+
+// Rounds to bfloat16 where the model does, so that near ties come out the same.
+inline Floats rounded(Floats x) { return BFloat16::widen(BFloat16::narrow(x)); }
+
+// RMSNorm (Zhang and Sennrich, 2019): a row divided by its root mean square, times weights.
+inline float inverse_rms(const uint16_t* row, const LinearLayer& layer) {
+  Floats squares{};
+  for (int64_t i = 0; i < layer.inputs; i += kLanes) {
+    const Floats x = load_first_floats(row + i, layer.inputs - i);
+    squares += x * x;
+  }
+  return 1 / std::sqrt(reduce_add(squares) / layer.inputs + layer.epsilon);
+}
+
+inline void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to) {
+  const Floats inverse = broadcast(inverse_rms(row, layer));
+  for (int64_t i = 0; i < layer.inputs; i += kLanes) {
+    const int64_t left = layer.inputs - i;
+    const Floats x = rounded(load_first_floats(row + i, left) * inverse);
+    store_first(to + i, left, BFloat16::narrow(x * load_first_floats(layer.norm + i, left)));
+  }
+}
+
+// A row in bytes: an element is (byte - zero) * step.
+struct Range {
+  float step, zero;
+};
+
+// A row's inputs times their factors, before rounding.
+struct Factored {
+  const uint16_t* row;
+  const uint16_t* norm;
+  const float* factors;
+  int64_t count;
+
+  Floats at(int64_t i) const {
+    const int64_t left = count - i;
+    const Floats x = load_first_floats(row + i, left) * load_first<Floats>(factors + i, left);
+    return norm ? x * load_first_floats(norm + i, left) : x;
+  }
+};
+
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+
+inline Range round_row(const uint16_t* row, const LinearLayer& layer, const float* factors,
+                       uint8_t* bytes) {
+  constexpr float kTiny = 1e-8f;  // avoids division by zero
+  const Factored x{row, layer.norm, factors, layer.inputs};
+  Floats least{}, greatest{};  // the range always includes zero
+  for (int64_t i = 0; i < x.count; i += kLanes) {
+    least = min(least, x.at(i));
+    greatest = max(greatest, x.at(i));
+  }
+  const float low = -reduce_max(-least);
+  const float step = std::max((reduce_max(greatest) - low) / 255, kTiny);
+  const Ints zero = round_to_ints(broadcast(-low / step));
+  const Floats inverse = broadcast(1 / step);
+  for (int64_t i = 0; i < x.count; i += kLanes) {
+    Ints whole = round_to_ints(x.at(i) * inverse) + zero;
+    whole = whole < 0 ? Ints{} : whole;
+    whole = whole > 255 ? broadcast(255) : whole;
+    store_first(bytes + i, x.count - i, __builtin_convertvector(whole, Bytes));
+  }
+  // A norm divides the whole row, which is the same as dividing the step.
+  const float scale = layer.norm ? inverse_rms(row, layer) : 1;
+  return {step * scale, static_cast<float>(zero[0])};
+}

@@ -1,0 +1,221 @@
+// Instructions that the CPU at hand may lack, for the kernels' tests.
+//
+// The compiler's own header declares the types. Macros then replace the instructions that the
+// kernels use; the definitions follow Intel's Intrinsics Guide. The flags that the kernels look at,
+// such as __AVX512BF16__, are set on the command line.
+#pragma once
+
+#pragma push_macro("__AVX512F__")
+#pragma push_macro("__AVX512BW__")
+#pragma push_macro("__AVX512VNNI__")
+#pragma push_macro("__AVX512BF16__")
+#pragma push_macro("__AVXVNNI__")
+#pragma push_macro("__AMX_TILE__")
+#pragma push_macro("__AMX_BF16__")
+#pragma push_macro("__AMX_INT8__")
+#undef __AVX512F__
+#undef __AVX512BW__
+#undef __AVX512VNNI__
+#undef __AVX512BF16__
+#undef __AVXVNNI__
+#undef __AMX_TILE__
+#undef __AMX_BF16__
+#undef __AMX_INT8__
+#include_next <immintrin.h>
+#pragma pop_macro("__AVX512F__")
+#pragma pop_macro("__AVX512BW__")
+#pragma pop_macro("__AVX512VNNI__")
+#pragma pop_macro("__AVX512BF16__")
+#pragma pop_macro("__AVXVNNI__")
+#pragma pop_macro("__AMX_TILE__")
+#pragma pop_macro("__AMX_BF16__")
+#pragma pop_macro("__AMX_INT8__")
+
+#include <cstdint>
+#include <cstring>
+
+namespace emulated {
+
+template <class To, class From>
+To as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class Element, class Vector>
+struct Lanes {
+  static constexpr int kCount = sizeof(Vector) / sizeof(Element);
+  Element at[kCount];
+};
+
+inline float from_bfloat16(uint16_t bits) { return as<float>(uint32_t{bits} << 16); }
+
+inline uint16_t to_bfloat16(float x) {
+  const uint32_t bits = as<uint32_t>(x);
+  if (x != x) return bits >> 16 | 0x40;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+template <class Vector>
+Vector dpbusd(Vector sum, Vector a, Vector b) {
+  auto sums = as<Lanes<int32_t, Vector>>(sum);
+  const auto bytes = as<Lanes<uint8_t, Vector>>(a);
+  const auto others = as<Lanes<int8_t, Vector>>(b);
+  for (int i = 0; i < bytes.kCount; i++) sums.at[i / 4] += bytes.at[i] * others.at[i];
+  return as<Vector>(sums);
+}
+
+template <class Vector>
+Vector dpwssd(Vector sum, Vector a, Vector b) {
+  auto sums = as<Lanes<int32_t, Vector>>(sum);
+  const auto words = as<Lanes<int16_t, Vector>>(a), others = as<Lanes<int16_t, Vector>>(b);
+  for (int i = 0; i < words.kCount; i++) sums.at[i / 2] += words.at[i] * others.at[i];
+  return as<Vector>(sums);
+}
+
+inline __m512i madd_epi16(__m512i a, __m512i b) { return dpwssd(__m512i{}, a, b); }
+
+inline __m512 dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
+  auto sums = as<Lanes<float, __m512>>(sum);
+  const auto pairs = as<Lanes<uint16_t, __m512>>(a), others = as<Lanes<uint16_t, __m512>>(b);
+  for (int i = 0; i < pairs.kCount; i += 2)  // the odd one first
+    for (int j : {i + 1, i})
+      sums.at[i / 2] += from_bfloat16(pairs.at[j]) * from_bfloat16(others.at[j]);
+  return as<__m512>(sums);
+}
+
+inline __m256bh cvtneps_pbh(__m512 x) {
+  const auto floats = as<Lanes<float, __m512>>(x);
+  Lanes<uint16_t, __m256bh> halves;
+  for (int i = 0; i < halves.kCount; i++) halves.at[i] = to_bfloat16(floats.at[i]);
+  return as<__m256bh>(halves);
+}
+
+inline __m512i permutexvar_epi16(__m512i indices, __m512i table) {
+  auto found = as<Lanes<uint16_t, __m512i>>(indices);
+  const auto values = as<Lanes<uint16_t, __m512i>>(table);
+  for (auto& index : found.at) index = values.at[index % values.kCount];
+  return as<__m512i>(found);
+}
+
+inline __m512i srli_epi16(__m512i x, unsigned count) {
+  auto words = as<Lanes<uint16_t, __m512i>>(x);
+  for (auto& word : words.at) word >>= count;
+  return as<__m512i>(words);
+}
+
+inline __m512i load_si512(const void* from) {
+  __m512i x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline float reduce_max_ps(__m512 x) {
+  const auto floats = as<Lanes<float, __m512>>(x);
+  float greatest = floats.at[0];
+  for (float value : floats.at) greatest = value > greatest ? value : greatest;
+  return greatest;
+}
+
+inline float reduce_add_ps(__m512 x) {  // in halves
+  auto floats = as<Lanes<float, __m512>>(x);
+  for (int half = floats.kCount / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) floats.at[i] += floats.at[i + half];
+  return floats.at[0];
+}
+
+// A thread's matrix unit: eight tiles of at most 16 rows of 64 bytes.
+struct Tile {
+  uint8_t rows;
+  uint16_t row_bytes;
+  uint8_t at[16][64];
+};
+inline thread_local Tile tiles[8];
+
+inline void loadconfig(const void* from) {
+  const auto* bytes = static_cast<const uint8_t*>(from);
+  for (int i = 0; i < 8; i++) {
+    std::memset(&tiles[i], 0, sizeof tiles[i]);
+    std::memcpy(&tiles[i].row_bytes, bytes + 16 + 2 * i, 2);
+    tiles[i].rows = bytes[48 + i];
+  }
+}
+inline void release() { std::memset(tiles, 0, sizeof tiles); }
+inline void zero(int tile) { std::memset(tiles[tile].at, 0, sizeof tiles[tile].at); }
+inline void loadd(int tile, const void* from, int64_t stride) {
+  zero(tile);
+  for (int i = 0; i < tiles[tile].rows; i++)
+    std::memcpy(tiles[tile].at[i], static_cast<const uint8_t*>(from) + i * stride,
+                tiles[tile].row_bytes);
+}
+inline void stored(int tile, void* to, int64_t stride) {
+  for (int i = 0; i < tiles[tile].rows; i++)
+    std::memcpy(static_cast<uint8_t*>(to) + i * stride, tiles[tile].at[i],
+                tiles[tile].row_bytes);
+}
+
+// Adds the products of a's rows with b's columns; `add` multiplies two words.
+template <class Sum, class Add>
+void multiply_tiles(int c, int a, int b, Add add) {
+  for (int row = 0; row < tiles[c].rows; row++)
+    for (int k = 0; k < tiles[a].row_bytes / 4; k++)
+      for (int column = 0; column < tiles[c].row_bytes / 4; column++) {
+        Sum sum;
+        uint32_t left, right;
+        std::memcpy(&sum, tiles[c].at[row] + 4 * column, 4);
+        std::memcpy(&left, tiles[a].at[row] + 4 * k, 4);
+        std::memcpy(&right, tiles[b].at[k] + 4 * column, 4);
+        sum = add(sum, left, right);
+        std::memcpy(tiles[c].at[row] + 4 * column, &sum, 4);
+      }
+}
+
+inline void tile_dpbf16ps(int c, int a, int b) {
+  multiply_tiles<float>(c, a, b, [](float sum, uint32_t left, uint32_t right) {
+    sum += from_bfloat16(left) * from_bfloat16(right);
+    return sum + from_bfloat16(left >> 16) * from_bfloat16(right >> 16);
+  });
+}
+
+inline void tile_dpbusd(int c, int a, int b) {
+  multiply_tiles<int32_t>(c, a, b, [](int32_t sum, uint32_t left, uint32_t right) {
+    for (int i = 0; i < 32; i += 8)
+      sum += static_cast<uint8_t>(left >> i) * static_cast<int8_t>(right >> i);
+    return sum;
+  });
+}
+
+}  // namespace emulated
+
+#define _mm512_dpbusd_epi32 emulated::dpbusd<__m512i>
+#define _mm256_dpbusd_avx_epi32 emulated::dpbusd<__m256i>
+#define _mm512_dpwssd_epi32 emulated::dpwssd<__m512i>
+#define _mm256_dpwssd_avx_epi32 emulated::dpwssd<__m256i>
+#define _mm512_madd_epi16 emulated::madd_epi16
+#define _mm512_dpbf16_ps emulated::dpbf16_ps
+#define _mm512_cvtneps_pbh emulated::cvtneps_pbh
+#define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
+#define _mm512_load_si512 emulated::load_si512
+#define _mm512_reduce_max_ps emulated::reduce_max_ps
+#define _mm512_reduce_add_ps emulated::reduce_add_ps
+#undef _mm512_srli_epi16
+#define _mm512_srli_epi16 emulated::srli_epi16
+#undef _mm512_cvtps_ph
+#define _mm512_cvtps_ph(x, rounding) __m256i{}  // no test of linear layers has float16
+#define _mm512_cvtph_ps(x) __m512{}
+#undef _tile_loadconfig
+#undef _tile_release
+#undef _tile_zero
+#undef _tile_loadd
+#undef _tile_stored
+#undef _tile_dpbf16ps
+#undef _tile_dpbusd
+#define _tile_loadconfig emulated::loadconfig
+#define _tile_release emulated::release
+#define _tile_zero emulated::zero
+#define _tile_loadd emulated::loadd
+#define _tile_stored emulated::stored
+#define _tile_dpbf16ps emulated::tile_dpbf16ps
+#define _tile_dpbusd emulated::tile_dpbusd

@@ -1,0 +1,75 @@
+// Serves the linear kernels to emulated_linear.py over stdin and stdout, from an emulated CPU.
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "linear.h"
+
+extern "C" {
+void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
+                        uint16_t*, int);
+void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
+                        const Scales*, uint16_t*, int);
+const char* octavo_isa();
+}
+
+namespace {
+
+constexpr int kThreads = 2, kArrays = 9;
+
+// The same as in emulated_linear.py.
+struct Call {
+  int64_t kind, rows, stride, inputs, outputs, gated, residual_stride;
+  int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums, nibbles
+  double epsilon;
+};
+
+bool read(void* to, size_t bytes) { return std::fread(to, 1, bytes, stdin) == bytes; }
+
+}  // namespace
+
+int main() {
+  const int64_t panel = kPanel;
+  std::fwrite(&panel, sizeof panel, 1, stdout);
+  std::printf("%-16s", octavo_isa());
+  std::fflush(stdout);
+  for (Call call; read(&call, sizeof call);) {
+    std::vector<uint64_t> memory[kArrays];  // aligned for all
+    const void* at[kArrays];
+    for (int i = 0; i < kArrays; i++) {
+      memory[i].resize((call.bytes[i] + 7) / 8);
+      if (!read(memory[i].data(), call.bytes[i])) return 1;
+      at[i] = call.bytes[i] ? memory[i].data() : nullptr;
+    }
+    const auto* x = static_cast<const uint16_t*>(at[0]);
+    const LinearLayer layer{at[1],
+                            static_cast<const float*>(at[2]),
+                            call.inputs,
+                            call.outputs,
+                            int(call.gated),
+                            float(call.epsilon),
+                            static_cast<const uint16_t*>(at[3]),
+                            static_cast<const uint16_t*>(at[4]),
+                            call.residual_stride};
+    const Scales scales{static_cast<const float*>(at[5]), static_cast<const float*>(at[6]),
+                        static_cast<const float*>(at[7])};
+    std::vector<float> wide(call.rows * call.outputs);
+    auto* narrow = reinterpret_cast<uint16_t*>(wide.data());
+    switch (call.kind) {
+      case 0: octavo_linear(x, call.rows, call.stride, &layer, narrow, kThreads); break;
+      case 1: octavo_linear_wide(x, call.rows, call.stride, &layer, wide.data(), kThreads); break;
+      case 2:
+        octavo_linear_int8(x, call.rows, call.stride, &layer, &scales, narrow, kThreads);
+        break;
+      case 3:
+        octavo_linear_int4(x, call.rows, call.stride, static_cast<const uint8_t*>(at[8]), &layer,
+                           &scales, narrow, kThreads);
+    }
+    std::fwrite(wide.data(), call.kind == 1 ? 4 : 2, wide.size(), stdout);
+    std::fflush(stdout);
+  }
+}
