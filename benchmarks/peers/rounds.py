@@ -12,6 +12,7 @@ import psutil
 
 from benchmarks.peers import environments, model_files, workloads
 from benchmarks.peers.environments import InstallError
+from benchmarks.peers.isa import Isa
 from benchmarks.peers.registry import Peer
 from benchmarks.peers.results import Result, Sample
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
@@ -43,16 +44,18 @@ class Fleet:
         folder: for logs, environments and model files.
         threads: that each may compute with.
         share: of the mix's requests to run.
+        isa: the level of instructions to hold them to.
         rebuild: make environments anew.
         say: told what goes on.
     """
 
     def __init__(
-        self, folder: Path, threads: int, share: float, *, rebuild: bool, say: Say
+        self, folder: Path, threads: int, share: float, isa: Isa, *, rebuild: bool, say: Say
     ) -> None:
         self._folder = folder
         self._threads = threads
         self._share = share
+        self._isa = isa
         self._rebuild = rebuild
         self._say = say
         self._provided: dict[str, tuple[Path, Path]] = {}
@@ -67,7 +70,8 @@ class Fleet:
         if peer.environment is None:
             python = Path(sys.executable)
         else:
-            python = environments.provide(peer.environment, self._folder, rebuild=self._rebuild)
+            environment = self._isa.hold(peer.environment)
+            python = environments.provide(environment, self._folder, rebuild=self._rebuild)
         self._provided[peer.name] = python, model_files.provide(peer.form, self._folder)
 
     def run(self, peer: Peer, number: int, result: Result) -> None:
@@ -98,6 +102,7 @@ class Fleet:
         self._say(f"{peer.title}: loading")
         python, model = self._provided[peer.name]
         variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(self._threads)}
+        variables |= self._isa.variables
         command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
         began = time.monotonic()
         log = self._folder / f"{peer.name}.log"
