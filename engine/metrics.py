@@ -34,7 +34,7 @@ class EngineMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"octavo_engine_{name}", text, buckets=buckets, registry=self.registry)
 
-        text = "Version, model, device, dtype, computing threads, CPUs and NUMA nodes."
+        text = "Version, model, device, dtype, kernels, computing threads, CPUs and NUMA nodes."
         self.info = Info("octavo_engine", text, registry=self.registry)
         self.requests = counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")

@@ -54,6 +54,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 "threads": str(parts.threads.count),
                 "cpus": format_list(parts.threads.cpus),
                 "numa_nodes": format_list(parts.threads.nodes),
+                "kernels": parts.kernels,
             }
         )
         loop = asyncio.get_running_loop()
@@ -116,6 +117,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             version=version("octavo"),
             device=parts.device,
             dtype=parts.dtype,
+            kernels=parts.kernels,
             load=to_load(self.core.load),
             warnings=parts.warnings,
             default_sampling=parts.defaults.sampling,

@@ -41,7 +41,7 @@ from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
 from octavo.engine.threads import Threads, choose_threads
-from octavo.kernels.ops import device_warning
+from octavo.kernels.ops import device_warning, kernel_path
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +67,7 @@ class Parts:
         max_num_batched_tokens: Maximum tokens computed in a step.
         device: The device's name.
         dtype: The weights' data type.
+        kernels: What computes, as `octavo.kernels.ops.kernel_path` names it.
         warnings: What makes the engine slow and what to do about it.
         defaults: The model's own defaults of what requests do not set.
         threads: The threads that compute on a CPU.
@@ -81,6 +82,7 @@ class Parts:
     max_num_batched_tokens: int
     device: str
     dtype: str
+    kernels: str
     warnings: tuple[str, ...]
     defaults: Defaults
     threads: Threads
@@ -162,6 +164,7 @@ def build(settings: EngineSettings) -> Parts:
         max_num_batched_tokens=batched,
         device=_device_name(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
+        kernels=kernel_path(loaded.device),
         warnings=_warnings(loaded.device),
         defaults=_defaults(settings, Path(model), limits),
         threads=threads,

@@ -48,8 +48,8 @@ The commands for clients have their flags in their `--help`: they find the serve
 | --- | --- |
 | `OCTAVO_CACHE_DIR` | Directory of prepared and compiled models and kernels. Default: `octavo` in \
 the user's cache directory. |
-| `OCTAVO_MARCH` | CPU to compile for, as the C++ compiler's `-march` names it. Default: this \
-machine's. |
+| `OCTAVO_MARCH` | CPU to compile kernels for, as the C++ compiler's `-march` names it, or \
+`native`. Default: the wheel's kernels, else `native`. |
 """
 
 

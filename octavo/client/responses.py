@@ -113,6 +113,7 @@ class Gathering:
 def _model(card: pb.ModelCard) -> Model:
     values = {field.name: getattr(card, field.name) for field in fields(Model)}
     values["warnings"] = tuple(card.warnings)
+    values["kernels"] = tuple(card.kernels)
     values["default_sampling"] = default_sampling(card)
     if not card.HasField("default_max_tokens"):
         values["default_max_tokens"] = None

@@ -156,6 +156,7 @@ class Model:
     default_sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
     default_max_tokens: int | None = None
     compiling: bool = False
+    kernels: tuple[str, ...] = ()
 
     @property
     def used_blocks(self) -> int:

@@ -199,7 +199,7 @@ class EnginePool:
         """Return what clients are told of a model; `queued` wait in the router."""
         engines = self.up(model)
         limits, defaults = self.limits(model), self.defaults(model)
-        loads = [engine.load for engine in engines]
+        loads, infos = [engine.load for engine in engines], [engine.info for engine in engines]
         return generation_pb2.ModelCard(
             name=model,
             max_model_len=limits.max_model_len,
@@ -218,6 +218,7 @@ class EnginePool:
             used_swap_blocks=sum(load.used_swap_blocks for load in loads),
             warnings=sorted({text for e in engines for text in warnings(e.info, e.load)}),
             compiling=any(load.compiling_estimate_seconds for load in loads),
+            kernels=sorted({info.kernels for info in infos if info.kernels}),
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
         )
