@@ -50,6 +50,7 @@ SOURCES = (
     "../models/linear/plain_linears.py",
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
     *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py"),
+    *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/words.h"),
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"
