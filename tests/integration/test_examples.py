@@ -23,7 +23,7 @@ def run(name, served):
 def test_many_at_once(served):
     out = run("many_at_once.py", served)
     assert "'The capital of France is Paris.', 8 tokens\n" in out
-    drafts = re.findall(r"^draft (\d): (.*) \(length\)$", out, re.MULTILINE)
+    drafts = re.findall(r"^draft (\d): (.*) \((?:length|eos)\)$", out, re.MULTILINE)
     assert [index for index, _ in drafts] == ["0", "1", "2", "3"]
     assert len({text for _, text in drafts}) > 1
 

@@ -65,7 +65,7 @@ async def test_a_client_that_does_not_read_is_cancelled(frontend, scripted):
         deaf.connect((host, int(port)))
         body = {"prompt": ["x"] * 100, "max_tokens": 400, "n": 8, "stream": True}
         deaf.sendall(request(body))
-        await app.until(lambda: app.router.generator.in_flight == 100)
+        await app.until(lambda: engine.submits)
         await app.until(lambda: app.router.generator.in_flight == 0, 60)
         await app.clean()
         answer = await client.completions.create(model="tiny", prompt="x", max_tokens=400)
