@@ -19,10 +19,10 @@ class BuildHook(BuildHookInterface):
     """Prepares wheels and editable installs."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Generate the stubs; if not editable, map `engine/` to `octavo/engine/`, compile kernels.
+        """Generate the stubs; for a wheel, add the parts and the compiled kernels.
 
-        An editable install finds the parts through the links in `octavo/`, and compiles the kernels
-        for its own machine.
+        A wheel has `engine/` as `octavo/engine/`, and so on. An editable install finds the parts
+        through the links in `octavo/`, and compiles the kernels for its own machine.
         """
         root = Path(self.root)
         if self.target_name != "wheel":

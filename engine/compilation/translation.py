@@ -28,7 +28,7 @@ LIBRARY = "step.ts"
 NAMESPACES = {"aten", "onednn", "mkldnn"}
 """Operators of PyTorch's own libraries: a process that loads the module has them."""
 NONE = {"Optional[Tensor]": "self.none", "Optional[int]": "0", "Optional[float]": "0.0"}
-"""What stands for None in a native operator, by the argument's type."""
+"""What a native operator takes instead of None, by the type of the argument."""
 ARITHMETIC = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//"}
 """Operators between sizes."""
 ASSERTIONS = {

@@ -31,16 +31,13 @@ Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
 Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, int64_t*, double*,
                                      Tensor*, Tensor*, Tensor*);
 
-// Null where the library has no linear kernels for the CPU; no model calls their operators there.
-#define WEAK __attribute__((weak))
-WEAK Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
-                                        Tensor*, Tensor*);
-WEAK Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
-WEAK Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor,
-                                             Tensor, int64_t, Tensor*, double, Tensor*, Tensor*);
-WEAK Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor,
-                                             Tensor, Tensor, int64_t, Tensor*, double, Tensor*,
-                                             Tensor*);
+Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
+                                   Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
+Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                        int64_t, Tensor*, double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                        Tensor, int64_t, Tensor*, double, Tensor*, Tensor*);
 }
 
 namespace {
@@ -69,8 +66,8 @@ double as_double(Value value) {
   return number;
 }
 
-// Puts the result on the stack; PyTorch turns the exception into Python's. `result` is a reference
-// as the call that sets it is the argument before it.
+// Puts the result on the stack, or throws what PyTorch raises in Python. `result` is a reference:
+// the call that sets it is the argument before it.
 void finish(Value* stack, Error error, const Tensor& result, const char* name) {
   if (error) throw std::runtime_error(std::string("octavo::") + name + " failed");
   stack[0] = reinterpret_cast<Value>(result);

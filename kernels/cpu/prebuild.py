@@ -1,4 +1,4 @@
-"""Compiles the kernels that a wheel carries: a library for each level of instructions.
+"""Compiles the kernels for a wheel: one library for each instruction set in levels.py.
 
 `python kernels/cpu/prebuild.py DIRECTORY` does it by hand. protos/build_hook.py runs this without
 PyTorch and outside of the package.

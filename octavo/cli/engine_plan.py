@@ -15,7 +15,8 @@ from octavo.cli.running import StartError
 from octavo.cli.serve_settings import Words
 from octavo.common import resources
 from octavo.common.placement import Placement
-from octavo.common.topology import SYSTEM, Core, Node, read_nodes
+from octavo.common.system_files import SYSTEM
+from octavo.common.topology import Core, Node, read_nodes
 
 log = structlog.get_logger(__name__)
 

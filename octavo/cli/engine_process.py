@@ -1,4 +1,4 @@
-"""An engine process of `octavo serve`; it dies with its parent."""
+"""An engine process of `octavo serve`, which ends when its parent ends."""
 
 import contextlib
 import ctypes

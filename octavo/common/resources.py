@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 
 from octavo.common.placement import current
-from octavo.common.topology import SYSTEM, read_nodes
+from octavo.common.system_files import SYSTEM, read_text
+from octavo.common.topology import read_nodes
 
 LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Files of a group's limits, of either version. Over `high` it is slowed down, not ended."""
@@ -45,7 +46,7 @@ def memory(root: Path = SYSTEM) -> Memory:
     machine = psutil.virtual_memory()
     total, available = float(machine.total), float(machine.available)
     for group in _groups("memory", root):
-        limit = min(_limit(_read(group / name)) for name in LIMITS)
+        limit = min(_limit(read_text(group / name)) for name in LIMITS)
         if limit < math.inf:
             total, available = min(total, limit), min(available, limit - _used(group))
     if (placement := current()) is not None:
@@ -81,11 +82,11 @@ class OomKills:
 def oom_kills(root: Path = SYSTEM) -> OomKills:
     """Return the kernel's counters of out-of-memory kills."""
     group = next(_groups("memory", root), None)
-    texts = [] if group is None else [_read(group / name) for name in OOM_COUNTERS]
+    texts = [] if group is None else [read_text(group / name) for name in OOM_COUNTERS]
     counters = [_counter(text) for text in texts]
     return OomKills(
         next((count for count in counters if count is not None), None),
-        _counter(_read(root / "proc/vmstat")),
+        _counter(read_text(root / "proc/vmstat")),
     )
 
 
@@ -107,17 +108,17 @@ def cpu_quota(root: Path = SYSTEM) -> float:
 
 def _used(group: Path) -> int:
     """Return the bytes of a group's memory that are not reclaimable page cache."""
-    usage = next((int(text) for name in USAGES if (text := _read(group / name))), 0)
-    stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    usage = next((int(text) for name in USAGES if (text := read_text(group / name))), 0)
+    stat = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
     return usage - next((int(stat[key]) for key in INACTIVE if key in stat), 0)
 
 
 def _quota(group: Path) -> float:
     """Return a group's CPU quota, in cores."""
-    if words := _read(group / "cpu.max").split():
+    if words := read_text(group / "cpu.max").split():
         quota, period = words
     else:
-        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota, period = (read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     limit = _limit(quota)
     return limit / int(period) if limit < math.inf else math.inf
 
@@ -125,10 +126,10 @@ def _quota(group: Path) -> float:
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """Yield this process' groups of `controller`, each before its parents."""
     homes: dict[str, Path] = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
         homes.update(dict.fromkeys(names.split(","), Path(path)))
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         mount, _, kind = line.partition(" - ")
         shown, point = mount.split()[3:5]
         system, _, options = kind.split(" ", 2)
@@ -149,11 +150,3 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 def _limit(text: str) -> float:
     """Parse a limit; `max`, -1 and an empty text are infinite."""
     return float(text) if text.isdigit() else math.inf
-
-
-def _read(file: Path) -> str:
-    """Return a file's text, or an empty text if it cannot be read."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-SYSTEM = Path("/")
+from octavo.common.system_files import SYSTEM, read_text
+
 FAST_SHARE = 0.5
 """Minimum capacity of a fast core, as a share of the fastest core's. ARM's little cores have about
 a quarter, its middle cores three quarters."""
@@ -116,7 +117,7 @@ def _allowed_cpus(root: Path) -> list[int]:
     if "Cpus_allowed_list" in status:
         # For a process that was never restricted, the list has CPUs that are offline.
         allowed = set(parse_list(status["Cpus_allowed_list"]))
-        online = set(parse_list(_read(root / "sys/devices/system/cpu/online")))
+        online = set(parse_list(read_text(root / "sys/devices/system/cpu/online")))
         return sorted(allowed & online or allowed)
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
@@ -127,16 +128,16 @@ def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
     """Return the hardware threads of a CPU's core."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
     # The second name is that of Linux before 5.9.
-    texts = (_read(topology / name) for name in ("core_cpus_list", "thread_siblings_list"))
+    texts = (read_text(topology / name) for name in ("core_cpus_list", "thread_siblings_list"))
     return parse_list(next(filter(None, texts), ""))
 
 
 def _fast_cpus(root: Path, cpus: Iterable[int]) -> set[int]:
     """Return those of `cpus` that are on fast cores; all of them if they are alike."""
-    kinds = set(parse_list(_read(root / "sys/devices/cpu_core/cpus")))  # of Intel's hybrids
+    kinds = set(parse_list(read_text(root / "sys/devices/cpu_core/cpus")))  # of Intel's hybrids
     if fast := kinds & set(cpus):
         return fast
-    texts = {cpu: _read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}
+    texts = {cpu: read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}
     capacities = {cpu: int(text) for cpu, text in texts.items() if text.isdigit()}
     if len(capacities) < len(texts):
         return set(texts)
@@ -147,14 +148,14 @@ def _fast_cpus(root: Path, cpus: Iterable[int]) -> set[int]:
 def _memory_nodes(root: Path) -> list[int]:
     """Return the nodes whose memory this process may use."""
     folder = root / "sys/devices/system/node"
-    online = set(parse_list(_read(folder / "online")))
+    online = set(parse_list(read_text(folder / "online")))
     allowed = parse_list(_status(root).get("Mems_allowed_list", ""))
     return sorted(online & set(allowed) if allowed else online)
 
 
 def _memory(root: Path, node: int) -> tuple[int, int]:
-    """Return a node's memory and what is available of it, in bytes."""
-    lines = _read(root / f"sys/devices/system/node/node{node}/meminfo").splitlines()
+    """Return a node's memory and how much of it is available, in bytes."""
+    lines = read_text(root / f"sys/devices/system/node/node{node}/meminfo").splitlines()
     kib = {line.split()[2].rstrip(":"): int(line.split()[3]) for line in lines}
     available = sum(kib.get(name, 0) for name in RECLAIMABLE)
     return kib.get("MemTotal", 0) << 10, available << 10
@@ -163,13 +164,13 @@ def _memory(root: Path, node: int) -> tuple[int, int]:
 def _homes(root: Path, memory: Iterable[int]) -> dict[int, int]:
     """Return the nearest of the nodes in `memory` for each CPU that a node has."""
     folder = root / "sys/devices/system/node"
-    online = parse_list(_read(folder / "online"))
+    online = parse_list(read_text(folder / "online"))
     homes: dict[int, int] = {}
     for node in online:
-        distances = map(int, _read(folder / f"node{node}/distance").split())
+        distances = map(int, read_text(folder / f"node{node}/distance").split())
         far = {**dict(zip(online, distances, strict=False)), node: 0}
         home = min(memory, key=lambda other: (far.get(other, math.inf), other))
-        homes |= dict.fromkeys(parse_list(_read(folder / f"node{node}/cpulist")), home)
+        homes |= dict.fromkeys(parse_list(read_text(folder / f"node{node}/cpulist")), home)
     return homes
 
 
@@ -181,13 +182,5 @@ def _whole_machine(cores: Iterable[Core]) -> Node:
 
 def _status(root: Path) -> dict[str, str]:
     """Return what Linux says of this process."""
-    lines = (line.partition(":") for line in _read(root / "proc/self/status").splitlines())
+    lines = (line.partition(":") for line in read_text(root / "proc/self/status").splitlines())
     return {name: value.strip() for name, _, value in lines}
-
-
-def _read(file: Path) -> str:
-    """Return a file's text, or an empty text if it cannot be read."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""Engines' cores and memory, as Linux says it; each in a process of its own."""
+"""Engines' cores and memory, as Linux reports them. Each test binds a process of its own."""
 
 import multiprocessing
 import os

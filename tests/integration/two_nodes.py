@@ -2,7 +2,7 @@
 
     python -m tests.integration.two_nodes FOLDER ARGUMENT...
 
-The engines' processes import this module too, and so see the same machine.
+The processes of the engines import this module too, so they see the same machine.
 """
 
 import os

@@ -1,4 +1,5 @@
-// Serves the linear kernels to emulated_linear.py over stdin and stdout, from an emulated CPU.
+// Runs the linear kernels on an emulated CPU. emulated_linear.py sends each call to stdin, and
+// reads its result from stdout.
 
 #include <cstdint>
 #include <cstdio>
