@@ -10,6 +10,7 @@ from benchmarks.gpu.serving_floor import Ceilings, floor_seconds
 from benchmarks.gpu.shapes import LLAMA_7B, LLAMA_13B, Layout
 
 
+@pytest.mark.slow
 def test_a_tiny_model_is_served_beside_generate(tmp_path):
     arguments = ["--device", "cpu", "--tiny", "--model", "LLaMA-13B", "--out", str(tmp_path)]
     assert serving.main(arguments) == 0

@@ -28,7 +28,7 @@ from benchmarks.memory_study.study import (
     num_slots=st.integers(1, 3000),
     actions=st.lists(st.tuples(st.booleans(), st.integers(1, 600)), max_size=60),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_buddy_runs_partition_the_memory(num_slots, actions):
     buddy = BuddyAllocator(num_slots)
     taken = []

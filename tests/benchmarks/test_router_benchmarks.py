@@ -12,6 +12,7 @@ async def test_router_cost_counts_every_token():
     assert cost.engine_us > 0
 
 
+@pytest.mark.slow
 async def test_overload_serves_what_it_can_and_refuses_the_rest(monkeypatch, capsys):
     monkeypatch.setattr(overload, "OUTPUT_TOKENS", 16)
     monkeypatch.setattr(overload, "PLACES", 8)

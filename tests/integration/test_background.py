@@ -58,6 +58,7 @@ def victim(launch, tmp_path):
     return make
 
 
+@pytest.mark.slow  # tests/common/test_background.py covers what restarts them
 def test_no_task_or_thread_ends_in_silence(demo_model, victim, tmp_path):
     tenants = tmp_path / "tenants.toml"
     tenants.write_text("[nobody]\n")

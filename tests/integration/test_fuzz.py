@@ -3,12 +3,15 @@
 benchmarks/fuzz in short.
 """
 
+import pytest
+
 from benchmarks.fuzz.fixture import service
 from benchmarks.fuzz.run import Outcome, fuzz
 
 CASES = 600
 
 
+@pytest.mark.slow  # test_bad_input.py covers each kind of call
 async def test_rude_clients_leave_no_trace(tmp_path):
     outcome = Outcome()
     async with service(tmp_path) as servers:

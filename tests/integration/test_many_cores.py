@@ -70,6 +70,7 @@ def two_nodes(model, launch, tmp_path):
     return start
 
 
+@pytest.mark.slow  # tests/octavo/test_engine_plan.py has the plan
 def test_each_node_has_an_engine_and_all_end_when_one_dies(two_nodes):
     """By default. Node 1 is not really there, so its memory cannot be bound."""
     server = two_nodes()

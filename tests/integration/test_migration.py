@@ -6,14 +6,14 @@ A short run of benchmarks/migration.py.
 from benchmarks import fixture, migration
 from octavo import AsyncClient
 
-STREAMS = 30
+STREAMS = 16
 
 
 async def test_outputs_are_those_of_an_undisturbed_run(tmp_path):
     model = migration.make_model(tmp_path)
     async with migration.cluster(model, 3) as cluster:
         async with AsyncClient(cluster.router.address) as client:
-            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=100), model)
+            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=60), model)
         assert {ask.kind for ask in asks} == migration.KINDS.keys()
         for name, trouble in migration.TROUBLES.items():
             outcome = await migration.run(cluster, asks, trouble, streams=STREAMS, times=1, every=2)

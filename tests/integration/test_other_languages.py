@@ -116,7 +116,17 @@ class Program:
         )
 
 
-@pytest.fixture(scope="module", params=LANGUAGES, ids=lambda language: language.name)
+FAST = {"go", "node"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        language if language.name in FAST else pytest.param(language, marks=pytest.mark.slow)
+        for language in LANGUAGES
+    ],
+    ids=lambda language: language.name,
+)
 def language(request) -> Language:
     if not request.param.can_build():
         pytest.skip("its tools are not installed: tests/install_tools.sh does that")

@@ -77,7 +77,10 @@ def test_says_why_the_engine_cannot_start(demo_model, launch):
     assert "Traceback" not in server.logs()
 
 
-@pytest.mark.parametrize("command", [("serve", "--tokenizer", "demo"), ("engine",)])
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(("serve", "--tokenizer", "demo"), marks=pytest.mark.slow), ("engine",)],
+)
 def test_says_in_a_line_why_a_model_cannot_be_served(demo_model, tmp_path, launch, command):
     config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     LlamaConfig(**config, num_attention_heads=2, vocab_size=50).save_pretrained(tmp_path)

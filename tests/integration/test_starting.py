@@ -189,6 +189,7 @@ def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path, command, flag,
     assert_refused(server, said, "--tokenizer")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(demo_model, launch, tmp_path):
     """An engine starts without one, as its routers may have --tokenizer; serve needs one."""
     model = tmp_path / "model"

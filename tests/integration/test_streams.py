@@ -17,7 +17,7 @@ from tests.integration.harness import wait_until
 
 STREAMS = 200
 PROMPTS = 20
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 48
 TOPICS = ("Paris", "rivers", "bread", "the moon", "glass", "wolves", "iron", "maps", "salt", "rain")
 
 
@@ -53,7 +53,7 @@ def expected(model, prompts):
 async def servers(model):
     engine = fixture.engine(
         model,
-        num_blocks=160,
+        num_blocks=96,
         swap_space=0.01,
         preemption="swap",
         max_model_len=512,

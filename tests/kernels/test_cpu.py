@@ -45,7 +45,7 @@ def kernels(request):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=120)
+@settings(fixtures_are_shared, max_examples=60)
 def test_attention(harness, kernels, data):
     harness.check_attention(kernels, data.draw(harness.cases()))
 
@@ -79,7 +79,7 @@ def test_write(harness, kernels, data):
 
 @needs_compiler
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=200)
+@settings(fixtures_are_shared, max_examples=80)
 def test_draws(harness, native, data):
     sizes = (1, 2, 5, 15, 16, 17, 300, 1023, 2100)
     harness.check_draws(native, *data.draw(harness.rows_to_draw_from(sizes, 4)))
@@ -131,7 +131,7 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
     ties=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(fixtures_are_shared, max_examples=200)
+@settings(fixtures_are_shared, max_examples=80)
 def test_scores(native, shape, most, spread, ties, seed):
     """Of tokens that are as likely, the first come first."""
     draw = torch.Generator().manual_seed(seed)

@@ -38,7 +38,7 @@ X86 = {
 }
 """What the compiler may use, and what is emulated."""
 ARM = {level.name: level for level in LEVELS["aarch64"]}
-FAST = ("avx2", "avx512-bf16", "amx", "neon-bf16")
+FAST = ("avx2",)
 KERNELS = [SOURCES / name for name in ("linear.cpp", "linear_int4.cpp", "isa.cpp")]
 PANEL = 32
 """The most outputs of a panel."""

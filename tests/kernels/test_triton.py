@@ -84,7 +84,7 @@ def check_rotation(harness, kernels, case):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES)
 def test_attention(harness, kernels, data):
-    sizes = (60, 200, 3) if INTERPRETED else (300, 1400, 9)
+    sizes = (40, 120, 3) if INTERPRETED else (300, 1400, 9)
     case = data.draw(harness.cases(*sizes, fp8=FP8))
     splits = data.draw(st.none() | st.integers(1, 8))
     harness.check_attention(kernels, case, DEVICE, splits)

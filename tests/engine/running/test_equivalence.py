@@ -93,6 +93,7 @@ def test_under_preemption(outputs, expected, prompts, mode):
     assert (counters.preemptions_recompute > 0) is (mode == "recompute")
 
 
+@pytest.mark.slow  # tests/architectures serves all kinds of models in chunks
 def test_with_chunked_prefill(outputs, expected, prompts):
     engine, got = outputs(
         num_blocks=blocks_of(prompts) + 64, max_num_batched_tokens=64, max_num_seqs=64
