@@ -16,7 +16,9 @@ from octavo.kernels.scores import Scores
 
 @runtime_checkable
 class Backend(Protocol):
-    """The functions of a package in `BACKENDS`; `octavo.kernels.ops` documents each.
+    """The functions of a package in `BACKENDS`.
+
+    `octavo.kernels.ops` documents each, and `octavo.kernels.states` those of layers with a state.
 
     Attributes:
         path: What computes, of the ways that there are: "triton", "pytorch", or the instruction set
@@ -44,6 +46,10 @@ class Backend(Protocol):
     argmax: Callable[[Tensor], Tensor]
     draw_tokens: Callable[[Tensor, SamplingTensors], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int], Scores]
+    causal_conv: Callable[..., Tensor]
+    ssd: Callable[..., Tensor]
+    gated_delta: Callable[..., Tensor]
+    selective_scan: Callable[..., Tensor]
 
 
 @cache

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from octavo.kernels import reference_states
 from octavo.kernels.cpu import fallback
 from octavo.kernels.cpu.native import NativeKernels
 
@@ -31,6 +32,11 @@ argmax = _available.argmax
 draw_tokens = _available.draw_tokens
 score_tokens = _available.score_tokens
 pin_threads = _available.pin_threads
+_states = reference_states if _kernels is None else _kernels.states
+causal_conv = _states.causal_conv
+ssd = _states.ssd
+gated_delta = _states.gated_delta
+selective_scan = _states.selective_scan
 linear = None if _kernels is None else _kernels.linear
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
+from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
@@ -204,6 +205,7 @@ class NativeKernels:
 
     Attributes:
         linear: The kernels for linear layers.
+        states: The kernels for layers that keep a state.
         isa: The instructions they use, by a name in isa.cpp.
     """
 
@@ -257,6 +259,7 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
+        self.states = StateKernels(library)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
         self._slots: _CheckedSlots | None = None  # of the latest call

@@ -4,11 +4,15 @@ import torch
 
 from octavo.kernels.gpu import E4M3_DTYPES, describe_gpu
 from octavo.kernels.scores import score_tokens
+from octavo.kernels.triton.causal_conv import causal_conv
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
+from octavo.kernels.triton.gated_delta import gated_delta
 from octavo.kernels.triton.paged_attention import paged_attention
 from octavo.kernels.triton.plan import plan_attention
 from octavo.kernels.triton.rotate_and_write import rotate_and_write
+from octavo.kernels.triton.selective_scan import selective_scan
+from octavo.kernels.triton.ssd import ssd
 from octavo.kernels.triton.write_kv import write_kv
 
 path = "triton"
@@ -44,14 +48,18 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
 
 __all__ = [
     "argmax",
+    "causal_conv",
     "check_device",
     "copy_blocks",
     "draw_tokens",
+    "gated_delta",
     "paged_attention",
     "path",
     "plan_attention",
     "rotate_and_write",
     "score_tokens",
+    "selective_scan",
+    "ssd",
     "swap_blocks",
     "warning",
     "write_kv",

@@ -37,6 +37,10 @@ def test_kernels():
     run_interpreted("kernels/test_triton.py")
 
 
+def test_kernels_of_states():
+    run_interpreted("kernels/test_triton_states.py")
+
+
 @pytest.mark.slow
 def test_engine():
     run_interpreted("engine/running/test_on_gpu.py")
@@ -46,3 +50,4 @@ def test_engine():
 @pytest.mark.timeout(7200)
 def test_kernels_widely():
     run_interpreted("kernels/test_triton.py", "slow")
+    run_interpreted("kernels/test_triton_states.py", "slow")

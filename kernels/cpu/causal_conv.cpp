@@ -1,0 +1,168 @@
+// Convolutions of each channel over its latest inputs.
+
+#include <algorithm>
+#include <cstring>
+
+#include "states.h"
+
+// The same as in states.py. The stride is that of tokens, in elements.
+struct CausalConv {
+  StateRows rows;
+  const void* x;
+  int64_t x_stride;
+  const void *weight, *bias;
+  void* out;
+  int32_t channels, channels_per_row, width, dtype, weight_dtype, silu;
+};
+
+namespace {
+
+constexpr int kChannels = 64;  // of an item
+constexpr int kMostTokens = 64;  // that stay in a core's first cache
+constexpr int kMostWidth = 8;
+
+// Returns one element as a float.
+float widen_one(const void* from, int64_t index, int dtype) {
+  float wide[kLanes];
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    widen<T>(static_cast<const typename T::Stored*>(from) + index, 1, wide);
+  });
+  return wide[0];
+}
+
+template <class T, int kWidth>
+class Worker {
+  using Stored = typename T::Stored;
+  static constexpr int kPast = kWidth - 1;
+
+ public:
+  explicit Worker(const CausalConv& p) : p_(p) {}
+
+  // Computes the channels of an item for all sequences.
+  void run(int first) {
+    first_ = first;
+    count_ = std::min(kChannels, p_.channels - first);
+    for (int i = 0; i < kChannels; i++) {
+      const bool exists = i < count_;
+      bias_[i] = exists && p_.bias ? widen_one(p_.bias, first + i, p_.weight_dtype) : 0.f;
+      for (int tap = 0; tap < kWidth; tap++)
+        taps_[tap][i] =
+            exists ? widen_one(p_.weight, (first + i) * kWidth + tap, p_.weight_dtype) : 0.f;
+    }
+    for (int seq = 0; seq < p_.rows.num_seqs; seq++)
+      if (!p_.rows.is_padding(seq)) run_sequence(seq);
+  }
+
+ private:
+  void run_sequence(int seq) {
+    const int tokens = p_.rows.query_count(seq), start = p_.rows.first_token(seq);
+    read_state(seq);
+    for (int done = 0; done < tokens; done += kMostTokens)
+      for (int i = 0; i < count_; i += kLanes)
+        convolve(start + done, std::min(kMostTokens, tokens - done), i);
+    write_state(seq);
+  }
+
+  // Computes a vector of channels for some tokens, and leaves their last inputs in past_.
+  void convolve(int64_t token, int tokens, int channel) {
+    Floats past[kPast + 1], taps[kWidth];
+    for (int i = 0; i < kPast; i++) past[i] = load<Floats>(&past_[i][channel]);
+    for (int i = 0; i < kWidth; i++) taps[i] = load<Floats>(&taps_[i][channel]);
+    const Floats bias = load<Floats>(&bias_[channel]);
+    const int wide = std::min(kLanes, count_ - channel);
+    const auto* x = static_cast<const Stored*>(p_.x) + token * p_.x_stride + first_ + channel;
+    auto* out = static_cast<Stored*>(p_.out) + token * p_.channels + first_ + channel;
+    for (int t = 0; t < tokens; t++, x += p_.x_stride, out += p_.channels) {
+      past[kPast] = load_some(x, wide);
+      Floats sum = bias;
+#pragma GCC unroll 8
+      for (int i = 0; i < kWidth; i++) sum += past[i] * taps[i];
+#pragma GCC unroll 8
+      for (int i = 0; i < kPast; i++) past[i] = past[i + 1];
+      if (p_.silu) sum = sum / (power_of_e(-sum) + 1.f);
+      store_some(out, wide, sum);
+    }
+    for (int i = 0; i < kPast; i++) store(&past_[i][channel], past[i]);
+  }
+
+  static Floats load_some(const Stored* from, int count) {
+    if (count == kLanes) return T::load_floats(from);
+    float wide[kLanes];
+    widen<T>(from, count, wide);
+    return load<Floats>(wide);
+  }
+
+  static void store_some(Stored* to, int count, Floats v) {
+    if (count == kLanes) return T::store_floats(to, v);
+    float wide[kLanes];
+    store(wide, v);
+    narrow<T>(wide, count, to);
+  }
+
+  // Calls work(row of the state from a channel on, the channel's index, number of channels) for
+  // the parts of the item's channels that are in different rows.
+  template <class Work>
+  void for_each_row(int seq, Work work) {
+    for (int i = 0; i < count_;) {
+      const int row = (first_ + i) / p_.channels_per_row;
+      const int within = (first_ + i) % p_.channels_per_row;
+      const int count = std::min(count_ - i, p_.channels_per_row - within);
+      work(p_.rows.template row<Stored>(seq, row) + within * kPast, i, count);
+      i += count;
+    }
+  }
+
+  void read_state(int seq) {
+    if (p_.rows.is_new(seq)) {
+      std::memset(past_, 0, sizeof past_);
+      return;
+    }
+    for_each_row(seq, [&](const Stored* from, int channel, int count) {
+      float wide[(kChannels + kLanes) * kPast];
+      widen<T>(from, count * kPast, wide);
+      for (int i = 0; i < kPast; i++)
+        for (int c = 0; c < count; c++) past_[i][channel + c] = wide[c * kPast + i];
+    });
+  }
+
+  void write_state(int seq) {
+    for_each_row(seq, [&](Stored* to, int channel, int count) {
+      float wide[(kChannels + kLanes) * kPast];
+      for (int i = 0; i < kPast; i++)
+        for (int c = 0; c < count; c++) wide[c * kPast + i] = past_[i][channel + c];
+      narrow<T>(wide, count * kPast, to);
+    });
+  }
+
+  const CausalConv& p_;
+  int first_ = 0, count_ = 0;
+  float taps_[kWidth][kChannels], bias_[kChannels], past_[kPast][kChannels];
+};
+
+template <class T, int kWidth>
+void run(const CausalConv& p, int threads) {
+  const int items = (p.channels + kChannels - 1) / kChannels;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (items > 1)
+  for (int item = 0; item < items; item++) Worker<T, kWidth>(p).run(item * kChannels);
+}
+
+template <class T, int kWidth = kMostWidth>
+void run_width(const CausalConv& p, int threads) {
+  if (p.width == kWidth) return run<T, kWidth>(p, threads);
+  if constexpr (kWidth > 2) run_width<T, kWidth - 1>(p, threads);
+}
+
+}  // namespace
+
+// Returns 0, or 1 + the index of a sequence with a bad table.
+extern "C" int octavo_causal_conv(const CausalConv* p, int threads) {
+  const int rows = (p->channels + p->channels_per_row - 1) / p->channels_per_row;
+  if (int bad = p->rows.find_bad_table(rows)) return bad;
+  with_dtype(p->dtype, [&](auto type) {
+    using T = decltype(type);
+    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->channels);
+    run_width<T>(*p, threads);
+  });
+  return 0;
+}

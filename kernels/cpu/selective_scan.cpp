@@ -1,0 +1,162 @@
+// Mamba's selective state space model (Gu and Dao 2023): each channel's state stays in registers
+// for a block of tokens.
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "states.h"
+
+// The same as in states.py. Strides are those of tokens, in elements.
+struct SelectiveScan {
+  StateRows rows;
+  const void *x, *b, *c;
+  int64_t x_stride, b_stride, c_stride;
+  const void* dt;
+  int64_t dt_stride;
+  const float *a, *d, *dt_bias;
+  void* out;
+  int32_t channels, channels_per_row, state_size, dtype, dt_dtype, softplus;
+};
+
+namespace {
+
+constexpr int kChannels = 64;   // of an item
+constexpr int kTokens = kLanes > 8 ? kLanes : 8;  // at a time; whole vectors
+constexpr int kMostVectors = 2;  // of a state at a time
+
+template <class T>
+class Worker {
+  using Stored = typename T::Stored;
+
+ public:
+  explicit Worker(const SelectiveScan& p)
+      : p_(p), width_(whole_vectors(p.state_size)), b_(kTokens * width_), c_(b_.size()) {}
+
+  void run(int seq, int first) {
+    const int tokens = p_.rows.query_count(seq), start = p_.rows.first_token(seq);
+    first_ = first;
+    count_ = std::min(kChannels, p_.channels - first);
+    for (int done = 0; done < tokens; done += kTokens) {
+      const int now = std::min(kTokens, tokens - done);
+      load_tokens(start + done, now);
+      for (int i = 0; i < count_; i++)
+        scan(now, i, state(seq, first + i), p_.rows.is_new(seq) && !done);
+      for (int t = 0; t < now; t++)
+        narrow<T>(results_[t], count_,
+                  static_cast<Stored*>(p_.out) + int64_t{start + done + t} * p_.channels + first);
+    }
+  }
+
+ private:
+  float* state(int seq, int channel) const {
+    return p_.rows.template row<float>(seq, channel / p_.channels_per_row) +
+           channel % p_.channels_per_row * p_.state_size;
+  }
+
+  // Loads b and c, the steps, their products with x, and the results as far as they are d * x.
+  void load_tokens(int64_t token, int count) {
+    for (int t = 0; t < count; t++, token++) {
+      widen<T>(static_cast<const Stored*>(p_.b) + token * p_.b_stride, p_.state_size,
+               &b_[t * width_]);
+      widen<T>(static_cast<const Stored*>(p_.c) + token * p_.c_stride, p_.state_size,
+               &c_[t * width_]);
+      widen<T>(static_cast<const Stored*>(p_.x) + token * p_.x_stride + first_, count_,
+               inputs_[t]);
+      with_dtype(p_.dt_dtype, [&](auto type) {
+        using Step = decltype(type);
+        const auto* dt = static_cast<const typename Step::Stored*>(p_.dt);
+        widen<Step>(dt + token * p_.dt_stride + first_, count_, steps_[t]);
+      });
+      for (int i = 0; i < count_; i += kLanes) {
+        Floats dt = load<Floats>(&steps_[t][i]);
+        const Floats x = load<Floats>(&inputs_[t][i]);
+        if (p_.dt_bias) dt += load_first<Floats>(p_.dt_bias + first_ + i, count_ - i);
+        if (p_.softplus) dt = softplus(dt);
+        store(&steps_[t][i], dt);
+        store(&inputs_[t][i], x * dt);
+        const Floats d =
+            p_.d ? load_first<Floats>(p_.d + first_ + i, count_ - i) : Floats{};
+        store(&results_[t][i], x * d);
+      }
+    }
+  }
+
+  // Takes a channel's state through some tokens, and adds its results.
+  void scan(int count, int channel, float* state, bool is_new) {
+    Floats sums[kTokens] = {};
+    for (int at = 0; at < p_.state_size;) {
+      const int left = p_.state_size - at;
+      if (left >= kMostVectors * kLanes)
+        scan_vectors<kMostVectors>(count, channel, at, state, is_new, sums);
+      else
+        scan_vectors<1>(count, channel, at, state, is_new, sums);
+      at += left >= kMostVectors * kLanes ? kMostVectors * kLanes : kLanes;
+    }
+    for (int t = 0; t < count; t += kLanes) {
+      float lanes[kLanes];
+      store(lanes, sum_lanes(sums + t));
+      for (int i = 0; i < std::min(kLanes, count - t); i++) results_[t + i][channel] += lanes[i];
+    }
+  }
+
+  template <int kVectors>
+  void scan_vectors(int count, int channel, int at, float* state, bool is_new, Floats* sums) {
+    const float* a = p_.a + int64_t{first_ + channel} * p_.state_size;
+    Floats h[kVectors], rates[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+      const int own = at + v * kLanes, left = p_.state_size - own;
+      h[v] = is_new ? Floats{} : load_first<Floats>(state + own, left);
+      rates[v] = load_first<Floats>(a + own, left) * kLog2OfE;
+    }
+    for (int t = 0; t < count; t++) {
+      const float dt = steps_[t][channel], input = inputs_[t][channel];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        const int own = t * width_ + at + v * kLanes;
+        h[v] = h[v] * power_of_2(rates[v] * dt) + load<Floats>(&b_[own]) * input;
+        sums[t] += h[v] * load<Floats>(&c_[own]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+      const int own = at + v * kLanes;
+      store_first(state + own, p_.state_size - own, h[v]);
+    }
+  }
+
+  const SelectiveScan& p_;
+  const int width_;  // of a state, in whole vectors
+  int first_ = 0, count_ = 0;
+  std::vector<float> b_, c_;
+  float steps_[kTokens][kChannels], inputs_[kTokens][kChannels], results_[kTokens][kChannels];
+};
+
+template <class T>
+void run(const SelectiveScan& p, int threads) {
+  const int per_seq = (p.channels + kChannels - 1) / kChannels;
+  const int items = per_seq * p.rows.num_seqs;
+#pragma omp parallel num_threads(threads) if (items > 1)
+  {
+    Worker<T> worker(p);
+#pragma omp for schedule(dynamic)
+    for (int item = 0; item < items; item++)
+      if (!p.rows.is_padding(item / per_seq))
+        worker.run(item / per_seq, item % per_seq * kChannels);
+  }
+}
+
+}  // namespace
+
+// Returns 0, or 1 + the index of a sequence with a bad table.
+extern "C" int octavo_selective_scan(const SelectiveScan* p, int threads) {
+  const int rows = (p->channels + p->channels_per_row - 1) / p->channels_per_row;
+  if (int bad = p->rows.find_bad_table(rows)) return bad;
+  with_dtype(p->dtype, [&](auto type) {
+    using T = decltype(type);
+    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->channels);
+    run<T>(*p, threads);
+  });
+  return 0;
+}

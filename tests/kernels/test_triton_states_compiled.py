@@ -1,0 +1,91 @@
+"""Compiles the kernels of layers with a state for GPUs that are not here: no loop spills."""
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from octavo.kernels.triton.causal_conv import causal_conv_kernel  # noqa: E402
+from octavo.kernels.triton.gated_delta import WARPS as DELTA_WARPS  # noqa: E402
+from octavo.kernels.triton.gated_delta import gated_delta_kernel  # noqa: E402
+from octavo.kernels.triton.selective_scan import WARPS as SCAN_WARPS  # noqa: E402
+from octavo.kernels.triton.selective_scan import selective_scan_kernel  # noqa: E402
+from octavo.kernels.triton.ssd import WARPS as SSD_WARPS  # noqa: E402
+from octavo.kernels.triton.ssd import ssd_kernel  # noqa: E402
+from tests.kernels.compiling import compile_for  # noqa: E402
+from tests.kernels.test_triton_compiled import A100, H100, resources  # noqa: E402
+from tests.kernels.test_triton_compiled_amd import MI300X, RX_7900, read  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
+
+ROWS = {"state": "*fp32"} | dict.fromkeys(("tables", "query_starts", "seq_lens"), "*i32")
+NUMBERS = dict.fromkeys(("least_dt", "greatest_dt", "scale"), "fp32")
+SKIPS = {"HAS_D": True, "HAS_BIAS": True, "SOFTPLUS": True}
+KERNELS = {
+    "causal_conv": (
+        *(causal_conv_kernel, ("x", "weight", "bias", "out", "state"), (), 4),
+        {"WIDTH": 4, "PADDED_WIDTH": 4, "TOKENS": 16, "CHANNELS": 64}
+        | {"HAS_BIAS": True, "SILU": True},
+    ),
+    "ssd": (
+        *(ssd_kernel, ("x", "b", "c", "dt", "out"), ("a", "d", "dt_bias"), SSD_WARPS),
+        {"HEAD_DIM": 64, "STATE_SIZE": 128, "GROUP": 8, "DIMS": 16, "PADDED_SIZE": 128} | SKIPS,
+    ),
+    "gated_delta": (
+        *(gated_delta_kernel, ("query", "key", "value", "beta", "out"), ("g",), DELTA_WARPS),
+        {"KEY_DIM": 128, "VALUE_DIM": 128, "GROUP": 2, "PADDED_KEY": 128, "VALUES": 8}
+        | {"EPSILON": 1e-6, "DECAYS": 1, "ELEMENTWISE": False, "NORMALIZE": True},
+    ),
+    "selective_scan": (
+        *(selective_scan_kernel, ("x", "dt", "b", "c", "out"), ("a", "d", "dt_bias"), SCAN_WARPS),
+        {"STATE_SIZE": 16, "PADDED_SIZE": 16, "CHANNELS": 64} | SKIPS,
+    ),
+}
+CASES = [(name, {}) for name in KERNELS] + [
+    ("gated_delta", {"DECAYS": 128, "ELEMENTWISE": True}),
+    ("gated_delta", {"KEY_DIM": 96, "VALUE_DIM": 192}),
+    ("gated_delta", {"KEY_DIM": 256, "PADDED_KEY": 256, "VALUES": 8}),
+    ("ssd", {"STATE_SIZE": 256, "PADDED_SIZE": 256, "DIMS": 8}),
+]
+SLOW = pytest.mark.slow
+each = pytest.mark.parametrize(
+    ("name", "changes"),
+    [pytest.param(*case, marks=[SLOW] if case[1] else []) for case in CASES],
+    ids=[name + "".join(f"-{key}" for key in changes) for name, changes in CASES],
+)
+
+
+@pytest.fixture(autouse=True)
+def compile_anew(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(gpu, name, changes):
+    kernel, halves, floats, warps, constants = KERNELS[name]
+    types = ROWS | NUMBERS | dict.fromkeys(halves, "*bf16") | dict.fromkeys(floats, "*fp32")
+    types = {key: kind for key, kind in types.items() if key in kernel.arg_names}
+    strides = [argument for argument in kernel.arg_names if argument.endswith("_stride")]
+    aligned = (*(key for key, kind in types.items() if kind[0] == "*"), *strides)
+    return compile_for(
+        gpu, kernel, types, constants | changes, aligned=aligned, warps=warps, large=("state",)
+    )
+
+
+@each
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(A100, marks=SLOW), H100], ids=lambda gpu: gpu.name.partition(" ")[0]
+)
+def test_on_nvidia(gpu, name, changes, tmp_path, record_property):
+    taken = resources(compiled(gpu, name, changes), tmp_path / "cubin")
+    record_property("code", str(taken))
+    assert taken["STACK"] == 0
+
+
+@each
+@pytest.mark.parametrize(
+    "gpu", [MI300X, pytest.param(RX_7900, marks=SLOW)], ids=lambda gpu: gpu.arch
+)
+def test_on_amd(gpu, name, changes, record_property):
+    code = read(compiled(gpu, name, changes))
+    record_property("code", str(code))
+    assert not code.spills_in_loops
