@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import structlog
 
+from octavo.common.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.core import EngineCore
@@ -100,6 +101,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     ) -> engine_pb2.GetEngineInfoResponse:
         """Return what is served and its load."""
         parts, limits, settings = self._parts, self._parts.limits, self._settings
+        (budget,) = limits.budgets
         return engine_pb2.GetEngineInfoResponse(
             model=settings.model_name,
             tokenizer=settings.model,
@@ -108,7 +110,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             max_num_seqs=parts.max_num_seqs,
             max_num_batched_tokens=parts.max_num_batched_tokens,
             max_outputs=limits.max_outputs,
-            block_size=limits.block_size,
+            block_size=budget.block_size,
             block_bytes=parts.block_bytes,
             eos_token_ids=parts.eos_token_ids,
             features=engine_pb2.Features(
@@ -125,6 +127,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             threads=parts.threads.count,
             cpus=format_list(parts.threads.cpus),
             numa_nodes=parts.threads.nodes,
+            layer_groups=map(to_message, budget.groups),
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from octavo.common import resources
+from octavo.common.layer_groups import BlockBudget
 from octavo.common.limits import Limits
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
@@ -21,6 +22,7 @@ from octavo.engine import generation_config
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.generation_config import Defaults
 from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import (
     GIB,
     CacheTensors,
@@ -110,17 +112,21 @@ def build(settings: EngineSettings) -> Parts:
         seconds=round(time.perf_counter() - began, 2),
     )
     max_num_seqs, batched = _batch_size(settings, loaded.device)
-    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
+    layout = plan_layout(loaded.shape.layers, settings.block_size)
+    block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
-    probe = Executor(loaded, _allocate(settings, loaded, -(-tokens // settings.block_size), 0))
-    _run_largest_step(probe, loaded, tokens, max_num_seqs, settings.block_size)
-    taken = _memory_taken(probe, loaded, settings, max_num_seqs)
+    # At most one block more in each group, as the largest batch has two sequences.
+    least = sum(layout.sequence_blocks(tokens)) + len(layout.groups)
+    probe = Executor(loaded, _allocate(layout, loaded, least, 0))
+    _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
+    taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
     del probe
     reserved = loaded.reserved_bytes
     num_swap_blocks = _num_swap_blocks(settings, block_bytes, reserved)
     num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks, taken)
-    max_model_len = _max_model_len(settings, loaded, num_blocks)
-    executor = Executor(loaded, _allocate(settings, loaded, num_blocks, num_swap_blocks))
+    budget = BlockBudget(num_blocks, layout.groups, batched)
+    max_model_len = _max_model_len(settings, loaded, budget)
+    executor = Executor(loaded, _allocate(layout, loaded, num_blocks, num_swap_blocks))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs:
         _record_decodes(executor, max_num_seqs, max_model_len)
@@ -128,7 +134,7 @@ def build(settings: EngineSettings) -> Parts:
         "cache ready",
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
-        block_size=settings.block_size,
+        block_sizes=[group.block_size for group in layout.groups],
         dtype=str(loaded.cache_dtype).removeprefix("torch."),
         gib=round(num_blocks * block_bytes / GIB, 3),
         max_model_len=max_model_len,
@@ -136,9 +142,10 @@ def build(settings: EngineSettings) -> Parts:
     )
     cache = KVCacheManager(
         num_blocks=num_blocks,
-        block_size=settings.block_size,
+        groups=layout.groups,
         num_swap_blocks=num_swap_blocks,
         prefix_caching=settings.enable_prefix_caching,
+        step_tokens=batched,
     )
     scheduler = Scheduler(
         cache,
@@ -150,8 +157,7 @@ def build(settings: EngineSettings) -> Parts:
         vocab_size=loaded.shape.vocab_size,
         max_model_len=max_model_len,
         max_outputs=min(settings.max_outputs, max_num_seqs),
-        block_size=settings.block_size,
-        total_blocks=num_blocks,
+        budgets=(budget,),
         beam_search=True,
     )
     return Parts(
@@ -219,39 +225,38 @@ def _batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, in
 
 
 def _allocate(
-    settings: EngineSettings, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
+    layout: CacheLayout, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
 ) -> CacheTensors:
     return CacheTensors(
-        loaded.shape,
+        layout,
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
-        block_size=settings.block_size,
         dtype=loaded.cache_dtype,
         device=loaded.device,
     )
 
 
 def _run_largest_step(
-    executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, block_size: int
+    executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, layout: CacheLayout
 ) -> None:
     """Run the largest step, to measure the peak memory of activations and logits."""
     if loaded.device.type == "cpu":
-        tokens, seqs = min(tokens, 2 * block_size), 1  # a CPU has no peak to measure
+        tokens, seqs = min(tokens, 32), 1  # a CPU has no peak to measure
     else:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(loaded.device)  # loading may have used more
-    executor.execute(largest_batch(tokens, seqs, block_size))
+    executor.execute(largest_batch(tokens, seqs, layout))
     if loaded.device.type == "cuda":
         torch.cuda.synchronize(loaded.device)
 
 
-def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
+def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
     """Return the batch that needs the most memory: the one with the most logits.
 
     Args:
         tokens: Tokens computed; as many prompt tokens are scored as the scheduler allows.
         seqs: Sequences that sample a token.
-        block_size: Tokens per block.
+        layout: Of the cache.
     """
     scored = min(tokens, MAX_SCORED_TOKENS)
     params = SamplingParams(logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
@@ -263,14 +268,19 @@ def largest_batch(tokens: int, seqs: int, block_size: int) -> Batch:
         request = Request(0, "warm-up", (0,) * (size + 1), sampling, 1, time.monotonic())
         sequence = Sequence(0, 0, list(request.prompt), size + 1)
         group = SequenceGroup(request, [sequence])
-        blocks = list(range(first, first := first + -(-size // block_size)))
+        counts = layout.sequence_blocks(size)
+        tables = [list(range(first, first := first + count)) for count in counts]
         sampled = [sequence] * seqs if not batch else []
-        batch.sequences.append(ScheduledSequence(group, sequence, 0, size, blocks, sampled))
+        batch.sequences.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
     return batch
 
 
 def _memory_taken(
-    probe: Executor, loaded: LoadedStep, settings: EngineSettings, max_num_seqs: int
+    probe: Executor,
+    loaded: LoadedStep,
+    settings: EngineSettings,
+    max_num_seqs: int,
+    block_bytes: int,
 ) -> int:
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 
@@ -284,12 +294,13 @@ def _memory_taken(
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
     if not settings.cuda_graphs:
         return taken
-    block_bytes = loaded.shape.block_bytes(settings.block_size, loaded.cache_dtype)
-    capacity = memory_bytes(loaded.device) // block_bytes * settings.block_size
+    most = settings.max_model_len or loaded.shape.max_position
+    blocks = memory_bytes(loaded.device) // block_bytes
+    capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
     try:
         graphs = probe.measure_decodes(
             max_num_seqs=max_num_seqs,
-            max_model_len=min(settings.max_model_len or loaded.shape.max_position, capacity),
+            max_model_len=capacity,
             record=cuda_recorder(),
             free=partial(free_memory, loaded.device),
         )
@@ -353,9 +364,10 @@ def _num_swap_blocks(settings: EngineSettings, block_bytes: int, reserved: int) 
     return blocks_in(gib, block_bytes)
 
 
-def _max_model_len(settings: EngineSettings, loaded: LoadedStep, num_blocks: int) -> int:
+def _max_model_len(settings: EngineSettings, loaded: LoadedStep, budget: BlockBudget) -> int:
     """Return the context that the model, the settings and the cache all allow."""
-    most, capacity = loaded.shape.max_position, num_blocks * settings.block_size
+    most = loaded.shape.max_position
+    capacity = budget.capacity(most)
     asked = settings.max_model_len
     if asked is None:
         if capacity < most:

@@ -1,6 +1,7 @@
-"""The description of a batch for paged attention."""
+"""The description of a batch and of a layer's cache for paged attention."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -51,3 +52,17 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     plan: AttentionPlan | None = None
+
+
+class LayerCache(NamedTuple):
+    """Where the keys and values of one layer lie.
+
+    Attributes:
+        keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
+        values: As `keys`.
+        group: The layer group whose block tables list the blocks.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    group: int = 0

@@ -9,6 +9,7 @@ from benchmarks.memory_study import cost
 from benchmarks.memory_study.beams import Continuer
 from benchmarks.memory_study.measure import MemoryUse, Recorder, RunResult
 from benchmarks.memory_study.traces import Trace
+from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
@@ -31,9 +32,10 @@ class PagedSystem:
         self._trace = trace
         self._cache = KVCacheManager(
             num_blocks=num_slots // block_size,
-            block_size=block_size,
+            groups=[LayerGroup(block_size)],
             num_swap_blocks=cost.SWAP_BYTES // cost.SLOT_BYTES // block_size,
             prefix_caching=prefix_caching,
+            step_tokens=num_slots,
         )
         self._policy = PreemptionPolicy("auto")
         self._policy.observe_transfer(1, cost.transfer_seconds(block_size))
@@ -140,7 +142,7 @@ class PagedSystem:
             for sequence in group.live:
                 if not self._cache.holds(sequence.id):
                     continue
-                blocks = self._cache.table(sequence.id)
+                (blocks,) = self._cache.table(sequence.id)
                 logical += len(blocks)
                 end = ends.get(sequence.id, sequence.num_computed)
                 _fill(filled, blocks, end, size)

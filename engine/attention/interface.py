@@ -27,8 +27,8 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """Compute attention over the paged cache.
 
     Args:
-        module: The attention layer. `probe` has set `octavo_window`, the number of tokens that a
-            token attends to, including itself.
+        module: The attention layer. `probe` has set `octavo_layer`, the number of its call, and
+            `octavo_window`, the number of tokens that a token attends to, including itself.
         query: `[1, num_heads, num_tokens, head_dim]`, the flat batch.
         key: `[1, num_kv_heads, num_tokens, head_dim]`.
         value: As `key`.
@@ -45,7 +45,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        own.layer_idx,
+        own.octavo_layer,
         scale,
         own.octavo_window,
         softcap,

@@ -8,7 +8,7 @@ more tensors.
 This module does not import transformers, so a compiled step starts without it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 from torch.library import Library, register_fake
 
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, LayerCache
 from octavo.kernels.ops import paged_attention, rotate_and_write, write_kv
 
 
@@ -26,14 +26,13 @@ class PagedStep:
     """The batch and the cache of the current step.
 
     Attributes:
-        metadata: The batch's sequences and their slots in the cache.
-        layers: Each layer's (key cache, value cache), both `[num_blocks, num_kv_heads, block_size,
-            head_dim]`.
+        groups: The batch's sequences and their slots in the cache, as each layer group has them.
+        layers: Each layer's cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 cache; else None.
     """
 
-    metadata: AttentionMetadata
-    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    groups: Sequence[AttentionMetadata]
+    layers: list[LayerCache]
     kv_scales: list[tuple[float, float]] | None = None
 
 
@@ -111,8 +110,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     if isinstance(step, DryRun):
         step.calls.append(layer)
         return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
-    key_cache, value_cache = step.layers[layer]
-    metadata = step.metadata
+    key_cache, value_cache, group = step.layers[layer]
+    metadata = step.groups[group]
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
     cache = (key_cache, value_cache, metadata.slot_mapping)
     scales = Scales(key_scale=key_scale, value_scale=value_scale)

@@ -82,7 +82,7 @@ class Container:
         layers = self._layers
         if layers is None or layers.layers is not within.layers:
             layers = self._layers = CheckedLayers(within.layers)
-        return CompiledInputs(layers, within.metadata, token_ids, positions, logit_rows)
+        return CompiledInputs(layers, within.groups, token_ids, positions, logit_rows)
 
     def constants(self) -> list[Tensor]:
         """Return the weights in place; none if PyTorch is too old."""

@@ -38,7 +38,7 @@ class TranslatedModel:
         layers = self._layers
         if layers is None or layers.layers is not within.layers:
             layers = self._layers = CheckedLayers(within.layers)
-        cpu.set_step(layers, within.metadata)
+        cpu.set_step(layers, within.groups)
         # Its optimizations would compile for sizes, which change from step to step.
         with optimized_execution(False):
             logits: Tensor = self._module(token_ids, positions, logit_rows)

@@ -182,6 +182,27 @@ class BlockPool:
         """Return whether what is published under `key` was reused by a request."""
         return key in self._hit
 
+    def is_published(self, block: int) -> bool:
+        """Return whether a block can be found by a key."""
+        return block in self._key_of
+
+    def unpublish(self, block: int) -> None:
+        """Make a block that is in use private again; nothing happens if it is."""
+        assert self._references[block] > 0
+        if (key := self._key_of.pop(block, None)) is not None:
+            del self._block_of[key]
+            self._changed.add(key)
+            self._hit.discard(key)
+
+    def forget(self, key: bytes) -> None:
+        """Free the cached block that is published under `key`; nothing happens without one."""
+        block = self._block_of.get(key)
+        if block is not None and self.is_idle(block):
+            del self._cached[block], self._block_of[key], self._key_of[block]
+            self._changed.add(key)
+            self._hit.discard(key)
+            self._free.append(block)
+
     def take_changed(self) -> set[bytes]:
         """Return the keys published or dropped since the last call."""
         changed, self._changed = self._changed, set()

@@ -1,8 +1,10 @@
 """The manager of the paged KV cache: block tables, sharing, swap, prefixes.
 
-Blocks of `block_size` tokens are mapped to sequences by block tables, as in
-"Efficient Memory Management for Large Language Model Serving with
-PagedAttention" (Kwon et al., SOSP 2023, section 4). A method that raises changes nothing.
+Blocks are mapped to sequences by block tables, as in "Efficient Memory Management for Large
+Language Model Serving with PagedAttention" (Kwon et al., SOSP 2023, section 4). Each group of
+layers has a table of its own for each sequence (`octavo.common.layer_groups`), and all take their
+blocks from one pool. A method that raises changes nothing, except that blocks that fell out of a
+window stay released.
 
 Swap space has two uses. It holds preempted sequences. The rest of it caches prefix
 blocks that the device evicted (offloaded), which a later match copies back (restored).
@@ -11,23 +13,30 @@ offloaded: one that a sequence was admitted with since it was computed. Copying 
 read only once would slow the steps for nothing. A prefix counts as hit until neither
 memory has it.
 
+A state is overwritten in each step. To keep it for the prefix cache, its blocks are published like
+full blocks of K and V, and the next step's writer gets a copy (`extend`). Which states are kept is
+as in Marconi (Pan et al., MLSys 2025): at the end of a prompt, where prompts that
+have a beginning in common part, and the latest of a decode.
+
 Copies are ordered at once and done before the step computes, all `swap_out`
 before all `swap_in` before all `copies`. So a device block may be swapped out and
-allocated again in the same step. A swap block that is read in a step stays in use until
-its copy has been taken (`_reading`), so that nothing overwrites it first.
+allocated again in the same step. A block that is read in a step stays in use until
+its copy has been taken (`_reading`, `_copying`), so that nothing overwrites it first.
 Sequences that got blocks in a step keep them until its copies are taken.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.common.layer_groups import LayerGroup, blocks_held
 from octavo.common.prefix import block_key, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
-from octavo.engine.kv_cache.block_table import BlockTable
+from octavo.engine.kv_cache.block_table import RELEASED, BlockTable
+from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixFinder, block_keys, is_shared_key
 from octavo.engine.kv_cache.transfers import Transfers
 
 
@@ -39,12 +48,11 @@ class Span(NamedTuple):
     end: int
 
 
-class Hit(NamedTuple):
-    """A full block of a prompt that is cached, in swap space if `swapped`."""
+class Entry(NamedTuple):
+    """An entry of a block table: logical block `place` of layer group `group`."""
 
-    key: bytes
-    block: int
-    swapped: bool
+    group: int
+    place: int
 
 
 @dataclass(slots=True)
@@ -70,7 +78,7 @@ class CacheStats:
         cached_blocks: of these, those that only the prefix cache keeps.
         shared_blocks: of these, those that several block-table entries hold.
         wasted_slots: places for a token, in device blocks that sequences
-            hold, that no token has been given.
+            hold, that no token has been given; in blocks of the smallest size.
         total_swap_blocks: in CPU swap space.
         used_swap_blocks: of these, those that preempted sequences hold.
         cached_swap_blocks: of these, those that only the prefix cache keeps.
@@ -105,30 +113,50 @@ class KVCacheManager:
     """Allocates, shares, copies on write, swaps and frees blocks."""
 
     def __init__(
-        self, *, num_blocks: int, block_size: int, num_swap_blocks: int, prefix_caching: bool
+        self,
+        *,
+        num_blocks: int,
+        groups: Iterable[LayerGroup],
+        num_swap_blocks: int,
+        prefix_caching: bool,
+        step_tokens: int,
     ) -> None:
-        self.block_size = block_size
+        """Make an empty cache.
+
+        Args:
+            num_blocks: on the device.
+            groups: the model's layer groups.
+            num_swap_blocks: in swap space.
+            prefix_caching: whether requests with a common prefix share its blocks.
+            step_tokens: the most tokens of a sequence that a step computes.
+        """
+        self.groups = tuple(groups)
+        self.block_size = min(group.block_size for group in self.groups)
         self.prefix_caching = prefix_caching
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
+        self._step_tokens = step_tokens
+        self._finder = PrefixFinder(self.groups, self.device, self.swap)
+        self._keeps_states = prefix_caching and any(group.state_blocks for group in self.groups)
         self._tables: dict[int, BlockTable] = {}
         self.counters = CacheCounters()
         self._transfers = Transfers()
         self._offloading: dict[int, int] = {}  # swap block: the evicted device block copied there
         self.published: set[bytes] = set()
         self._reading: list[int] = []  # swap blocks held until the copies from them are taken
+        self._copying: list[int] = []  # device blocks, likewise
 
     # State.
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens take."""
-        return -(-num_tokens // self.block_size)
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at any time."""
+        return blocks_held(self.groups, num_tokens, self._step_tokens)
 
-    def table(self, sequence_id: int) -> list[int]:
-        """Return the device blocks of a sequence; do not change them."""
+    def table(self, sequence_id: int) -> list[list[int]]:
+        """Return each layer group's device blocks of a sequence; do not change them."""
         table = self._tables[sequence_id]
         assert not table.swapped, f"sequence {sequence_id} is swapped out"
-        return table.blocks
+        return table.groups
 
     def holds(self, sequence_id: int) -> bool:
         """Return whether a sequence has a block table, on the device or swapped out."""
@@ -153,19 +181,29 @@ class KVCacheManager:
 
         Of sequences that share their last block, the longest counts.
         """
-        filled: dict[int, int] = {}
-        for table in self._tables.values():
-            if table.blocks and not table.swapped:
-                last = table.blocks[-1]
-                tokens = table.num_tokens - (len(table.blocks) - 1) * self.block_size
-                filled[last] = max(tokens, filled.get(last, 0))
-        return len(filled) * self.block_size - sum(filled.values())
+        wasted = 0
+        for group, layers in enumerate(self.groups):
+            if layers.state_blocks:
+                continue
+            size = layers.block_size
+            filled: dict[int, int] = {}
+            for table in self._tables.values():
+                blocks = table.groups[group]
+                if len(blocks) > table.passed[group] and not table.swapped:
+                    tokens = min(table.num_tokens - (len(blocks) - 1) * size, size)
+                    filled[blocks[-1]] = max(tokens, filled.get(blocks[-1], 0))
+            slots = len(filled) * size - sum(filled.values())
+            wasted += slots * self.block_size // size
+        return wasted
 
     def take_transfers(self) -> Transfers:
         """Return the copies ordered since the last call; the caller must do them."""
         while self._reading:
             self.swap.release(self._reading[-1])
             self._reading.pop()
+        while self._copying:
+            self.device.release(self._copying[-1])
+            self._copying.pop()
         transfers, self._transfers = self._transfers, Transfers()
         transfers.swap_out += [(block, kept) for kept, block in self._offloading.items()]
         self.counters.offloaded_blocks += len(self._offloading)
@@ -196,27 +234,17 @@ class KVCacheManager:
 
     # Prefixes.
 
-    def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> list[Hit]:
+    def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> Prefix:
         """Return the blocks that already hold the front of `token_ids`.
 
         The last token is never among them: its logits must be computed.
         """
-        if not self.prefix_caching:
-            return []
-        hits: list[Hit] = []
-        key = root_key(salt)
-        for end in range(self.block_size, len(token_ids), self.block_size):
-            key = block_key(key, token_ids[end - self.block_size : end])
-            if (block := self.device.find(key)) is not None:
-                hits.append(Hit(key, block, swapped=False))
-            elif (block := self.swap.find(key)) is not None:
-                hits.append(Hit(key, block, swapped=True))
-            else:
-                break
-        return hits
+        return self._finder.find(token_ids, salt) if self.prefix_caching else self._finder.nothing
 
     def publish(self, sequence_id: int, token_ids: Tokens[int], num_computed: int) -> None:
         """Make a sequence's full, computed blocks findable by other requests.
+
+        Its state is published too, if it is of `num_computed` tokens and these fill all blocks.
 
         Args:
             sequence_id: the sequence; on the device.
@@ -225,12 +253,54 @@ class KVCacheManager:
         """
         if not self.prefix_caching:
             return
-        table = self._tables[sequence_id]
-        for i in range(len(table.keys), num_computed // self.block_size):
+        table, size = self._tables[sequence_id], self.block_size
+        before = len(table.keys)
+        for i in range(before, num_computed // size):
             parent = table.keys[-1] if table.keys else table.root
-            tokens = token_ids[i * self.block_size : (i + 1) * self.block_size]
-            table.keys.append(block_key(parent, tokens))
-            self._publish(self.device, table.blocks[i], table.keys[i])
+            table.keys.append(block_key(parent, token_ids[i * size : (i + 1) * size]))
+        if len(table.keys) == before:
+            return
+        for group, layers in enumerate(self.groups):
+            ratio, blocks = layers.block_size // size, table.groups[group]
+            if layers.state_blocks:
+                continue
+            for i in range(max(before // ratio, table.passed[group]), len(table.keys) // ratio):
+                (key,) = block_keys(table.keys[(i + 1) * ratio - 1], group)
+                self._publish(self.device, blocks[i], key)
+        if self._keeps_states and num_computed == table.computed:
+            self._publish_state(table, len(token_ids))
+
+    def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
+        """Publish the state, if it stands for full blocks; a decode's replaces its last one."""
+        if table.computed % self._finder.stride:
+            return
+        key = table.keys[table.computed // self.block_size - 1]
+        decoding = table.computed >= num_tokens
+        if decoding:
+            for old in table.snapshot:
+                if not self.device.was_hit(old):
+                    self.device.forget(old)
+            table.snapshot = []
+        for group, layers in enumerate(self.groups):
+            if layers.state_blocks:
+                names = block_keys(key, group, layers.state_blocks)
+                for block, name in zip(table.groups[group], names, strict=True):
+                    self._publish(self.device, block, name)
+                table.snapshot += names if decoding else []
+
+    def pause_before(self, sequence_id: int, start: int, end: int) -> int:
+        """Return where a prefill of tokens [start, end) is to end, so that a state can be kept.
+
+        That is where it can be found again: at the last whole blocks before the end of the prompt,
+        and where another prompt with the same beginning went another way.
+        """
+        if not self._keeps_states:
+            return end
+        branch, stride = self._tables[sequence_id].branch, self._finder.stride
+        if start < branch < end:
+            return branch
+        whole = (end - 1) // stride * stride
+        return whole if whole > start else end
 
     def _publish(self, pool: BlockPool, block: int, key: bytes) -> None:
         """Make a block findable; a key that was hit in one pool is marked hit in the other."""
@@ -248,7 +318,8 @@ class KVCacheManager:
         held = {
             key
             for key in changed
-            if self.device.find(key) is not None or self.swap.find(key) is not None
+            if is_shared_key(key)
+            and (self.device.find(key) is not None or self.swap.find(key) is not None)
         }
         added, removed = held - self.published, (changed - held) & self.published
         self.published ^= added | removed
@@ -274,108 +345,246 @@ class KVCacheManager:
             OutOfBlocksError: not enough blocks are available.
         """
         assert sequence_id not in self._tables
-        hits = self.find_prefix(token_ids, salt) if reuse else []
-        self._require(self.device, self._blocks_beside(hits, len(token_ids)))
-        table = BlockTable([], len(token_ids), root_key(salt), [hit.key for hit in hits])
+        prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
+        self._require(self.device, self._blocks_beside(prefix, len(token_ids)))
+        table = BlockTable([], len(token_ids), [], root=root_key(salt), keys=list(prefix.keys))
+        table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
+        table.computed = prefix.num_tokens
+        restored: list[tuple[Hit, int]] = []
         with ExitStack() as undo:
-            for hit in hits:  # all of them before anything is evicted
+            for hit in prefix.hits():  # all of them before anything is evicted
                 pool = self.swap if hit.swapped else self.device
                 pool.share(hit.block)
                 undo.callback(pool.release, hit.block)
-            for i in range(self.blocks_for(len(token_ids))):
-                if i < len(hits) and not hits[i].swapped:
-                    table.blocks.append(hits[i].block)
-                else:
-                    table.blocks.append(self._allocate())
-                    undo.callback(self.device.release, table.blocks[i])
+            for group, hits in enumerate(prefix.groups):
+                first, end = self._reserved(group, prefix.num_tokens, len(token_ids))
+                table.passed.append(first)
+                blocks = [RELEASED] * first
+                table.groups.append(blocks)
+                for i in range(end - first):
+                    known = hits[i] if i < len(hits) else None
+                    if known is not None and not known.swapped:
+                        blocks.append(known.block)
+                        continue
+                    blocks.append(self._allocate())
+                    undo.callback(self.device.release, blocks[-1])
+                    if known is not None:
+                        restored.append((known, blocks[-1]))
             undo.pop_all()
         self._tables[sequence_id] = table
-        for block, hit in zip(table.blocks, hits, strict=False):
-            if hit.swapped:
-                self._reading.append(hit.block)
-                self._transfers.swap_in.append((hit.block, block))
-                self._publish(self.device, block, hit.key)
-                self.counters.restored_blocks += 1
+        for hit, block in restored:
+            self._reading.append(hit.block)
+            self._transfers.swap_in.append((hit.block, block))
+            self._publish(self.device, block, hit.key)
+            self.counters.restored_blocks += 1
+        for hit in prefix.hits():
             self.device.mark_hit(hit.key)
             self.swap.mark_hit(hit.key)
-        return len(hits) * self.block_size
+        return prefix.num_tokens
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return how many of the available blocks `admit` would take."""
-        hits = self.find_prefix(token_ids, salt) if reuse else []
-        return self._blocks_beside(hits, len(token_ids))
+        prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
+        return self._blocks_beside(prefix, len(token_ids))
 
-    def _blocks_beside(self, hits: list[Hit], num_tokens: int) -> int:
+    def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:
+        """Return the first block that a new sequence needs, and the end of those it gets at once.
+
+        Groups whose blocks are released get those of the first step only.
+        """
+        layers = self.groups[group]
+        if layers.state_blocks:
+            return 0, layers.state_blocks
+        if layers.bounded:
+            num_tokens = min(num_tokens, num_cached + self._step_tokens)
+        return layers.first_block(num_cached), layers.blocks_for(num_tokens)
+
+    def _blocks_beside(self, prefix: Prefix, num_tokens: int) -> int:
         """Return how many available blocks `num_tokens` tokens take, those in use not counted."""
-        held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in hits)
-        return self.blocks_for(num_tokens) - held
+        held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in prefix.hits())
+        spans = (
+            self._reserved(group, prefix.num_tokens, num_tokens)
+            for group in range(len(self.groups))
+        )
+        return sum(end - first for first, end in spans) - held
+
+    def reserve(self, sequence_id: int, end: int) -> None:
+        """Grow the tables of unbounded groups to `end` tokens, so that a prefill keeps its room.
+
+        Raises:
+            OutOfBlocksError: not enough blocks are available.
+        """
+        self._require(self.device, self.blocks_to_reserve(sequence_id, end))
+        table = self._tables[sequence_id]
+        self._grow(table, end, (g for g, layers in enumerate(self.groups) if not layers.bounded))
+        table.num_tokens = max(table.num_tokens, end)
+
+    def blocks_to_reserve(self, sequence_id: int, end: int) -> int:
+        """Return how many blocks `reserve` takes, and the first step of bounded groups after it.
+
+        The sequence may be swapped out.
+        """
+        table, needed = self._tables[sequence_id], 0
+        for layers, blocks in zip(self.groups, table.groups, strict=True):
+            if not layers.state_blocks:
+                least = min(end, table.computed + self._step_tokens) if layers.bounded else end
+                needed += max(0, layers.blocks_for(least) - len(blocks))
+        return needed
+
+    def blocks_to_share(self, sequence_ids: Iterable[int]) -> int:
+        """Return how many blocks it takes to give each of some sequences its own states."""
+        holders = Counter(
+            block
+            for id_ in sequence_ids
+            for layers, blocks in zip(self.groups, self._tables[id_].groups, strict=True)
+            if layers.state_blocks
+            for block in blocks
+        )
+        return sum(count - 1 for count in holders.values())
+
+    def _grow(self, table: BlockTable, end: int, groups: Iterable[int]) -> None:
+        for group in groups:
+            layers, blocks = self.groups[group], table.groups[group]
+            while not layers.state_blocks and len(blocks) < layers.blocks_for(end):
+                blocks.append(self._allocate())
 
     def extend(self, spans: Iterable[Span]) -> None:
         """Make spans of tokens writable: grow block tables, copy shared blocks.
 
+        Blocks that no token from a span's start on attends to are released first. A state that is
+        published is copied, or is unpublished if there are no blocks for a copy.
+
         Raises:
             OutOfBlocksError: not enough blocks are available for all of them.
         """
+        spans = list(spans)
+        for span in spans:
+            self._release_passed(span)
         writes = [(span, self._shared(span)) for span in spans]
-        self._require(self.device, self._blocks_to_extend(writes))
+        needed = self._blocks_to_extend(writes)
+        if needed > self.device.num_available and self._keeps_states:
+            self._unpublish_states(spans)
+            writes = [(span, self._shared(span)) for span in spans]
+            needed = self._blocks_to_extend(writes)
+        self._require(self.device, needed)
         for span, shared in writes:
-            table, start, end = self._tables[span.sequence_id], span.start, span.end
-            blocks = table.blocks
-            for i in self._shared(span) if shared else ():  # others may have copied theirs
-                copy = self._allocate()
-                if i * self.block_size < start:
-                    self._transfers.copies.append((blocks[i], copy))
-                self.device.release(blocks[i])
-                blocks[i] = copy
-            while len(blocks) < self.blocks_for(end):
-                blocks.append(self._allocate())
-            table.num_tokens = max(table.num_tokens, end)
+            table = self._tables[span.sequence_id]
+            for entry in self._shared(span) if shared else ():  # others may have copied theirs
+                self._copy_on_write(table, entry, span.start)
+            self._grow(table, span.end, range(len(self.groups)))
+            table.num_tokens = max(table.num_tokens, span.end)
+            table.computed = span.end
 
-    def _blocks_to_extend(self, writes: list[tuple[Span, list[int]]]) -> int:
-        """Return how many blocks spans take; the last writer of a shared block need not copy it."""
+    def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
+        """Replace a shared block by a copy of the tokens before `start`, or of the state."""
+        blocks, layers = table.groups[entry.group], self.groups[entry.group]
+        shared, copy = blocks[entry.place], self._allocate()
+        if layers.state_blocks or entry.place * layers.block_size < start:
+            self._transfers.copies.append((shared, copy))
+        if self.device.references(shared) == 1:  # only the prefix cache keeps it then
+            self._copying.append(shared)
+        else:
+            self.device.release(shared)
+        blocks[entry.place] = copy
+
+    def _release_passed(self, span: Span) -> None:
+        """Release the blocks that no token from the span's start on attends to."""
+        table = self._tables[span.sequence_id]
+        for group, layers in enumerate(self.groups):
+            if layers.bounded:
+                blocks, first = table.groups[group], layers.first_block(span.start)
+                for i in range(table.passed[group], first):
+                    self.device.release(blocks[i])
+                    blocks[i] = RELEASED
+                table.passed[group] = max(first, table.passed[group])
+
+    def _unpublish_states(self, spans: list[Span]) -> None:
+        for span in spans:
+            for group, layers in enumerate(self.groups):
+                for block in self.table(span.sequence_id)[group] if layers.state_blocks else ():
+                    self.device.unpublish(block)
+
+    def _blocks_to_extend(self, writes: list[tuple[Span, list[Entry]]]) -> int:
+        """Return how many blocks spans take; the last writer of a shared block need not copy it.
+
+        Of a published state, every writer must.
+        """
         grown, written = 0, list[int]()
         for span, shared in writes:
-            blocks = self.table(span.sequence_id)
-            grown += max(0, self.blocks_for(span.end) - len(blocks))
-            written += [blocks[i] for i in shared]
+            tables = self.table(span.sequence_id)
+            for layers, blocks in zip(self.groups, tables, strict=True):
+                if not layers.state_blocks:
+                    grown += max(0, layers.blocks_for(span.end) - len(blocks))
+            written += [tables[group][place] for group, place in shared]
         if not written:
             return grown
         writers = Counter(written).items()
-        return grown + sum(min(n, self.device.references(block) - 1) for block, n in writers)
+        return grown + sum(min(n, self._holders_to_leave(block)) for block, n in writers)
 
-    def _shared(self, span: Span) -> list[int]:
-        """Return the logical blocks that a span writes and that other tables hold too."""
-        blocks, references = self.table(span.sequence_id), self.device.references
-        reach = range(span.start // self.block_size, min(self.blocks_for(span.end), len(blocks)))
-        return [i for i in reach if references(blocks[i]) > 1]
+    def _holders_to_leave(self, block: int) -> int:
+        """Return how many holders of a block must take a copy before it can be written."""
+        references = self.device.references(block)
+        return references if self.device.is_published(block) else references - 1
+
+    def _shared(self, span: Span) -> list[Entry]:
+        """Return the entries that a span writes and that others hold too, or the prefix cache.
+
+        A full block of K and V that is published is never written again.
+        """
+        shared = []
+        device, tables = self.device, self.table(span.sequence_id)
+        for group, layers in enumerate(self.groups):
+            blocks = tables[group]
+            if layers.state_blocks:
+                if span.start:
+                    shared += [
+                        Entry(group, i)
+                        for i, block in enumerate(blocks)
+                        if device.references(block) > 1 or device.is_published(block)
+                    ]
+                continue
+            end = min(layers.blocks_for(span.end), len(blocks))
+            for i in range(span.start // layers.block_size, end):
+                if device.references(blocks[i]) > 1:
+                    shared.append(Entry(group, i))
+        return shared
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
         """Share a parent's first `num_tokens` tokens with a new sequence."""
         assert child_id not in self._tables
         parent = self._tables[parent_id]
         assert not parent.swapped
-        blocks = parent.blocks[: self.blocks_for(num_tokens)]
+        groups = [
+            list(blocks) if layers.state_blocks else blocks[: layers.blocks_for(num_tokens)]
+            for layers, blocks in zip(self.groups, parent.groups, strict=True)
+        ]
+        keys = parent.keys[: num_tokens // self.block_size]
+        child = BlockTable(
+            groups, num_tokens, list(parent.passed), num_tokens, root=parent.root, keys=keys
+        )
         with ExitStack() as undo:
-            for block in blocks:
+            for block in child.blocks():
                 self.device.share(block)
                 undo.callback(self.device.release, block)
             undo.pop_all()
-        keys = parent.keys[: num_tokens // self.block_size]
-        self._tables[child_id] = BlockTable(blocks, num_tokens, parent.root, keys)
+        self._tables[child_id] = child
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
-        """Release the blocks after a sequence's first `num_tokens` tokens."""
-        blocks = self.table(sequence_id)
-        while len(blocks) > self.blocks_for(num_tokens):
-            self.device.release(blocks.pop())
+        """Release the blocks after a sequence's first `num_tokens` tokens.
+
+        A state is not of fewer tokens than it was computed for, so these stay.
+        """
         table = self._tables[sequence_id]
+        for layers, blocks in zip(self.groups, self.table(sequence_id), strict=True):
+            while not layers.state_blocks and len(blocks) > layers.blocks_for(num_tokens):
+                self.device.release(blocks.pop())
         table.num_tokens = min(table.num_tokens, num_tokens)
 
     def free(self, sequence_id: int) -> None:
         """Release all blocks of a sequence, on the device or in swap space."""
         table = self._tables.pop(sequence_id)
         pool = self.swap if table.swapped else self.device
-        for block in reversed(table.blocks):  # so that a prefix is evicted from its end
+        for block in table.blocks():  # each group's last first: a prefix is evicted from its end
             pool.release(block)
 
     # Swap.
@@ -400,7 +609,7 @@ class KVCacheManager:
 
     def blocks_to_swap(self, sequence_ids: Iterable[int]) -> int:
         """Return how many distinct blocks sequences hold, the most that a swap copies."""
-        return len({block for id_ in sequence_ids for block in self._tables[id_].blocks})
+        return len({block for id_ in sequence_ids for block in self._tables[id_].blocks()})
 
     def _move(
         self, sequence_ids: Iterable[int], source: BlockPool, target: BlockPool
@@ -412,11 +621,11 @@ class KVCacheManager:
         """
         tables = [self._tables[id_] for id_ in sequence_ids]
         assert all(table.swapped is (source is self.swap) for table in tables)
-        holders = Counter(block for table in tables for block in table.blocks)
+        holders = Counter(block for table in tables for block in table.blocks())
         moved = {
             block: there
             for table in tables
-            for block, key in zip(table.blocks, table.keys, strict=False)
+            for block, key in self._published_blocks(table)
             if (there := target.find(key)) is not None
         }
         copied = [block for block in holders if block not in moved]
@@ -441,16 +650,27 @@ class KVCacheManager:
                     target.share(moved[block])
                     undo.callback(target.release, moved[block])
             for table in tables:
-                for block in reversed(table.blocks):  # so that a prefix is evicted from its end
+                for block in table.blocks():  # so that a prefix is evicted from its end
                     source.release(block)
                     undo.callback(source.undo_release, block)
             undo.pop_all()
         for table in tables:
-            table.blocks = [moved[block] for block in table.blocks]
+            for group, blocks in enumerate(table.groups):
+                table.groups[group] = [
+                    moved[block] if block != RELEASED else RELEASED for block in blocks
+                ]
             table.swapped = target is self.swap
-            for block, key in zip(table.blocks, table.keys, strict=False):
+            for block, key in self._published_blocks(table):
                 self._publish(target, block, key)
         return [(block, moved[block]) for block in copied]
+
+    def _published_blocks(self, table: BlockTable) -> Iterator[tuple[int, bytes]]:
+        """Yield the full blocks of K and V that a table holds, with their keys."""
+        for group, layers in enumerate(self.groups):
+            ratio, blocks = layers.block_size // self.block_size, table.groups[group]
+            if not layers.state_blocks:
+                for i in range(table.passed[group], min(len(table.keys) // ratio, len(blocks))):
+                    yield blocks[i], block_keys(table.keys[(i + 1) * ratio - 1], group)[0]
 
     # Invariants.
 
@@ -464,17 +684,31 @@ class KVCacheManager:
             pool.check()
             held = [0] * pool.num_blocks
             for table in self._tables.values():
-                assert len(table.blocks) == self.blocks_for(table.num_tokens), (
-                    "a table has more blocks than its tokens need"
-                )
+                self._check_table(table)
                 if table.swapped is swapped:
-                    for block in table.blocks:
+                    for block in table.blocks():
                         held[block] += 1
-            for block in self._reading if swapped else ():
+            for block in self._reading if swapped else self._copying:
                 held[block] += 1
             assert held == list(map(pool.references, range(pool.num_blocks))), (
                 "a reference count is not the number of block-table entries"
             )
+
+    def _check_table(self, table: BlockTable) -> None:
+        for group, layers in enumerate(self.groups):
+            blocks, passed = table.groups[group], table.passed[group]
+            assert blocks[:passed] == [RELEASED] * passed
+            assert RELEASED not in blocks[passed:], "a block was released that is still read"
+            if layers.state_blocks:
+                assert len(blocks) == layers.state_blocks
+            elif layers.bounded:
+                assert len(blocks) <= layers.blocks_for(table.num_tokens)
+                most = layers.held(table.num_tokens, self._step_tokens)
+                assert len(blocks) - passed <= most, "a table holds more than its bound"
+            else:
+                assert len(blocks) == layers.blocks_for(table.num_tokens), (
+                    "a table has more blocks than its tokens need"
+                )
 
     def check_idle(self) -> None:
         """Assert that no block is in use."""

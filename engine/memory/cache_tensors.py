@@ -7,9 +7,10 @@ import torch
 from octavo.common import resources
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory import huge_pages
+from octavo.engine.memory.cache_layout import CacheLayout, Place
 from octavo.engine.memory.pinned import pin
 from octavo.engine.memory.swap import CopyTime, make_swapper
-from octavo.engine.model_shape import ModelShape
+from octavo.kernels.metadata import LayerCache
 from octavo.kernels.ops import copy_blocks
 
 GIB = 1 << 30
@@ -20,35 +21,36 @@ HOST_SHARE = 0.25
 class CacheTensors:
     """A tensor of blocks on the device and one in host memory.
 
-    Both are `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. A block is
-    contiguous over all layers, K and V, so one copy moves it. On a GPU, copies to swap space may be
-    pending, so only swaps may read it.
+    Both are `[num_blocks, block_elements]`. A block is contiguous over all layers of a group, K and
+    V, so one copy moves it. On a GPU, copies to swap space may be pending, so only swaps may read
+    it.
+
+    Attributes:
+        layout: Where each layer's K and V lie in a block.
+        layers: Each layer's cache, a view of the device's tensor.
     """
 
     def __init__(
         self,
-        shape: ModelShape,
+        layout: CacheLayout,
         *,
         num_blocks: int,
         num_swap_blocks: int,
-        block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        block = (shape.num_layers, 2, shape.num_kv_heads, block_size, shape.head_dim)
-        self.device = torch.empty((num_blocks, *block), dtype=dtype, device=device)
+        self.layout = layout
+        size = layout.block_elements
+        self.device = torch.empty((num_blocks, size), dtype=dtype, device=device)
         self._populating: Iterator[bool] = iter(())
         if device.type == "cpu":
             huge_pages.ask_for(self.device)
             self._populating = huge_pages.populate(self.device)
-        self.swap = torch.empty((num_swap_blocks, *block), dtype=dtype)
+        self.swap = torch.empty((num_swap_blocks, size), dtype=dtype)
         if device.type == "cuda":
             pin(self.swap, owner=self)
         self._swapper = make_swapper(self.device, self.swap)
-        self.layers = [
-            (self.device[:, layer, 0], self.device[:, layer, 1])
-            for layer in range(shape.num_layers)
-        ]
+        self.layers = layer_caches(self.device, layout)
 
     def populate(self) -> bool:
         """Back more of a CPU's blocks with memory, which takes some milliseconds.
@@ -72,6 +74,24 @@ class CacheTensors:
     def take_copy_times(self) -> list[CopyTime]:
         """Return the times of swaps that have ended since the last call."""
         return self._swapper.take_times()
+
+
+def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
+    """Return each layer's cache, a view of `blocks`, `[num_blocks, block_elements]`."""
+
+    def view(place: Place, first: int, heads: int, dim: int) -> torch.Tensor:
+        size = layout.groups[place.group].block_size
+        strides = (blocks.stride(0), size * dim, dim, 1)
+        return blocks.as_strided((len(blocks), heads, size, dim), strides, first)
+
+    return [
+        LayerCache(
+            view(place, place.keys, shape.num_kv_heads, shape.key_dim),
+            view(place, place.values, shape.num_kv_heads, shape.value_dim),
+            place.group,
+        )
+        for shape, place in zip(layout.layers, layout.places, strict=True)
+    ]
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -25,7 +25,7 @@ def measure_kv_scales(
     """
     largest = torch.finfo(dtype).max
     layers = run_alone(model, shape, calibration_tokens(path, shape))
-    return [(_scale(keys, largest), _scale(values, largest)) for keys, values in layers]
+    return [(_scale(layer.keys, largest), _scale(layer.values, largest)) for layer in layers]
 
 
 def _scale(x: torch.Tensor, largest: float) -> float:

@@ -13,7 +13,7 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError, first
 from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.masks import MAX_POSITIONS
-from octavo.engine.models.checks.probe import LayerAttention, attention_of, probe
+from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.kv_scales import measure_kv_scales
@@ -130,15 +130,16 @@ def load(
     model.train(mode=False)
     with _as_unsupported(path):
         shape = _inspect(model, max_model_len)
-        check_supported(
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            block_size=block_size,
-            dtype=kind,
-            device=target,
-            cache_dtype=cache_kind,
-        )
+        for layer in set(shape.layers):
+            check_supported(
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.key_dim,
+                block_size=block_size,
+                dtype=kind,
+                device=target,
+                cache_dtype=cache_kind,
+            )
         with attention_of(model, "eager"):
             expected = reference(model, shape)
         if target.type == "cpu":
@@ -219,28 +220,20 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         raise NotImplementedError("it scales attention by positions that it counts itself")
     context = fix_rope(model, context, max_model_len)
     layers = probe(model, context)
-    chunks = [layer.mask.chunk for layer in layers if layer.mask.chunk is not None]
+    chunks = [layer.chunk for layer in layers if layer.chunk is not None]
     if chunks and min(chunks) < context:
         context = min(chunks)
         log.warning("context limited to one attention chunk", max_model_len=context)
-    heads = {_heads(layer) for layer in layers}
-    if len(heads) > 1 or any(layer.key_dim != layer.value_dim for layer in layers):
-        different = sorted({(*_heads(layer), layer.value_dim) for layer in layers})
-        raise NotImplementedError(f"its layers' heads differ: {different}")
-    num_heads, num_kv_heads, head_dim = heads.pop()
+    if unlike := next((layer for layer in layers if layer.key_dim != layer.value_dim), None):
+        raise NotImplementedError(
+            f"its keys have {unlike.key_dim} elements per head and its values {unlike.value_dim}"
+        )
     return ModelShape(
-        num_layers=len(layers),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layers,
         vocab_size=config.vocab_size,
         max_position=context,
         eos_token_ids=_eos_token_ids(model),
     )
-
-
-def _heads(layer: LayerAttention) -> tuple[int, int, int]:
-    return layer.num_heads, layer.num_kv_heads, layer.key_dim
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

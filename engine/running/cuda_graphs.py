@@ -6,7 +6,7 @@ attends to nothing, writes no K/V, and its logits are cut off. Steps with chunks
 and larger batches, are launched kernel by kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.memory.cache_layout import Planner
 from octavo.engine.models.step import Step
-from octavo.engine.running.inputs import Plan, StepInputs
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.engine.running.inputs import StepInputs
+from octavo.kernels.metadata import AttentionMetadata, LayerCache
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
@@ -67,14 +68,14 @@ class DecodeGraphs:
     def __init__(
         self,
         step: Step,
-        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        layers: list[LayerCache],
         kv_scales: list[tuple[float, float]] | None,
         *,
         sizes: list[int],
+        widths: Sequence[int],
         max_model_len: int,
-        block_size: int,
         device: torch.device,
-        plan: Plan,
+        planners: Sequence[Planner],
         record: Record,
     ) -> None:
         """Record a graph for each size.
@@ -84,10 +85,10 @@ class DecodeGraphs:
             layers: the cache, as in `PagedStep`.
             kv_scales: likewise.
             sizes: of batches, rising.
+            widths: most blocks in a sequence's table of each layer group.
             max_model_len: most tokens of a sequence.
-            block_size: of the cache.
             device: the model's device.
-            plan: plans attention.
+            planners: plan the attention of each layer group.
             record: records; `cuda_recorder` on a GPU.
         """
         most = sizes[-1]
@@ -96,24 +97,29 @@ class DecodeGraphs:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._positions = torch.zeros(most, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._slots = torch.full((most,), -1, dtype=torch.int64, device=device)
-        width = -(-max_model_len // block_size)
-        self._tables = torch.zeros((most, width), dtype=torch.int32, device=device)
+        self._slots = torch.full((len(widths), most), -1, dtype=torch.int64, device=device)
+        self._tables = [
+            torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
+        ]
         self._logits: torch.Tensor | None = None
         self._recorded: dict[int, RecordedDecode] = {}
         rows = torch.arange(most + 1, device=device)
         query_starts = rows.int()
         for size in reversed(sizes):  # the smaller fit into the memory of the larger
-            metadata = AttentionMetadata(
-                query_starts=query_starts[: size + 1],
-                seq_lens=self._seq_lens[:size],
-                block_tables=self._tables[:size],
-                slot_mapping=self._slots[:size],
-                max_query_len=1,
-                max_seq_len=max_model_len,
-                plan=plan(np.ones(size, np.int32), np.full(size, max_model_len, np.int32)),
-            )
-            paged = PagedStep(metadata, layers, kv_scales)
+            lengths = np.ones(size, np.int32), np.full(size, max_model_len, np.int32)
+            groups = [
+                AttentionMetadata(
+                    query_starts=query_starts[: size + 1],
+                    seq_lens=self._seq_lens[:size],
+                    block_tables=tables[:size],
+                    slot_mapping=slots[:size],
+                    max_query_len=1,
+                    max_seq_len=max_model_len,
+                    plan=plan(*lengths),
+                )
+                for tables, slots, plan in zip(self._tables, self._slots, planners, strict=True)
+            ]
+            paged = PagedStep(groups, layers, kv_scales)
             inputs = self._tokens[:size][None], self._positions[:size][None], rows[:size]
             replay = record(partial(self._work, paged, inputs))
             self._recorded[size] = RecordedDecode(replay, paged, inputs)
@@ -134,18 +140,19 @@ class DecodeGraphs:
         The logits are overwritten by the next step.
         """
         count = inputs.token_ids.shape[1]
-        decodes = inputs.metadata.max_query_len == 1 and len(inputs.logit_rows) == count
+        decodes = inputs.groups[0].max_query_len == 1 and len(inputs.logit_rows) == count
         if not decodes or inputs.scored or count > self._sizes[-1]:
             return None
         size = next(size for size in self._sizes if size >= count)
-        tables = inputs.metadata.block_tables
         self._tokens[:count] = inputs.token_ids[0]
         self._positions[:count] = inputs.positions[0]
-        self._seq_lens[:count] = inputs.metadata.seq_lens
+        self._seq_lens[:count] = inputs.groups[0].seq_lens
         self._seq_lens[count:size] = 0
-        self._slots[:count] = inputs.metadata.slot_mapping
-        self._slots[count:size] = -1
-        self._tables[:count, : tables.shape[1]] = tables
+        for tables, slots, metadata in zip(self._tables, self._slots, inputs.groups, strict=True):
+            given = metadata.block_tables
+            tables[:count, : given.shape[1]] = given
+            slots[:count] = metadata.slot_mapping
+            slots[count:size] = -1
         return self._recorded[size].replay()[:count]
 
 

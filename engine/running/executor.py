@@ -44,10 +44,9 @@ class Executor:
         self.cache = cache
         self._loaded = loaded
         self._device = loaded.device
-        self._block_size = cache.device.shape[4]
         self._decodes: DecodeGraphs | None = None
         self._eager_before = 0
-        self._plan = loaded.shape.planner(loaded.dtype, loaded.cache_dtype, loaded.device)
+        self._planners = cache.layout.planners(loaded.dtype, loaded.cache_dtype, loaded.device)
 
     @property
     def asynchronous(self) -> bool:
@@ -70,7 +69,7 @@ class Executor:
         if not batch.sequences:
             return None
         inputs = make_inputs(
-            batch, block_size=self._block_size, device=self._device, plan=self._plan
+            batch, layout=self.cache.layout, device=self._device, planners=self._planners
         )
         if previous is not None:
             previous.fill_placeholders(batch, inputs.token_ids)
@@ -151,7 +150,7 @@ class Executor:
                 np.array(query_lens, np.int32),
                 longest=max_model_len,
                 device=self._device,
-                plan=self._plan,
+                planners=self._planners,
             )
             logits = self._forward(inputs).float()
             draw_tokens(
@@ -204,10 +203,10 @@ class Executor:
             self.cache.layers,
             self._loaded.kv_scales,
             sizes=sizes,
+            widths=self.cache.layout.sequence_blocks(max_model_len),
             max_model_len=max_model_len,
-            block_size=self._block_size,
             device=self._device,
-            plan=self._plan,
+            planners=self._planners,
             record=record,
         )
 
@@ -227,7 +226,7 @@ class Executor:
             return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
-        return attending(PagedStep(inputs.metadata, self.cache.layers, self._loaded.kv_scales))
+        return attending(PagedStep(inputs.groups, self.cache.layers, self._loaded.kv_scales))
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""

@@ -16,7 +16,7 @@ class ScheduledSequence:
         sequence: the sequence.
         start: the first token without K/V.
         end: one past the last token to compute.
-        blocks: the sequence's block table, long enough for `end` tokens.
+        tables: the sequence's block table of each layer group, long enough for `end` tokens.
         sampled: sequences whose next token is sampled from the logits of token `end - 1`:
             none within a prefill, the sequence itself at its end, all siblings where they
             share the prompt.
@@ -26,7 +26,7 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     end: int
-    blocks: list[int]
+    tables: list[list[int]]
     sampled: list[Sequence]
 
     @property

@@ -192,7 +192,7 @@ class Scheduler:
         position = 0
         while position < len(self.running):
             group = self.running[position]
-            spans, used = _next_spans(counts[position], budget)
+            spans, used = self._next_spans(counts[position], budget)
             try:
                 self.cache.extend(spans)
             except OutOfBlocksError:
@@ -257,8 +257,8 @@ class Scheduler:
         for id_, start, end in spans:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
-            blocks = list(self.cache.table(id_))
-            batch.sequences.append(ScheduledSequence(group, sequence, start, end, blocks, sampled))
+            tables = [list(blocks) for blocks in self.cache.table(id_)]
+            batch.sequences.append(ScheduledSequence(group, sequence, start, end, tables, sampled))
 
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
         """Share the lead's blocks with its siblings once it has computed the prompt."""
@@ -292,11 +292,8 @@ class Scheduler:
             ends = self._prefill_ends(group)
             ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
-            growth = sum(
-                self.cache.blocks_for(end) - self.cache.blocks_for(s.num_computed)
-                for s, end in ends
-            )
-            blocks = self.cache.blocks_to_swap(ids) + growth
+            blocks = self.cache.blocks_to_swap(ids) + self.cache.blocks_to_share(ids)
+            blocks += sum(self.cache.blocks_to_reserve(s.id, end) for s, end in ends)
             if group.num_slots > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
                 return
             del self.swapped[0]
@@ -327,25 +324,30 @@ class Scheduler:
     def _start(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
         """Put a group that just got blocks into the running queue and the batch."""
         group.state = GroupState.RUNNING
-        ends = self._prefill_ends(group)
-        self.cache.extend(Span(s.id, s.num_computed, end) for s, end in ends)
+        for sequence, end in self._prefill_ends(group):
+            self.cache.reserve(sequence.id, end)
         counts = self._count_tokens(group)
         decodes = sum(count == 1 for _, count in counts)
-        spans, _ = _next_spans(counts, budget - decodes)
+        spans, _ = self._next_spans(counts, budget - decodes)
+        self.cache.extend(spans)
         _insert(self.running, group)
         self._add(batch, group, spans)
 
-
-def _next_spans(counts: list[tuple[Sequence, int]], budget: int) -> tuple[list[Span], int]:
-    """Return what to compute of a group, and how much of the prefill budget that takes."""
-    spans, used = [], 0
-    for sequence, count in counts:
-        taken = count if count == 1 else min(count, budget - used)
-        used += taken if count > 1 else 0
-        if taken > 0:
-            start = sequence.num_computed
-            spans.append(Span(sequence.id, start, start + taken))
-    return spans, used
+    def _next_spans(
+        self, counts: list[tuple[Sequence, int]], budget: int
+    ) -> tuple[list[Span], int]:
+        """Return what to compute of a group, and how much of the prefill budget that takes."""
+        spans, used = [], 0
+        for sequence, count in counts:
+            start, taken = sequence.num_computed, count
+            if count > 1:
+                taken = min(count, budget - used)
+                if taken > 0:
+                    taken = self.cache.pause_before(sequence.id, start, start + taken) - start
+                used += taken
+            if taken > 0:
+                spans.append(Span(sequence.id, start, start + taken))
+        return spans, used
 
 
 def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:

@@ -53,12 +53,11 @@ void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const
 
 namespace {
 
-// What the layers of the current step share. Each thread has its own step.
+// The current step. Each thread has its own. The layers of a group share a batch.
 struct Step {
   const Cache* layers;
-  const Batch* batch;
-  const int64_t* slots;
-  int64_t num_tokens;
+  const int32_t* groups;  // of each layer
+  const Batch* batches;   // of each group
   int threads;
 };
 thread_local Step step;
@@ -153,12 +152,12 @@ using Run = Error (*)(void* model, Tensor* inputs, size_t num_inputs, Tensor* ou
 
 // Runs a compiled model on a batch. Token ids and positions are [1, num_tokens]; `rows`, of which
 // to return logits, is [num_rows]. All arguments must outlive the call.
-extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, const Batch* batch,
-                                 const int64_t* slots, int64_t num_tokens,
-                                 const int64_t* token_ids, const int64_t* positions,
-                                 const int64_t* rows, int64_t num_rows, int threads,
-                                 Tensor* logits) {
-  step = {layers, batch, slots, num_tokens, threads};
+extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, const int32_t* groups,
+                                 const Batch* batches, const int64_t* token_ids,
+                                 const int64_t* positions, const int64_t* rows, int64_t num_rows,
+                                 int threads, Tensor* logits) {
+  step = {layers, groups, batches, threads};
+  const int64_t num_tokens = batches->num_tokens;
   const int64_t sizes[] = {1, num_tokens}, strides[] = {num_tokens, 1}, *row_stride = strides + 1;
   const int32_t dtype = aoti_torch_dtype_int64(), cpu = aoti_torch_device_type_cpu();
   Tensor inputs[3];
@@ -176,20 +175,20 @@ extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, cons
 
 // Sets this thread's step for the operators of operators.cpp. The arguments must outlive their
 // calls.
-extern "C" void octavo_set_step(const Cache* layers, const Batch* batch, const int64_t* slots,
-                                int64_t num_tokens, int threads) {
-  step = {layers, batch, slots, num_tokens, threads};
+extern "C" void octavo_set_step(const Cache* layers, const int32_t* groups, const Batch* batches,
+                                int threads) {
+  step = {layers, groups, batches, threads};
 }
 
 // As octavo_run_step, but returns the most likely token of each row instead of the logits.
 extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layers,
-                                        const Batch* batch, const int64_t* slots,
-                                        int64_t num_tokens, const int64_t* token_ids,
-                                        const int64_t* positions, const int64_t* rows,
-                                        int64_t num_rows, int threads, int64_t* tokens) {
+                                        const int32_t* groups, const Batch* batches,
+                                        const int64_t* token_ids, const int64_t* positions,
+                                        const int64_t* rows, int64_t num_rows, int threads,
+                                        int64_t* tokens) {
   Tensor logits;
-  if (const Error error = octavo_run_step(run, model, layers, batch, slots, num_tokens, token_ids,
-                                          positions, rows, num_rows, threads, &logits))
+  if (const Error error = octavo_run_step(run, model, layers, groups, batches, token_ids, positions,
+                                          rows, num_rows, threads, &logits))
     return error;
   const Stopwatch stopwatch(spent.sampling);
   const View view(logits);
@@ -218,6 +217,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   const View q(query), k(key), v(value);
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
   const Cache& cache = step.layers[layer];
+  const Batch& batch = step.batches[step.groups[layer]];
   const int64_t num_heads = q.sizes[1], head_dim = q.sizes[2];
   void* out = make({q.sizes[0], num_heads, head_dim}, q.dtype, result);
   if (!out) return kFailed;
@@ -233,13 +233,13 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
     bad = octavo_rotate_and_write(
         &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
         k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
-        sines.as<float>(), cosines.strides[0], step.slots, step.num_tokens, out, step.threads);
+        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, out, step.threads);
   } else {
     bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
-                          v.strides[1], step.slots, step.num_tokens, step.threads);
+                          v.strides[1], batch.slots, batch.num_tokens, step.threads);
   }
   if (bad) return kFailed;
-  return octavo_paged_attention(&cache, step.batch, rows, token_stride, head_stride, num_heads,
+  return octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
                                 out, scale, sliding_window ? *sliding_window : 0,
                                 soft_cap ? *soft_cap : 0, nullptr, step.threads)
              ? kFailed

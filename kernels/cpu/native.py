@@ -52,7 +52,7 @@ class _Cache(Structure):
 
 
 class _Batch(Structure):
-    """A batch's sequences; the same as in plan.h."""
+    """A batch's sequences, as a group of layers has them; the same as in plan.h."""
 
     _fields_ = (
         ("query_starts", c_void_p),
@@ -61,6 +61,8 @@ class _Batch(Structure):
         ("table_stride", c_int64),
         ("table_width", c_int32),
         ("num_seqs", c_int32),
+        ("slots", c_void_p),
+        ("num_tokens", c_int64),
     )
 
 
@@ -117,7 +119,7 @@ class _CheckedCache:
 class _CheckedBatch:
     """A checked batch and its struct."""
 
-    __slots__ = ("metadata", "struct")
+    __slots__ = ("metadata", "reference", "struct")
 
     def __init__(self, metadata: AttentionMetadata) -> None:
         tables = metadata.block_tables
@@ -125,17 +127,19 @@ class _CheckedBatch:
             tensor = getattr(metadata, name)
             if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
                 raise ValueError(f"{name} must be contiguous int32")
+        slots = _CheckedSlots(metadata.slot_mapping)
         self.metadata = metadata
-        self.struct = byref(
-            _Batch(
-                metadata.query_starts.data_ptr(),
-                metadata.seq_lens.data_ptr(),
-                tables.data_ptr(),
-                tables.stride(0),
-                tables.shape[1],
-                metadata.seq_lens.shape[0],
-            )
+        self.struct = _Batch(
+            metadata.query_starts.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            tables.shape[1],
+            metadata.seq_lens.shape[0],
+            slots.pointer,
+            slots.count,
         )
+        self.reference = byref(self.struct)
 
 
 class _CheckedSlots:
@@ -149,22 +153,33 @@ class _CheckedSlots:
         self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
 
 
+class _CheckedBatches:
+    """The checked batches of all groups of layers and an array of their structs."""
+
+    __slots__ = ("groups", "structs")
+
+    def __init__(self, groups: Sequence[AttentionMetadata]) -> None:
+        self.groups = groups
+        self.structs = (_Batch * len(groups))(*(_CheckedBatch(one).struct for one in groups))
+
+
 class CheckedLayers:
     """All layers' checked caches and an array of their structs. Keeps the caches alive.
 
     Args:
-        layers: Each layer's key and value cache, as `paged_attention` takes them.
+        layers: Each layer's key and value cache, as `paged_attention` takes them, and its group.
 
     Raises:
         ValueError: The kernels do not support them.
     """
 
-    __slots__ = ("layers", "structs")
+    __slots__ = ("groups", "layers", "structs")
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, int]]) -> None:
         self.layers = layers
-        caches = [_CheckedCache(keys, values) for keys, values in layers]
+        caches = [_CheckedCache(keys, values) for keys, values, _ in layers]
         self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
+        self.groups = (c_int32 * len(caches))(*(group for _, _, group in layers))
 
 
 class CompiledModel(NamedTuple):
@@ -184,14 +199,14 @@ class CompiledInputs(NamedTuple):
 
     Attributes:
         layers: The caches.
-        metadata: The batch.
+        groups: The batch, as each group of layers has it.
         token_ids: `[1, num_tokens]`.
         positions: `[1, num_tokens]`.
         rows: `[num_rows]`, the rows to return logits of.
     """
 
     layers: CheckedLayers
-    metadata: AttentionMetadata
+    groups: Sequence[AttentionMetadata]
     token_ids: Tensor
     positions: Tensor
     rows: Tensor
@@ -236,12 +251,12 @@ class NativeKernels:
         self._run_greedy_step = library.octavo_run_greedy_step
         for run, result in (self._run_step, c_void_p), (self._run_greedy_step, c_int64):
             run.argtypes = (
-                *(c_void_p, c_void_p, POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64),
+                *(c_void_p, c_void_p, POINTER(_Cache), POINTER(c_int32), POINTER(_Batch)),
                 *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(result)),
             )
             run.restype = c_int
         self._set_step = library.octavo_set_step
-        self._set_step.argtypes = (POINTER(_Cache), POINTER(_Batch), c_void_p, c_int64, c_int)
+        self._set_step.argtypes = (POINTER(_Cache), POINTER(c_int32), POINTER(_Batch), c_int)
         self._set_step.restype = None
         self._register = library.octavo_register_operators
         self._register.argtypes, self._register.restype = (), c_int
@@ -262,6 +277,7 @@ class NativeKernels:
         self.states = StateKernels(library)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
+        self._batches: _CheckedBatches | None = None  # likewise
         self._slots: _CheckedSlots | None = None  # of the latest call
 
     def write_kv(
@@ -344,7 +360,7 @@ class NativeKernels:
             alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
         bad = self._attend(
             cache.reference,
-            batch.struct,
+            batch.reference,
             query.data_ptr(),
             token_stride,
             head_stride,
@@ -384,13 +400,12 @@ class NativeKernels:
         return tokens[:]
 
     def _run(self, run: Any, model: CompiledModel, inputs: CompiledInputs, made: object) -> None:  # noqa: ANN401
-        batch = self._check_batch(inputs.metadata)
-        slots = self._check_slots(inputs.metadata.slot_mapping)
+        layers, batches = inputs.layers, self._check_batches(inputs.groups)
         tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
         failed = run(
-            *(model.run, model.container, inputs.layers.structs, batch.struct),
-            *(slots.pointer, slots.count, tokens.data_ptr(), positions.data_ptr()),
-            *(rows.data_ptr(), len(rows), torch.get_num_threads(), made),
+            *(model.run, model.container, layers.structs, layers.groups, batches.structs),
+            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows)),
+            *(torch.get_num_threads(), made),
         )
         if failed:
             raise RuntimeError("the compiled model failed")
@@ -404,12 +419,10 @@ class NativeKernels:
         if self._register():
             raise RuntimeError("PyTorch refuses Octavo's operators")
 
-    def set_step(self, layers: CheckedLayers, metadata: AttentionMetadata) -> None:
+    def set_step(self, layers: CheckedLayers, groups: Sequence[AttentionMetadata]) -> None:
         """Set this thread's step for `octavo_native::*`. The arguments must outlive their calls."""
-        batch, slots = self._check_batch(metadata), self._check_slots(metadata.slot_mapping)
-        self._set_step(
-            *(layers.structs, batch.struct, slots.pointer, slots.count, torch.get_num_threads())
-        )
+        batches = self._check_batches(groups)
+        self._set_step(layers.structs, layers.groups, batches.structs, torch.get_num_threads())
 
     def take_spent(self) -> Spent:
         """Return the seconds in kernels of this thread's compiled steps since the last call."""
@@ -483,6 +496,12 @@ class NativeKernels:
         if batch is None or batch.metadata is not metadata:
             batch = self._batch = _CheckedBatch(metadata)
         return batch
+
+    def _check_batches(self, groups: Sequence[AttentionMetadata]) -> _CheckedBatches:
+        batches = self._batches
+        if batches is None or batches.groups is not groups:
+            batches = self._batches = _CheckedBatches(groups)
+        return batches
 
     def _check_slots(self, slot_mapping: Tensor) -> _CheckedSlots:
         slots = self._slots

@@ -12,7 +12,7 @@ constexpr int kMaxRows = 48;    // query rows per item
 constexpr int kMinSplit = 256;  // minimum keys per item
 constexpr int kItemsPerThread = 4;
 
-// A batch's sequences; the same as in native.py.
+// A batch's sequences, as a group of layers has them; the same as in native.py.
 struct Batch {
   const int32_t* query_starts;
   const int32_t* seq_lens;
@@ -20,6 +20,8 @@ struct Batch {
   int64_t table_stride;
   int32_t table_width;
   int32_t num_seqs;
+  const int64_t* slots;
+  int64_t num_tokens;
 
   int query_count(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
 };

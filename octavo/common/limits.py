@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from octavo.common import rpc
+from octavo.common.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_PRIORITY, set_values
 from octavo.v1 import sampling_pb2
 
@@ -30,16 +31,14 @@ class Limits:
         max_model_len: Maximum tokens of prompt and output together.
         vocab_size: Token ids are below this.
         max_outputs: Maximum outputs per request.
-        block_size: Tokens per KV-cache block.
-        total_blocks: KV-cache blocks of an engine.
+        budgets: The KV-cache blocks of each engine; a request must fit into every one.
         beam_search: Whether the engines support beam search.
     """
 
     max_model_len: int
     vocab_size: int
     max_outputs: int
-    block_size: int
-    total_blocks: int
+    budgets: tuple[BlockBudget, ...]
     beam_search: bool
 
 
@@ -147,12 +146,13 @@ def output_length(
         raise rpc.invalid("prompt", "the prompt must have at least one token; it has none")
     if room < 1:
         raise prompt_too_long(limits.max_model_len - 1, prompt_tokens)
-    fits = fitting_output(prompt_tokens, outputs, limits)
+    budget = min(limits.budgets, key=lambda one: one.fitting_output(prompt_tokens, outputs, room))
+    fits = budget.fitting_output(prompt_tokens, outputs, room)
     if fits < 1:
         raise rpc.invalid(
             "prompt",
             f"a prompt of {prompt_tokens} tokens with {outputs} output(s) could never fit: the "
-            f"engine has {limits.total_blocks} KV-cache blocks of {limits.block_size} tokens",
+            f"engine has {budget.total_blocks} KV-cache blocks of {budget.block_size} tokens",
         )
     max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(room, fits)
     if max_tokens > room:
@@ -165,8 +165,8 @@ def output_length(
         raise rpc.invalid(
             "stop.max_tokens",
             f"stop.max_tokens must be in [1, {fits}] to fit, with this prompt and {outputs} "
-            f"output(s), in the engine's {limits.total_blocks} KV-cache blocks of "
-            f"{limits.block_size} tokens; got {max_tokens}",
+            f"output(s), in the engine's {budget.total_blocks} KV-cache blocks of "
+            f"{budget.block_size} tokens; got {max_tokens}",
         )
     if stop.min_tokens > max_tokens:
         raise rpc.invalid(
@@ -184,16 +184,6 @@ def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
         f"the prompt must have at most {max_tokens} tokens, which leaves one of the model's "
         f"{max_tokens + 1} for the output; it has {'more' if tokens is None else tokens}",
     )
-
-
-def fitting_output(prompt_tokens: int, outputs: int, limits: Limits) -> int:
-    """Return the maximum tokens per output that an engine has blocks for.
-
-    Outputs share the prompt's full blocks. The last sampled token needs no KV-cache slot.
-    """
-    shared, rest = divmod(prompt_tokens, limits.block_size)
-    own_blocks = (limits.total_blocks - shared) // outputs
-    return own_blocks * limits.block_size - rest + 1
 
 
 def check_number(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:

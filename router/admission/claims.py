@@ -5,6 +5,7 @@ from bisect import insort
 from heapq import merge
 from typing import Any, Generic, TypeVar
 
+from octavo.common.layer_groups import BlockBudget
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.requests.state import RequestState
@@ -139,13 +140,9 @@ class Claim(Generic[E]):
         """The tenant's charge once it has ended: the actual cost."""
         return self._weighed(self.drawn) if self.drawn else 0.0
 
-    def blocks(self, block_size: int) -> int:
-        """Return the KV blocks that it holds once all tokens so far are computed.
-
-        Its outputs share the prompt's full blocks.
-        """
-        shared, rest = divmod(len(self.prompt), block_size)
-        return shared + self.sequences * -(-(rest + self.length) // block_size)
+    def blocks(self, budget: BlockBudget) -> int:
+        """Return the KV blocks that it holds once all tokens so far are computed."""
+        return budget.needed(len(self.prompt), self.length, self.sequences)
 
     def _weighed(self, output_tokens: int) -> float:
         # The prompt of a request that migrated has been charged for.
@@ -157,24 +154,24 @@ class Claims:
     """The requests that this router has given one engine.
 
     Args:
-        block_size: Tokens per KV block of the engine.
+        budget: The engine's blocks.
 
     Attributes:
         sequences: That they run, together.
     """
 
-    __slots__ = ("_block_size", "_cached", "_forecast", "_load", "sequences")
+    __slots__ = ("_budget", "_cached", "_forecast", "_load", "sequences")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, budget: BlockBudget) -> None:
         self.sequences = 0
-        self._block_size = block_size
+        self._budget = budget
         self._cached: dict[Claim[Any], int] = {}  # blocks that each was to find in the cache
         self._load: engine_pb2.Load | None = None  # the report that the forecast goes with
-        self._forecast = _Forecast(block_size)
+        self._forecast = _Forecast(budget)
 
     def add(self, claim: Claim[Any], cached_tokens: int) -> None:
         """Count a request, `cached_tokens` of whose prompt the engine is to find cached."""
-        self._cached[claim] = cached_tokens // self._block_size
+        self._cached[claim] = self._budget.cached(cached_tokens)
         self._forecast.add(claim, self._cached[claim])
         self.sequences += claim.sequences
 
@@ -197,12 +194,12 @@ class Claims:
             load: What the engine reported last: its blocks, and what waits for
                 them, other routers' requests included.
         """
-        size = self._block_size
+        budget = self._budget
         if load is not self._load:
-            self._load, self._forecast = load, _Forecast(size)
+            self._load, self._forecast = load, _Forecast(budget)
             for running, cached in self._cached.items():
                 self._forecast.add(running, cached)
-        blocks = claim.blocks(size) - cached_tokens // size
+        blocks = claim.blocks(budget) - budget.cached(cached_tokens)
         strangers = max(0, load.waiting - self._forecast.unseen)
         room = load.free_blocks + load.cached_blocks - load.used_swap_blocks - strangers * blocks
         return blocks <= room and self._forecast.peak(claim, blocks) <= room
@@ -215,17 +212,17 @@ class _Forecast:
     grown by the tokens that it had left (as in the Past-Future scheduler, ASPLOS 2025).
 
     Args:
-        block_size: Tokens per block.
+        budget: The engine's blocks.
 
     Attributes:
         unseen: Requests whose prompts the engine's report does not have yet.
     """
 
-    __slots__ = ("_block_size", "_growing", "_needed", "_sequences", "unseen")
+    __slots__ = ("_budget", "_growing", "_needed", "_sequences", "unseen")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, budget: BlockBudget) -> None:
         self.unseen = 0
-        self._block_size = block_size
+        self._budget = budget
         self._needed = 0  # by prompts that are not in the report
         self._sequences = 0
         # Tokens left of each sequence, sequences, blocks held; sorted.
@@ -233,7 +230,7 @@ class _Forecast:
 
     def add(self, claim: Claim[Any], cached: int) -> None:
         """Add a request, `cached` blocks of which it shares with others."""
-        held = claim.blocks(self._block_size) - cached
+        held = claim.blocks(self._budget) - cached
         if not claim.drawn:
             self.unseen += 1
             self._needed += held
@@ -246,7 +243,7 @@ class _Forecast:
         peak = needed = float(self._needed + blocks)
         own = (newcomer.expected, newcomer.sequences, blocks)
         for remaining, ending, held in merge(self._growing, (own,)):
-            peak = max(peak, needed + sequences * remaining / self._block_size)
+            peak = max(peak, needed + sequences * remaining * self._budget.growth)
             sequences -= ending
             needed -= held
         return peak

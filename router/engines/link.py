@@ -12,6 +12,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc, tls
+from octavo.common.layer_group_messages import to_budget
+from octavo.common.layer_groups import BlockBudget
 from octavo.router.admission.claims import Claims
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.balancing.prompt import Prompt
@@ -40,6 +42,7 @@ class Engine:
         load: What it reported last.
         session: The stream.
         claims: The requests given to it that have not ended.
+        budget: Its blocks, and what requests need of them.
         prefixes: What its prefix cache is believed to hold.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
@@ -51,6 +54,7 @@ class Engine:
     load: engine_pb2.Load
     session: Session
     claims: Claims
+    budget: BlockBudget
     prefixes: Prefixes = field(default_factory=Prefixes)
     up: bool = False
 
@@ -215,8 +219,9 @@ class EngineLink:
             lambda: self._fault(engine),
             self._settings.heartbeat_timeout,
         )
-        claims = Claims(info.block_size)
-        engine = Engine(self.address, info, tokenizer, info.load, session, claims)
+        budget = to_budget(info, info.load.total_blocks)
+        claims = Claims(budget)
+        engine = Engine(self.address, info, tokenizer, info.load, session, claims, budget)
         return engine
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:

@@ -183,15 +183,11 @@ class EnginePool:
         """
         engines = self._known(model)
         infos = [engine.info for engine in engines]
-        # Counted in the largest blocks, which waste the most, whatever an engine's own are.
-        block_size = max(info.block_size for info in infos)
-        capacity = min(e.load.total_blocks * e.info.block_size for e in engines)
         return Limits(
             max_model_len=min(info.max_model_len for info in infos),
             vocab_size=min(info.vocab_size for info in infos),
             max_outputs=min(info.max_outputs for info in infos),
-            block_size=block_size,
-            total_blocks=capacity // block_size,
+            budgets=tuple({engine.budget for engine in engines}),
             beam_search=all(info.features.beam_search for info in infos),
         )
 
@@ -205,7 +201,7 @@ class EnginePool:
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             engines=len(engines),
-            block_size=limits.block_size,
+            block_size=max(info.block_size for info in infos),
             total_blocks=sum(load.total_blocks for load in loads),
             free_blocks=sum(load.free_blocks + load.cached_blocks for load in loads),
             running=sum(load.running for load in loads),

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from octavo.common.layer_groups import blocks_held
 from octavo.common.models.errors import ModelError
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode, PreemptionPolicy
@@ -25,8 +26,9 @@ from tests.architectures.tiny import (
 from tests.engine.stepper import Stepper
 
 BLOCK_SIZE = 8
-NUM_BLOCKS = 16
-"""Fewer than the prompts and their outputs take together, so that some are preempted."""
+CROWDING = 1.6
+"""Blocks, as a multiple of what the longest request takes: too few for all, so that some are
+preempted."""
 BATCHED_TOKENS = 24
 """In a step: most prompts are prefilled in several chunks, beside others' decodes."""
 LENGTHS = (5, 60, 33, 17, 48)
@@ -119,19 +121,25 @@ def save(entry: Entry, directory: Path) -> None:
 
 def start(directory: Path, max_model_len: int | None = None) -> Stepper:
     """Start an engine of a directory's model, as an operator would."""
-    settings = EngineSettings(
+    parts = build(_settings(directory, max_model_len, num_blocks=512))
+    (budget,) = parts.limits.budgets
+    least = blocks_held(budget.groups, max(LENGTHS) + OUTPUT_TOKENS, BATCHED_TOKENS)
+    return Stepper(build(_settings(directory, max_model_len, int(CROWDING * least))))
+
+
+def _settings(directory: Path, max_model_len: int | None, num_blocks: int) -> EngineSettings:
+    return EngineSettings(
         model=str(directory),
         device="cpu",
         dtype="float32",
         compile="off",
         block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         swap_space=0.02,
         max_num_seqs=8,
         max_num_batched_tokens=BATCHED_TOKENS,
         max_model_len=max_model_len,
     )
-    return Stepper(build(settings))
 
 
 def serve(engine: Stepper) -> list[SequenceGroup]:

@@ -4,7 +4,7 @@ import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, LayerCache
 
 
 def logits(step, shape, inputs):
@@ -19,10 +19,14 @@ def logits(step, shape, inputs):
         max_query_len=count,
         max_seq_len=count,
     )
-    size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     layers = [
-        tuple(torch.zeros(size, dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(shape.num_layers)
+        LayerCache(
+            *(
+                torch.zeros((blocks, layer.num_kv_heads, BLOCK_SIZE, dim), dtype=torch.bfloat16)
+                for dim in (layer.key_dim, layer.value_dim)
+            )
+        )
+        for layer in shape.layers
     ]
-    with torch.inference_mode(), attending(PagedStep(metadata, layers)):
+    with torch.inference_mode(), attending(PagedStep([metadata], layers)):
         return step(*(x.clone() for x in inputs))  # made here, as an engine's are

@@ -14,8 +14,9 @@ from octavo.engine.generation_config import Defaults, read
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.v1 import sampling_pb2
+from tests.plain import budget
 
-LIMITS = Limits(128, 1000, 8, 16, 16, beam_search=True)
+LIMITS = Limits(128, 1000, 8, (budget(16, 16),), beam_search=True)
 QWEN = {
     "temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5,
     "max_new_tokens": 2048, "do_sample": False, "eos_token_id": [2], "num_beams": 4,

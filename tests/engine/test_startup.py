@@ -10,9 +10,13 @@ from octavo.common import resources
 from octavo.common.resources import Memory
 from octavo.engine.compilation import Compiler, load_step
 from octavo.engine.compilation.load_step import compiler_bytes
+from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import StartupError, build, largest_batch
+from tests.plain import shape
+
+LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192).layers, 16)
 
 
 def settings(model, **given):
@@ -30,7 +34,7 @@ def test_the_blocks_follow_from_the_memory(tiny_model):
     parts = build(settings(tiny_model, num_blocks=None, cache_memory=0.25, dtype="float32"))
     block_bytes = 2 * 2 * 1 * 32 * 16 * 4  # layers, K and V, heads, head_dim, tokens, bytes
     assert parts.block_bytes == block_bytes
-    assert parts.limits.total_blocks == (1 << 28) // block_bytes
+    assert parts.limits.budgets[0].total_blocks == (1 << 28) // block_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypat
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert parts.limits.total_blocks == (10 << 20) // parts.block_bytes
+    assert parts.limits.budgets[0].total_blocks == (10 << 20) // parts.block_bytes
     assert parts.scheduler.cache.swap.num_blocks == (10 << 20) // parts.block_bytes
 
 
@@ -79,7 +83,7 @@ def test_the_defaults_leave_memory_to_the_compiler(tiny_model, monkeypatch):
     monkeypatch.setattr(load_step, "COMPILER_SHARE", 1)
     given = {"num_blocks": None, "swap_space": None, "compile": "auto", "device": "cpu"}
     parts = build(settings(tiny_model, **given))
-    for blocks in (parts.limits.total_blocks, parts.scheduler.cache.swap.num_blocks):
+    for blocks in (parts.limits.budgets[0].total_blocks, parts.scheduler.cache.swap.num_blocks):
         assert 0.9 * (100 << 20) < blocks * parts.block_bytes <= 100 << 20
 
 
@@ -107,10 +111,10 @@ def test_a_budget_below_the_batch_is_refused(tiny_model):
 
 
 def test_the_largest_step_has_all_the_logits_that_a_step_may_have():
-    batch = largest_batch(8192, 256, 16)
+    batch = largest_batch(8192, 256, LAYOUT)
     assert batch.num_tokens == 8192
     assert sum(len(each.scored) for each in batch.sequences) == MAX_SCORED_TOKENS
     assert sum(len(each.sampled) for each in batch.sequences) == 256
-    assert sorted(block for each in batch.sequences for block in each.blocks) == list(range(512))
-    small = largest_batch(100, 8, 16)
+    assert sorted(block for each in batch.sequences for block in each.tables[0]) == list(range(512))
+    small = largest_batch(100, 8, LAYOUT)
     assert (small.num_tokens, len(small.sequences[0].scored)) == (100, 100)

@@ -8,13 +8,13 @@ from octavo.common.limits import Limits
 from octavo.common.rpc import RpcError
 from octavo.engine.validation import to_request
 from octavo.v1 import engine_pb2
+from tests.plain import budget
 
 LIMITS = Limits(
     max_model_len=128,
     vocab_size=1000,
     max_outputs=8,
-    block_size=16,
-    total_blocks=16,
+    budgets=(budget(16, 16),),
     beam_search=False,
 )
 

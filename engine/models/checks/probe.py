@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from octavo.engine.attention.interface import PAGED_ATTENTION
+from octavo.engine.model_shape import LayerShape
 from octavo.engine.models.checks.masks import Mask, MaskFunction, UnknownMaskError, recognize
 
 PROBE = "octavo_probe"
@@ -38,25 +39,6 @@ HARMLESS = frozenset(
 """Keywords that repeat what the mask says, or that paged attention honours."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """The attention of one layer.
-
-    Attributes:
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        key_dim: Elements per head of a key.
-        value_dim: Elements per head of a value.
-        mask: The keys that a query sees.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    key_dim: int
-    value_dim: int
-    mask: Mask
-
-
 @dataclass(slots=True)
 class _Probe:
     """What the run of the model has shown so far."""
@@ -65,15 +47,16 @@ class _Probe:
     masks: list[tuple[torch.Tensor, torch.Tensor, Mask | UnknownMaskError]] = field(
         default_factory=list
     )
-    layers: dict[int, LayerAttention] = field(default_factory=dict)
+    layers: list[LayerShape] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
 
 
 _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, max_position: int) -> list[LayerAttention]:
-    """Run a few tokens through a model and return what each layer's attention does.
+def probe(model: PreTrainedModel, max_position: int) -> tuple[LayerShape, ...]:
+    """Run a few tokens through a model and return what each call of attention does, in order.
 
     Leaves the model with paged attention, whose windows are those of its masks.
 
@@ -94,9 +77,7 @@ def probe(model: PreTrainedModel, max_position: int) -> list[LayerAttention]:
             _probe.reset(reset)
     if not found.layers:
         raise NotImplementedError("it does not call transformers' attention interface")
-    if sorted(found.layers) != list(range(len(found.layers))):
-        raise NotImplementedError("some of its layers have no attention")
-    return [found.layers[layer] for layer in range(len(found.layers))]
+    return tuple(found.layers)
 
 
 @contextmanager
@@ -139,24 +120,27 @@ def _record(
 ) -> tuple[torch.Tensor, None]:
     """Replace attention: record the call, return zeros."""
     state = _probe.get()
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise NotImplementedError(f"its {type(module).__name__} has no layer_idx")
-    _check_call(state, layer, (query, key, value), keywords)
+    layer = len(state.layers)
+    _check_call(state, module, (query, key, value), keywords)
     mask = _find_mask(state, layer, attention_mask)
     own: Any = module
-    own.octavo_window = mask.window
+    own.octavo_layer, own.octavo_window = layer, mask.window
     batch, num_heads, tokens, key_dim = query.shape
-    state.layers[layer] = LayerAttention(num_heads, key.shape[1], key_dim, value.shape[3], mask)
+    sizes = num_heads, key.shape[1], key_dim, value.shape[3]
+    state.layers.append(LayerShape(*sizes, mask.window, mask.chunk))
+    state.modules.append(module)
     return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
 
 
 def _check_call(
-    state: _Probe, layer: int, operands: tuple[torch.Tensor, ...], keywords: dict[str, Any]
+    state: _Probe,
+    module: torch.nn.Module,
+    operands: tuple[torch.Tensor, ...],
+    keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that paged attention does not support."""
-    if layer in state.layers:
-        raise NotImplementedError(f"its layer {layer} calls attention several times")
+    if any(module is other for other in state.modules):
+        raise NotImplementedError(f"its {type(module).__name__} calls attention several times")
     for name, given in keywords.items():
         if given is None or given is False:
             continue
@@ -168,7 +152,9 @@ def _check_call(
             )
     query, key, value = operands
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
-        raise NotImplementedError(f"its layer {layer} attends to other tokens than its own")
+        raise NotImplementedError(
+            f"its {type(module).__name__} attends to other tokens than its own"
+        )
 
 
 def _find_mask(state: _Probe, layer: int, given: torch.Tensor | None) -> Mask:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.step import Step
@@ -106,14 +107,14 @@ class _Chunk:
         tokens: The sequence, `[n]` int64.
         start: The first token that this step computes.
         end: The token after the last.
-        first_block: The sequence's first cache block; the others follow it.
+        place: The number of the sequence, by which it has blocks of its own.
         first_position: The position of the sequence's first token.
     """
 
     tokens: Tensor
     start: int
     end: int
-    first_block: int
+    place: int
     first_position: int = 0
 
 
@@ -153,18 +154,16 @@ class SelfCheck:
         self._dtype = dtype
         self._kv_scales = kv_scales
         self._device = device
-        self._block_size = block_size
         self._max_position = shape.max_position
-        self._blocks_each = -(-TOKENS // block_size)
+        layout = plan_layout(shape.layers, block_size)
         self._cache = CacheTensors(
-            shape,
-            num_blocks=3 * self._blocks_each,
+            layout,
+            num_blocks=3 * sum(layout.sequence_blocks(TOKENS)),
             num_swap_blocks=0,
-            block_size=block_size,
             dtype=cache_dtype,
             device=device,
         )
-        self._plan = shape.planner(dtype, cache_dtype, device)
+        self._planners = layout.planners(dtype, cache_dtype, device)
         self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
         if cache_dtype != dtype:
             self._rounding = max(self._rounding, FP8_CACHE_TOLERANCE)
@@ -178,7 +177,7 @@ class SelfCheck:
         """
         began = time.perf_counter()
         tokens, rows = self.expected.tokens, _rows(len(self.expected.tokens))
-        own = _Chunk(tokens, 0, len(tokens), self._blocks_each)
+        own = _Chunk(tokens, 0, len(tokens), 1)
         alone = self._logits(step, [own], rows)
         errors = {
             "alone": self._compare(
@@ -194,9 +193,7 @@ class SelfCheck:
             [
                 _Chunk(before, 0, len(before), 0),
                 own,
-                _Chunk(
-                    after, 0, len(after), 2 * self._blocks_each, self._max_position - len(after)
-                ),
+                _Chunk(after, 0, len(after), 2, self._max_position - len(after)),
             ],
             [len(before) + row for row in rows],
         )
@@ -224,39 +221,58 @@ class SelfCheck:
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
             rows = [row - start for row in _rows(end) if row >= start]
-            chunk = _Chunk(tokens, start, end, self._blocks_each)
+            chunk = _Chunk(tokens, start, end, 1)
             logits = self._logits(step, [chunk], rows or [0])
             found += [logits] if rows else []
         return torch.cat(found)
 
     def _logits(self, step: Step, chunks: Sequence[_Chunk], rows: list[int]) -> Tensor:
         """Run one step; return logits `[len(rows), vocab_size]` float32 on the CPU."""
-        size, device = self._block_size, self._device
+        device = self._device
         query_lens = torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int32)
         seq_lens = torch.tensor([chunk.end for chunk in chunks], dtype=torch.int32)
         computed = [torch.arange(chunk.start, chunk.end) for chunk in chunks]
-        tables = [chunk.first_block + torch.arange(self._blocks_each) for chunk in chunks]
-        slots = [c.first_block * size + at for c, at in zip(chunks, computed, strict=True)]
         positions = [c.first_position + at for c, at in zip(chunks, computed, strict=True)]
-        metadata = AttentionMetadata(
-            query_starts=torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0)])
-            .int()
-            .to(device),
-            seq_lens=seq_lens.to(device),
-            block_tables=torch.stack(tables).int().to(device),
-            slot_mapping=torch.cat(slots).to(device),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            plan=self._plan(query_lens.numpy(), seq_lens.numpy()),
-        )
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0)]).int()
+        groups = []
+        for plan, tables, slots in zip(
+            self._planners, *self._tables_and_slots(chunks, computed), strict=True
+        ):
+            groups.append(
+                AttentionMetadata(
+                    query_starts=starts.to(device),
+                    seq_lens=seq_lens.to(device),
+                    block_tables=tables.to(device),
+                    slot_mapping=slots.to(device),
+                    max_query_len=int(query_lens.max()),
+                    max_seq_len=int(seq_lens.max()),
+                    plan=plan(query_lens.numpy(), seq_lens.numpy()),
+                )
+            )
         token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])
-        with attending(PagedStep(metadata, self._cache.layers, self._kv_scales)):
+        with attending(PagedStep(groups, self._cache.layers, self._kv_scales)):
             logits = step(
                 token_ids[None].to(device),
                 torch.cat(positions)[None].to(device),
                 torch.tensor(rows, device=device),
             )
         return logits.float().cpu()
+
+    def _tables_and_slots(
+        self, chunks: Sequence[_Chunk], computed: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the block tables and the slots of each layer group."""
+        layout = self._cache.layout
+        counts = layout.sequence_blocks(TOKENS)
+        tables, slots = [], []
+        for group, layers in enumerate(layout.groups):
+            firsts = [chunk.place * sum(counts) + sum(counts[:group]) for chunk in chunks]
+            tables.append(
+                torch.stack([first + torch.arange(counts[group]) for first in firsts]).int()
+            )
+            places = zip(firsts, computed, strict=True)
+            slots.append(torch.cat([first * layers.block_size + at for first, at in places]))
+        return tables, slots
 
     def _compare(self, found: Tensor, expected: Tensor, tolerance: float, broken: str) -> float:
         """Return the error between two sets of logits.

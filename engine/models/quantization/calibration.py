@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from octavo.common.models.errors import first_line
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.model_shape import ModelShape
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, LayerCache
 
 log = structlog.get_logger(__name__)
 
@@ -85,9 +85,7 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
     return torch.randint(shape.vocab_size, (count,), generator=generator)
 
 
-def run_alone(
-    model: PreTrainedModel, shape: ModelShape, tokens: Tensor
-) -> list[tuple[Tensor, Tensor]]:
+def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list[LayerCache]:
     """Run a model on one sequence, in a cache of its own.
 
     Args:
@@ -100,7 +98,6 @@ def run_alone(
     """
     count, device = len(tokens), model.device
     blocks = -(-count // BLOCK_SIZE)
-    size = (blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     metadata = AttentionMetadata(
         query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
         seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
@@ -110,11 +107,16 @@ def run_alone(
         max_seq_len=count,
     )
 
-    def zeros() -> Tensor:
-        return torch.zeros(size, dtype=model.dtype, device=device)
+    def zeros(heads: int, dim: int) -> Tensor:
+        return torch.zeros((blocks, heads, BLOCK_SIZE, dim), dtype=model.dtype, device=device)
 
-    layers = [(zeros(), zeros()) for _ in range(shape.num_layers)]
-    with attending(PagedStep(metadata, layers)):
+    layers = [
+        LayerCache(
+            zeros(layer.num_kv_heads, layer.key_dim), zeros(layer.num_kv_heads, layer.value_dim)
+        )
+        for layer in shape.layers
+    ]
+    with attending(PagedStep([metadata], layers)):
         model(
             input_ids=tokens[None].to(device),
             position_ids=torch.arange(count, device=device)[None],

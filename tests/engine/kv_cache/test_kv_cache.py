@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from octavo.common.layer_groups import LayerGroup
 from octavo.common.prefix import ROOT_KEY, block_key
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.kv_cache.block_pool import BlockPool
@@ -18,18 +19,31 @@ BLOCK_SIZE = 4
 def manager(num_blocks=8, num_swap_blocks=8, prefix_caching=True):
     return KVCacheManager(
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        groups=[LayerGroup(BLOCK_SIZE)],
         num_swap_blocks=num_swap_blocks,
         prefix_caching=prefix_caching,
+        step_tokens=64,
     )
+
+
+def table(cache, sequence_id):
+    """The blocks of the only layer group."""
+    (blocks,) = cache.table(sequence_id)
+    return blocks
+
+
+def found(cache, tokens, salt=""):
+    """The blocks of the only layer group that the front of a prompt is found in."""
+    (hits,) = cache.find_prefix(tokens, salt).groups
+    return hits
 
 
 def test_a_table_wastes_less_than_a_block():
     cache = manager()
     cache.admit(0, [1] * 5)
-    assert len(cache.table(0)) == 2
+    assert len(table(cache, 0)) == 2
     cache.extend([Span(0, 5, 9)])
-    assert len(cache.table(0)) == 3
+    assert len(table(cache, 0)) == 3
     cache.check()
 
 
@@ -68,15 +82,15 @@ def test_unlike_salts_share_nothing():
     cache.fork(0, 1, 9)
     cache.publish(1, tokens, 9)
     for other in ("b", ""):
-        assert cache.find_prefix(tokens, other) == []
+        assert found(cache, tokens, other) == []
     assert cache.blocks_to_admit(tokens, salt="b") == 3
     assert cache.admit(2, tokens, salt="b") == 0
     assert cache.admit(3, tokens, salt="a") == 8
-    assert cache.table(3)[:2] == cache.table(0)[:2]
-    assert not set(cache.table(2)) & set(cache.table(0))
+    assert table(cache, 3)[:2] == table(cache, 0)[:2]
+    assert not set(table(cache, 2)) & set(table(cache, 0))
     cache.free(2)
     cache.swap_out([3])  # and so in swap space
-    assert [len(cache.find_prefix(tokens, salt)) for salt in ("a", "b", "")] == [2, 0, 0]
+    assert [len(found(cache, tokens, salt)) for salt in ("a", "b", "")] == [2, 0, 0]
 
 
 def test_cached_blocks_are_evicted_from_the_end_of_the_oldest_prefix():
@@ -86,7 +100,7 @@ def test_cached_blocks_are_evicted_from_the_end_of_the_oldest_prefix():
     cache.publish(0, tokens, 12)
     cache.free(0)
     cache.admit(1, [99] * 8)  # takes the free block and evicts one
-    assert len(cache.find_prefix([*tokens, 0])) == 2
+    assert len(found(cache, [*tokens, 0])) == 2
 
 
 def test_a_fork_copies_on_write_and_the_last_holder_writes_in_place():
@@ -94,12 +108,12 @@ def test_a_fork_copies_on_write_and_the_last_holder_writes_in_place():
     cache.admit(0, [1] * 6)
     cache.fork(0, 1, 6)
     cache.fork(0, 2, 6)
-    shared = cache.table(0)[1]
+    shared = table(cache, 0)[1]
     cache.extend([Span(0, 6, 7), Span(1, 6, 7), Span(2, 6, 7)])
     copies = cache.take_transfers().copies
     assert [source for source, _ in copies] == [shared, shared]
-    assert len({cache.table(i)[1] for i in range(3)}) == 3
-    assert len({cache.table(i)[0] for i in range(3)}) == 1
+    assert len({table(cache, i)[1] for i in range(3)}) == 3
+    assert len({table(cache, i)[0] for i in range(3)}) == 1
     assert cache.device.num_in_use == 4
     cache.check()
 
@@ -162,7 +176,7 @@ def test_a_swapped_gang_still_shares_its_blocks():
     cache.swap_in([0, 1])
     assert cache.swap.num_in_use == 2  # not to be overwritten before it is read
     assert len(cache.take_transfers().swap_in) == 2
-    assert cache.table(0) == cache.table(1)
+    assert table(cache, 0) == table(cache, 1)
     assert (cache.device.num_in_use, cache.swap.num_in_use) == (2, 0)
     cache.check()
 
@@ -172,7 +186,7 @@ def test_swap_out_without_room_changes_nothing():
     cache.admit(0, [1] * 8)
     with pytest.raises(OutOfBlocksError):
         cache.swap_out([0])
-    assert len(cache.table(0)) == 2
+    assert len(table(cache, 0)) == 2
     assert not cache.take_transfers()
     cache.check()
 
@@ -213,7 +227,7 @@ def test_an_evicted_prefix_that_nobody_hit_is_gone():
     cache.free(1)
     cache.admit(2, [99] * 13)
     assert len(cache.take_transfers().swap_out) == 1
-    assert [hit.swapped for hit in cache.find_prefix(list(range(13)))] == [True]
+    assert [hit.swapped for hit in found(cache, list(range(13)))] == [True]
     cache.check()
 
 
@@ -252,7 +266,7 @@ def test_a_prefix_that_was_hit_stays_so_until_it_is_nowhere():
     fill_swap_space()
     assert len(fill_device()) == 2
     fill_swap_space()
-    assert cache.find_prefix([*tokens, 0]) == []
+    assert found(cache, [*tokens, 0]) == []
     cached_prefix(cache, tokens, hit=False)  # computed anew, it is like any other
     assert not fill_device()
     cache.check()
@@ -262,7 +276,7 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     cache = manager(num_blocks=4, num_swap_blocks=4)
     tokens = list(range(12))
     cached_prefix(cache, tokens)
-    blocks = [hit.block for hit in cache.find_prefix([*tokens, 0])]
+    blocks = [hit.block for hit in found(cache, [*tokens, 0])]
     cache.admit(1, [99] * 13)  # evicts all three
     offloaded = cache.take_transfers().swap_out
     assert [block for block, _ in offloaded] == blocks[::-1]
@@ -272,7 +286,7 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     returned = cache.take_transfers()
     places = dict(offloaded)
     assert returned.swap_in == [
-        (places[old], new) for old, new in zip(blocks, cache.table(2), strict=False)
+        (places[old], new) for old, new in zip(blocks, table(cache, 2), strict=False)
     ]
     assert (cache.counters.offloaded_blocks, cache.counters.restored_blocks) == (3, 3)
     cache.free(2)
@@ -442,7 +456,7 @@ class Contents(RuleBasedStateMachine):
 
     def write(self, id_, end):
         for position in range(self.computed[id_], end):
-            block = self.cache.table(id_)[position // BLOCK_SIZE]
+            block = table(self.cache, id_)[position // BLOCK_SIZE]
             assert self.cache.device.references(block) == 1, "a shared block is written"
             self.device[block][position % BLOCK_SIZE] = self.tokens[id_][position]
         self.computed[id_] = end
@@ -623,14 +637,14 @@ class Contents(RuleBasedStateMachine):
         swapped = ids[0] in self.swapped
         ids = [i for i in ids if (i in self.swapped) is swapped]
         self.settle(ids)
-        before = {i: list(self.cache._tables[i].blocks) for i in self.tokens}
+        before = {i: list(self.cache._tables[i].groups[0]) for i in self.tokens}
         pool = self.cache.device if of_device else self.cache.swap
         break_call(pool, call, count)
         try:
             (self.cache.swap_in if swapped else self.cache.swap_out)(ids)
         except (FaultError, OutOfBlocksError) as error:
             event(f"fault: {isinstance(error, FaultError)}")
-            assert before == {i: self.cache._tables[i].blocks for i in self.tokens}
+            assert before == {i: self.cache._tables[i].groups[0] for i in self.tokens}
         else:
             self.swapped ^= set(ids)
             self.fresh.update(ids)
@@ -672,7 +686,7 @@ class Contents(RuleBasedStateMachine):
         for id_, tokens in self.tokens.items():
             if id_ not in self.fresh:
                 memory = self.swap if id_ in self.swapped else self.device
-                read = [t for block in self.cache._tables[id_].blocks for t in memory[block]]
+                read = [t for block in self.cache._tables[id_].groups[0] for t in memory[block]]
                 assert read[: self.computed[id_]] == tokens[: self.computed[id_]]
 
     @invariant()
@@ -682,7 +696,7 @@ class Contents(RuleBasedStateMachine):
                 block
                 for id_ in self.tokens
                 if id_ not in self.swapped
-                for block in self.cache.table(id_)
+                for block in table(self.cache, id_)
             )
             assert self.cache.device.num_in_use == len(held)
             shared = sum(count > 1 for count in held.values())

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from tests.engine.memory.test_swap import SHAPE
 
@@ -44,10 +45,9 @@ def runtime(monkeypatch):
 
 def tensors(num_swap_blocks):
     return CacheTensors(
-        SHAPE,
+        plan_layout(SHAPE.layers, 16),
         num_blocks=4,
         num_swap_blocks=num_swap_blocks,
-        block_size=16,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
     )

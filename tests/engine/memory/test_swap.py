@@ -9,19 +9,12 @@ import pytest
 import torch
 
 from octavo.engine.kv_cache import Transfers
+from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import StreamSwapper, _runs
-from octavo.engine.model_shape import ModelShape
+from tests.plain import shape
 
-SHAPE = ModelShape(
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=32,
-    vocab_size=8,
-    max_position=64,
-    eos_token_ids=(0,),
-)
+SHAPE = shape(2, 2, 2, 32, 8, 64)
 
 DEVICES = [
     "cpu",
@@ -37,10 +30,9 @@ DEVICES = [
 
 def tensors(device, *, num_blocks=40, num_swap_blocks=24, block_size=16):
     return CacheTensors(
-        SHAPE,
+        plan_layout(SHAPE.layers, block_size),
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
-        block_size=block_size,
         dtype=torch.float32,
         device=torch.device(device),
     )

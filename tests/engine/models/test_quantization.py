@@ -12,7 +12,6 @@ from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.linear.packed_linear import PackedLayer
 from octavo.engine.models.linear.plain_linears import (
     check_quantizable,
@@ -27,6 +26,7 @@ from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from tests.engine.random_model import save_random_model
+from tests.plain import shape
 
 SMALL = {
     "vocab_size": 500,
@@ -197,5 +197,5 @@ def test_calibration_does_without_a_tokenizer(saved, name, tokenizer):
 
 
 def test_calibration_stays_within_the_vocabulary(demo_model):
-    shape = ModelShape(1, 1, 1, 32, 600, 512, ())
-    assert int(calibration_tokens(str(demo_model), shape).max()) < 600
+    small = shape(1, 1, 1, 32, 600, 512)
+    assert int(calibration_tokens(str(demo_model), small).max()) < 600

@@ -10,12 +10,13 @@ import torch
 
 from octavo.engine import startup
 from octavo.engine.attention.operator import current_step
-from octavo.engine.model_shape import ModelShape
+from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, graph_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels.metadata import AttentionPlan
 from tests.engine.stepper import Stepper
+from tests.plain import shape
 
 SIZES = [2, 4, 8]
 VOCAB_SIZE = 16
@@ -75,10 +76,10 @@ def decode_graphs(step, record, sizes=SIZES):
         [],
         None,
         sizes=sizes,
+        widths=[4],
         max_model_len=64,
-        block_size=16,
         device=torch.device("cpu"),
-        plan=plan,
+        planners=[plan],
         record=record,
     )
 
@@ -91,7 +92,7 @@ class AsOnAGpu:
         self.outputs = []
 
     def step(self, token_ids, positions, rows):
-        metadata = current_step().metadata
+        (metadata,) = current_step().groups
         read = (token_ids, positions, rows, metadata.query_starts, metadata.seq_lens)
         read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
         self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
@@ -155,15 +156,7 @@ def test_pytorch_looks_for_freed_inputs_where_it_can_and_is_asked_to(monkeypatch
 
 GIB = 1 << 30
 MIB = 1 << 20
-LLAMA_3 = ModelShape(
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=128_256,
-    max_position=8192,
-    eos_token_ids=(0,),
-)
+LLAMA_3 = shape(32, 32, 8, 128, 128_256, 8192)
 
 
 class Probe:
@@ -171,6 +164,7 @@ class Probe:
 
     class Cache:
         device = torch.empty((), dtype=torch.uint8).expand(8 * GIB)
+        layout = plan_layout(LLAMA_3.layers, 16)
 
     cache = Cache()
 
@@ -208,7 +202,7 @@ def gpu(monkeypatch):
 
 def blocks(settings, loaded=Loaded):
     block_bytes = 2 * MIB
-    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256)
+    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256, block_bytes)
     return startup._num_blocks(settings, loaded, block_bytes, 0, taken)
 
 

@@ -2,6 +2,7 @@
 
 import random
 
+from octavo.common.layer_groups import LayerGroup
 from octavo.common.prefix import block_key, reusable_keys, root_key, short_key
 from octavo.engine.events import PrefixChange
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
@@ -14,7 +15,13 @@ def held(cache):
 
 
 def test_changes_add_up_to_what_is_held():
-    cache = KVCacheManager(num_blocks=12, block_size=4, num_swap_blocks=6, prefix_caching=True)
+    cache = KVCacheManager(
+        num_blocks=12,
+        groups=[LayerGroup(4)],
+        num_swap_blocks=6,
+        prefix_caching=True,
+        step_tokens=99,
+    )
     draw = random.Random(3)
     prompts = [[draw.randrange(9) for _ in range(draw.randrange(9, 30))] for _ in range(6)]
     known, gone = set(), 0
@@ -40,12 +47,18 @@ def test_changes_add_up_to_what_is_held():
 
 
 def test_reusable_keys_are_those_of_the_cache():
-    cache = KVCacheManager(num_blocks=12, block_size=4, num_swap_blocks=0, prefix_caching=True)
+    cache = KVCacheManager(
+        num_blocks=12,
+        groups=[LayerGroup(4)],
+        num_swap_blocks=0,
+        prefix_caching=True,
+        step_tokens=99,
+    )
     tokens = list(range(17))
     cache.admit(0, tokens, salt="s")
     cache.publish(0, tokens, 17)
     assert list(reusable_keys(tokens, 4, "s")) == [
-        hit.key for hit in cache.find_prefix(tokens, "s")
+        hit.key for hit in cache.find_prefix(tokens, "s").hits()
     ]
     assert len(list(reusable_keys(tokens[:16], 4, "s"))) == 3
     assert next(reusable_keys(tokens, 4, "s")) == block_key(root_key("s"), tokens[:4])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from octavo.common.limits import Limits, fitting_output
+from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort
 from octavo.engine.core import EngineCore
@@ -20,6 +20,7 @@ from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from tests.engine.stepper import record_batches, submit
+from tests.plain import budget
 
 BLOCK_SIZE = 4
 
@@ -29,9 +30,10 @@ def scheduler(
 ):
     cache = KVCacheManager(
         num_blocks=num_blocks,
-        block_size=BLOCK_SIZE,
+        groups=[LayerGroup(BLOCK_SIZE)],
         num_swap_blocks=swap,
         prefix_caching=prefix_caching,
+        step_tokens=10**6,
     )
     return Scheduler(
         cache,
@@ -82,14 +84,14 @@ class Memory:
             self.assert_holds(part, part.start, token_at)
         for part in batch.sequences:
             for position in range(part.start, part.end):
-                block = part.blocks[position // BLOCK_SIZE]
+                block = part.tables[0][position // BLOCK_SIZE]
                 assert self.pool.references(block) == 1, "a shared block is written"
                 self.device[block][position % BLOCK_SIZE] = token_at(part.sequence, position)
         for part in batch.sequences:
             self.assert_holds(part, part.end, token_at)
 
     def assert_holds(self, part, count, token_at):
-        held = [token for block in part.blocks for token in self.device[block]]
+        held = [token for block in part.tables[0] for token in self.device[block]]
         own = [token_at(part.sequence, position) for position in range(count)]
         assert held[:count] == own, "it reads another's tokens"
 
@@ -196,12 +198,12 @@ def test_every_request_that_fits_is_finished(
         scored=scored,
         prefix_caching=prefix_caching,
     )
-    limits = Limits(10**6, 500, seqs, BLOCK_SIZE, num_blocks, beam_search=False)
+    blocks = budget(num_blocks, BLOCK_SIZE)
     machine = Machine()
     core, batches = core_of(engine, machine, async_scheduling=async_scheduling)
     groups = []
     for prompt, output, n, priority, token, pause, score in requests:
-        if output > fitting_output(prompt, n, limits):
+        if output > blocks.fitting_output(prompt, n, 500):
             continue
         tokens = [token] * prompt
         asked = request(len(groups), tokens, output, n=n, priority=priority, scored=score)
@@ -247,10 +249,10 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     engine = scheduler(
         num_blocks, swap=swap, mode=mode, batched=batched, prefix_caching=prefix_caching
     )
-    limits = Limits(10**6, 500, 8, BLOCK_SIZE, num_blocks, beam_search=False)
+    blocks = budget(num_blocks, BLOCK_SIZE)
     coming, groups = [], []
     for prompt, tokens, n, priority, token, _, score in requests:
-        if tokens <= fitting_output(prompt, n, limits):
+        if tokens <= blocks.fitting_output(prompt, n, 500):
             number = len(coming)
             # Tokens that tell places and, behind a common front, requests apart.
             tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
@@ -298,7 +300,7 @@ def checked_step(engine, core, batches):
     for batch in batches[number:]:
         assert batch.num_tokens <= engine.max_num_batched_tokens
         for part in batch.sequences:
-            assert part.start < part.end <= len(part.blocks) * BLOCK_SIZE
+            assert part.start < part.end <= len(part.tables[0]) * BLOCK_SIZE
             for sequence in part.sampled:
                 known = before[id(part.group)][sequence.index]
                 dropped = sequence.finish_reason is not None and pending is not None

@@ -18,6 +18,7 @@ from octavo.router.tenants.quota import Accounts
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant
 from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import engine_pb2, generation_pb2
+from tests.plain import budget
 
 BLOCK = 16
 PLENTY = QueueLimits(requests=100, tokens=1 << 20, seconds=600.0)
@@ -31,7 +32,7 @@ class Replica:
     load: engine_pb2.Load = field(
         default_factory=lambda: engine_pb2.Load(total_blocks=BLOCKS, free_blocks=BLOCKS)
     )
-    claims: Claims = field(default_factory=lambda: Claims(BLOCK))
+    claims: Claims = field(default_factory=lambda: Claims(budget(BLOCKS, BLOCK)))
 
     @property
     def sequences(self):

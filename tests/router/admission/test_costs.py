@@ -21,6 +21,7 @@ from octavo.router.admission.rates import (
     Pace,
 )
 from octavo.v1 import engine_pb2
+from tests.plain import budget
 from tests.router.admission.fixture import BLOCK, request
 
 
@@ -84,13 +85,13 @@ def test_expected_lengths_keep_to_the_limits(known, max_tokens, drawn, min_token
 def test_outputs_share_the_prompts_full_blocks():
     one = claim(prompt=40, sequences=1)
     four = claim(prompt=40, sequences=4)
-    assert (one.blocks(BLOCK), four.blocks(BLOCK)) == (3, 6)
+    assert (one.blocks(budget(1 << 20, BLOCK)), four.blocks(budget(1 << 20, BLOCK))) == (3, 6)
     four.state.output_tokens = 4 * 9  # 8 + 9 tokens outside of the shared blocks
-    assert four.blocks(BLOCK) == 2 + 4 * 2
+    assert four.blocks(budget(1 << 20, BLOCK)) == 2 + 4 * 2
 
 
 def test_a_request_fits_by_what_it_will_need():
-    claims = Claims(BLOCK)
+    claims = Claims(budget(1 << 20, BLOCK))
     load = engine_pb2.Load(free_blocks=6, cached_blocks=2)
     assert claims.fits(claim(output=7 * BLOCK), 0, load)
     assert not claims.fits(claim(output=8 * BLOCK), 0, load)
@@ -100,7 +101,7 @@ def test_a_request_fits_by_what_it_will_need():
 
 
 def test_what_the_report_does_not_know_yet_counts():
-    claims = Claims(BLOCK)
+    claims = Claims(budget(1 << 20, BLOCK))
     load = engine_pb2.Load(free_blocks=8)
     given_before = claim(prompt=3 * BLOCK, output=2 * BLOCK)
     claims.add(given_before, 0)
@@ -115,7 +116,7 @@ def test_what_the_report_does_not_know_yet_counts():
 def test_those_that_end_before_make_room():
     """Three blocks are free; two more are when the one that is nearly done ends."""
     load = engine_pb2.Load(free_blocks=3)
-    claims = Claims(BLOCK)
+    claims = Claims(budget(1 << 20, BLOCK))
     ending = claim(prompt=BLOCK, output=2 * BLOCK)
     claims.add(ending, 0)
     ending.state.output_tokens = 2 * BLOCK - 1
@@ -134,17 +135,17 @@ RUNNING = st.lists(
 @given(RUNNING)
 def test_the_peak_is_that_of_playing_it_through(running):
     """Stepping through the future, token by token, needs what was foreseen, but for rounding."""
-    claims = Claims(1)
+    claims = Claims(budget(1 << 20, 1))
     held, left = [], []
     for prompt, output, sequences, done in running:
         c = claim(prompt, output, sequences=sequences)
         claims.add(c, 0)
         drawn = max(1, int(done * output))
         c.state.output_tokens = drawn * sequences
-        held.append([c.blocks(1), sequences])
+        held.append([c.blocks(budget(1 << 20, 1)), sequences])
         left.append(output - drawn)
     newcomer = claim(5, 20)
-    held.append([newcomer.blocks(1), 1])
+    held.append([newcomer.blocks(budget(1 << 20, 1)), 1])
     left.append(20)
     in_use = sum(blocks for blocks, _ in held[:-1])
     most, alive = sum(blocks for blocks, _ in held), list(range(len(held)))

@@ -7,16 +7,16 @@ from octavo.common.limits import Limits
 from octavo.common.rpc import RpcError
 from octavo.router.requests import validation
 from octavo.v1 import generation_pb2
+from tests.plain import budget
 
 LIMITS = Limits(
     max_model_len=128,
     vocab_size=1000,
     max_outputs=8,
-    block_size=16,
-    total_blocks=16,
+    budgets=(budget(16, 16),),
     beam_search=False,
 )
-BEAMS = Limits(128, 1000, 8, 16, 16, beam_search=True)
+BEAMS = Limits(128, 1000, 8, (budget(16, 16),), beam_search=True)
 NAN, INF = math.nan, math.inf
 
 
@@ -140,7 +140,7 @@ def test_lengths(fields, prompt, field, says):
 
 
 def test_prompt_that_never_fits_in_the_blocks():
-    small = Limits(1024, 1000, 8, 16, 4, beam_search=False)
+    small = Limits(1024, 1000, 8, (budget(4, 16),), beam_search=False)
     assert validation.output_length(request(), 64, small) == 1
     with pytest.raises(RpcError, match="4 KV-cache blocks of 16"):
         validation.output_length(request(), 65, small)

@@ -1,0 +1,147 @@
+"""Finds the blocks that already hold the front of a prompt."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from octavo.common.layer_groups import LayerGroup
+from octavo.common.prefix import block_key, root_key
+from octavo.engine.kv_cache.block_pool import BlockPool
+
+KEY_BYTES = 32
+
+
+class Hit(NamedTuple):
+    """A block that is cached, in swap space if `swapped`: of a full prefix, or of a state."""
+
+    key: bytes
+    block: int
+    swapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the cache has of the front of a prompt.
+
+    Attributes:
+        num_tokens: tokens that need not be computed.
+        keys: of these, in blocks of the smallest size.
+        groups: the blocks of each layer group, from the first that tokens to come attend to.
+        reach: tokens, from the front, whose K and V are all cached, even if no state is.
+    """
+
+    num_tokens: int
+    keys: list[bytes]
+    groups: list[list[Hit]]
+    reach: int = 0
+
+    def hits(self) -> Iterator[Hit]:
+        """Yield all blocks."""
+        for group in self.groups:
+            yield from group
+
+
+def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
+    """Return the keys of what a layer group keeps under a prefix's key.
+
+    The first group's blocks of K and V have the prefix's own key, which routers know.
+
+    Args:
+        key: the key of the prefix that ends with the block, or that the state stands for.
+        group: the layer group.
+        count: the number of blocks.
+    """
+    if not group:
+        return [key] if count == 1 else [key + i.to_bytes(4) for i in range(count)]
+    return [key + bytes([group]) + i.to_bytes(4) for i in range(count)]
+
+
+def is_shared_key(key: bytes) -> bool:
+    """Return whether routers know the key: that of a block of the first group's K and V."""
+    return len(key) == KEY_BYTES
+
+
+class PrefixFinder:
+    """Looks prompts up in the device's blocks and in swap space.
+
+    Attributes:
+        nothing: the prefix of no tokens.
+        stride: prefixes end at multiples of this many tokens.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
+        self._groups = groups
+        self._device = device
+        self._swap = swap
+        self._block_size = min(group.block_size for group in groups)
+        self.stride = max(group.block_size for group in groups)
+        self._unbounded = [
+            (i, group.block_size // self._block_size)
+            for i, group in enumerate(groups)
+            if not group.bounded and not group.state_blocks
+        ]
+        self.nothing = Prefix(0, [], [[] for _ in groups])
+
+    def find(self, token_ids: Sequence[int], salt: str) -> Prefix:
+        """Return the longest prefix of which every group has what tokens after it need.
+
+        The last token is never in it: its logits must be computed.
+        """
+        size = self._block_size
+        keys: list[bytes] = []
+        known: dict[int, list[Hit]] = {group: [] for group, _ in self._unbounded}
+        key = root_key(salt)
+        for end in range(size, len(token_ids), size):
+            key = block_key(key, token_ids[end - size : end])
+            if not self._extend(known, key, end // size):
+                break
+            keys.append(key)
+        reach = len(keys) * size // self.stride * self.stride
+        for end in range(reach, 0, -self.stride):
+            if (groups := self._groups_at(end, keys, known)) is not None:
+                return Prefix(end, keys[: end // size], groups, reach)
+        return Prefix(0, [], self.nothing.groups, reach)
+
+    def _extend(self, known: dict[int, list[Hit]], key: bytes, count: int) -> bool:
+        """Look up the block of each unbounded group that ends with the prefix's block `count`."""
+        for group, ratio in self._unbounded:
+            if count % ratio == 0:
+                hits = self._look_up(block_keys(key, group))
+                if hits is None:
+                    return False
+                known[group] += hits
+        return True
+
+    def _groups_at(
+        self, end: int, keys: list[bytes], known: dict[int, list[Hit]]
+    ) -> list[list[Hit]] | None:
+        """Return what each group has for a prefix of `end` tokens; None if one lacks some."""
+        groups = []
+        for group, layers in enumerate(self._groups):
+            if group in known:
+                groups.append(known[group][: end // layers.block_size])
+                continue
+            if layers.state_blocks:
+                names = block_keys(keys[end // self._block_size - 1], group, layers.state_blocks)
+            else:
+                ratio = layers.block_size // self._block_size
+                needed = range(layers.first_block(end), end // layers.block_size)
+                names = [block_keys(keys[(i + 1) * ratio - 1], group)[0] for i in needed]
+            found = self._look_up(names)
+            if found is None:
+                return None
+            groups.append(found)
+        return groups
+
+    def _look_up(self, keys: list[bytes]) -> list[Hit] | None:
+        """Return what is published under keys, on the device or else in swap; None if not all."""
+        hits = []
+        for key in reversed(keys):  # what is missing is most likely missing at the end
+            if (block := self._device.find(key)) is not None:
+                hits.append(Hit(key, block, swapped=False))
+            elif (block := self._swap.find(key)) is not None:
+                hits.append(Hit(key, block, swapped=True))
+            else:
+                return None
+        hits.reverse()
+        return hits

@@ -1,0 +1,29 @@
+"""Layer groups as messages of the contract."""
+
+from octavo.common.layer_groups import BlockBudget, LayerGroup
+from octavo.v1 import engine_pb2
+
+
+def to_message(group: LayerGroup) -> engine_pb2.LayerGroup:
+    """Return a layer group as a message."""
+    return engine_pb2.LayerGroup(
+        block_size=group.block_size,
+        window=group.window,
+        chunk=group.chunk,
+        state_blocks=group.state_blocks,
+    )
+
+
+def to_budget(info: engine_pb2.GetEngineInfoResponse, total_blocks: int) -> BlockBudget:
+    """Return an engine's blocks and layer groups; one that names no groups has one."""
+    groups = [
+        LayerGroup(
+            group.block_size,
+            group.window if group.HasField("window") else None,
+            group.chunk if group.HasField("chunk") else None,
+            group.state_blocks,
+        )
+        for group in info.layer_groups
+    ]
+    groups = groups or [LayerGroup(info.block_size)]
+    return BlockBudget(total_blocks, tuple(groups), info.max_num_batched_tokens)

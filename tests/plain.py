@@ -1,0 +1,17 @@
+"""Models whose layers are all alike: one layer group, and every token attends to all before it."""
+
+from octavo.common.layer_groups import BlockBudget, LayerGroup
+from octavo.engine.model_shape import LayerShape, ModelShape
+
+
+def budget(total_blocks: int, block_size: int) -> BlockBudget:
+    """Blocks of an engine."""
+    return BlockBudget(total_blocks, (LayerGroup(block_size),), 2048)
+
+
+def shape(
+    layers: int, heads: int, kv_heads: int, head_dim: int, vocab_size: int, max_position: int
+) -> ModelShape:
+    """A model's dimensions."""
+    layer = LayerShape(heads, kv_heads, head_dim, head_dim)
+    return ModelShape((layer,) * layers, vocab_size, max_position, (0,))
