@@ -30,6 +30,21 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """What one convolution or recurrence of a layer keeps of a sequence.
+
+    Attributes:
+        rows: Number of rows.
+        row_shape: The shape of a row.
+        full_precision: Whether it is float32; else of the model's dtype.
+    """
+
+    rows: int
+    row_shape: tuple[int, int]
+    full_precision: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model's dimensions, for memory and validation.
 
@@ -38,9 +53,11 @@ class ModelShape:
         vocab_size: Tokens of the vocabulary.
         max_position: Tokens of the context.
         eos_token_ids: Tokens that end an output.
+        states: Of each call that keeps a state, in order.
     """
 
     layers: tuple[LayerShape, ...]
     vocab_size: int
     max_position: int
     eos_token_ids: tuple[int, ...]
+    states: tuple[StateShape, ...] = ()

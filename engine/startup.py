@@ -112,7 +112,7 @@ def build(settings: EngineSettings) -> Parts:
         seconds=round(time.perf_counter() - began, 2),
     )
     max_num_seqs, batched = _batch_size(settings, loaded.device)
-    layout = plan_layout(loaded.shape.layers, settings.block_size)
+    layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     # At most one block more in each group, as the largest batch has two sequences.
@@ -233,6 +233,7 @@ def _allocate(
         num_swap_blocks=num_swap_blocks,
         dtype=loaded.cache_dtype,
         device=loaded.device,
+        model_dtype=loaded.dtype,
     )
 
 

@@ -66,3 +66,17 @@ class LayerCache(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     group: int = 0
+
+
+class StateCache(NamedTuple):
+    """Where the states of one convolution or recurrence of one layer lie.
+
+    Attributes:
+        state: `[num_blocks, rows_per_block, *row_shape]`.
+        first_row: The row of a sequence's blocks at which its state begins.
+        group: The layer group whose tables list the blocks.
+    """
+
+    state: torch.Tensor
+    first_row: int
+    group: int

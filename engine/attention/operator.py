@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 from torch.library import Library, register_fake
 
-from octavo.kernels.metadata import AttentionMetadata, LayerCache
+from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.ops import paged_attention, rotate_and_write, write_kv
 
 
@@ -29,11 +29,13 @@ class PagedStep:
         groups: The batch's sequences and their slots in the cache, as each layer group has them.
         layers: Each layer's cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 cache; else None.
+        states: Each state's place in the cache.
     """
 
     groups: Sequence[AttentionMetadata]
     layers: list[LayerCache]
     kv_scales: list[tuple[float, float]] | None = None
+    states: Sequence[StateCache] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,11 @@ def attending(step: PagedStep | DryRun) -> Iterator[None]:
         yield
     finally:
         _step.reset(token)
+
+
+def any_step() -> PagedStep | DryRun | None:
+    """Return the step of the current context, or None."""
+    return _step.get(None)
 
 
 def current_step() -> PagedStep:

@@ -19,7 +19,7 @@ from octavo.engine.compilation.container import Container
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.translated import TranslatedModel
 from octavo.engine.memory import huge_pages
-from octavo.engine.model_shape import LayerShape, ModelShape
+from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.engine.models.checks.self_check import Reference, SelfCheck
 from octavo.kernels.integrity import (
     DamagedFileError,
@@ -116,7 +116,11 @@ class Manifest:
             known, found = data.pop(DIGEST), _digest(_canonical(data))
             eos = tuple(data["shape"].pop("eos_token_ids"))
             layers = tuple(LayerShape(**layer) for layer in data["shape"].pop("layers"))
-            data["shape"] = ModelShape(layers, **data["shape"], eos_token_ids=eos)
+            states = tuple(
+                StateShape(one["rows"], tuple(one["row_shape"]), one["full_precision"])
+                for one in data["shape"].pop("states")
+            )
+            data["shape"] = ModelShape(layers, **data["shape"], eos_token_ids=eos, states=states)
             data["files"] = {name: Fingerprint(*values) for name, values in data["files"].items()}
             manifest = cls(**data)
         except (KeyError, TypeError, AttributeError, ValueError) as error:

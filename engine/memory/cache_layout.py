@@ -1,4 +1,4 @@
-"""Where each layer's K and V lie in the blocks of the cache.
+"""Where each layer's K and V, and its states, lie in the blocks of the cache.
 
 All blocks have one size, so that all layer groups share one pool and none has memory that another
 lacks. Layers of one shape make one group, or several of equal size, with 1 to 8 times the tokens
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from octavo.common.layer_groups import LayerGroup
-from octavo.engine.model_shape import LayerShape
+from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.kernels.metadata import AttentionPlan
 from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention
 
@@ -26,6 +26,7 @@ TYPICAL_TOKENS = 1024
 TABLE_COST = 0.01
 """What one more group costs a step, as a share of the cache's memory."""
 MOST_PIECES = 16
+ALIGNMENT = 64
 RATIOS = (1, 2, 4, 8)
 
 
@@ -45,28 +46,45 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where a state lies.
+
+    Attributes:
+        group: The state's group.
+        first_row: Its first row in the blocks of a sequence.
+        rows_per_block: Rows in each block.
+    """
+
+    group: int
+    first_row: int
+    rows_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheLayout:
     """The layout of a model's cache.
 
     Attributes:
-        groups: The layer groups; those without a window come first.
-        shapes: The shape of each group's layers.
-        layers: The shape of each layer.
+        shape: The model's dimensions.
+        groups: The layer groups: those without a window, those with one, and those of states.
+        shapes: The shape of each group's layers, without those of states.
         places: The place of each layer.
-        block_elements: Elements per block.
+        states: The place of each state.
+        block_elements: Elements of the cache's dtype per block.
     """
 
+    shape: ModelShape
     groups: tuple[LayerGroup, ...]
     shapes: tuple[LayerShape, ...]
-    layers: tuple[LayerShape, ...]
     places: tuple[Place, ...]
+    states: tuple[StatePlace, ...]
     block_elements: int
 
     def planners(
         self, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
     ) -> list[Planner]:
         """Return the planner of each group's attention; see `plan_attention`."""
-        return [
+        planners: list[Planner] = [
             partial(
                 plan_attention,
                 num_heads=shape.num_heads,
@@ -78,10 +96,15 @@ class CacheLayout:
             )
             for shape in self.shapes
         ]
+        return planners + [_plan_nothing] * (len(self.groups) - len(planners))
 
     def sequence_blocks(self, num_tokens: int) -> list[int]:
         """Return how many blocks of each group `num_tokens` tokens take if none is released."""
-        return [group.blocks_for(num_tokens) for group in self.groups]
+        return [group.state_blocks or group.blocks_for(num_tokens) for group in self.groups]
+
+
+def _plan_nothing(query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+    """Stand for the planner of a group of states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,49 +137,112 @@ class _Choice:
         return self.kind.per_piece(self.pieces) * per_layer
 
     @property
+    def groups(self) -> int:
+        """Groups that the pieces make; the last may be missing."""
+        return -(-len(self.kind.layers) // self.kind.per_piece(self.pieces))
+
+    @property
     def blocks(self) -> float:
         """Blocks of a typical sequence; on average, the last is half empty."""
         reach = self.kind.shape.window or self.kind.shape.chunk or TYPICAL_TOKENS
         return self.pieces * (min(reach, TYPICAL_TOKENS) / self.block_size + 0.5)
 
 
-def plan_layout(layers: tuple[LayerShape, ...], block_size: int) -> CacheLayout:
+@dataclass(frozen=True, slots=True)
+class _StateKind:
+    """States with rows of one shape."""
+
+    numbers: tuple[int, ...]
+    rows: int  # of all together
+    row_elements: int
+
+    def blocks(self, size: int) -> int:
+        """Return the blocks that a sequence takes if a block has `size` elements."""
+        return -(-self.rows // (size // self.row_elements))
+
+
+def plan_layout(
+    shape: ModelShape, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> CacheLayout:
     """Choose the layout of a model's cache.
 
     Args:
-        layers: The shape of each layer's attention.
+        shape: The model's dimensions.
         block_size: The smallest number of tokens per block.
+        dtype: Of the model.
+        cache_dtype: Of keys and values.
     """
-    kinds = _kinds(layers)
-    options = [_choices(kind, block_size) for kind in kinds]
-    sizes = sorted({choice.elements for choices in options for choice in choices})
-    least = max(min(choice.elements for choice in choices) for choices in options)
+    options = [_choices(kind, block_size) for kind in _kinds(shape.layers)]
+    states = _state_kinds(shape.states, dtype, cache_dtype)
+    sizes = {choice.elements for choices in options for choice in choices}
+    sizes |= {
+        -(-kind.rows // count) * kind.row_elements
+        for kind in states
+        for count in range(1, MOST_PIECES + 1)
+    }
+    least = max(
+        [min(choice.elements for choice in choices) for choices in options]
+        + [kind.row_elements for kind in states]
+    )
     fitting = (
-        [_best([c for c in choices if c.elements <= size]) for choices in options]
-        for size in sizes
+        (size, [_best([c for c in choices if c.elements <= size]) for choices in options])
+        for size in sorted({_aligned(size) for size in sizes})
         if size >= least
     )
-    chosen = min(fitting, key=_cost)
+    size, chosen = min(fitting, key=lambda one: _cost(one[0], one[1], states))
     groups: list[LayerGroup] = []
-    shapes: list[LayerShape] = []
     places: dict[int, Place] = {}
     for choice in chosen:
-        kind, size = choice.kind, choice.block_size
-        shape, count = kind.shape, kind.per_piece(choice.pieces)
-        for i in range(0, len(kind.layers), count):
-            for j, layer in enumerate(kind.layers[i : i + count]):
-                keys = j * shape.token_elements * size
-                values = keys + shape.num_kv_heads * shape.key_dim * size
-                places[layer] = Place(len(groups), keys, values)
-            groups.append(LayerGroup(size, shape.window, shape.chunk))
-            shapes.append(shape)
+        _place_layers(choice, groups, places)
+    shapes = tuple(c.kind.shape for c in chosen for _ in range(c.groups))
+    state_places: dict[int, StatePlace] = {}
+    for kind in states:
+        first, per_block = 0, size // kind.row_elements
+        for number in kind.numbers:
+            state_places[number] = StatePlace(len(groups), first, per_block)
+            first += shape.states[number].rows
+        groups.append(LayerGroup(block_size, state_blocks=kind.blocks(size)))
     return CacheLayout(
+        shape,
         tuple(groups),
-        tuple(shapes),
-        layers,
-        tuple(places[layer] for layer in range(len(layers))),
-        max(choice.elements for choice in chosen),
+        shapes,
+        tuple(places[layer] for layer in range(len(shape.layers))),
+        tuple(state_places[number] for number in range(len(shape.states))),
+        size,
     )
+
+
+def _aligned(elements: int) -> int:
+    """Return at least so many elements that every block begins where vectors of any type may."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, Place]) -> None:
+    """Append a kind's groups, and note the places of its layers."""
+    kind, size = choice.kind, choice.block_size
+    shape, count = kind.shape, kind.per_piece(choice.pieces)
+    for i in range(0, len(kind.layers), count):
+        for j, layer in enumerate(kind.layers[i : i + count]):
+            keys = j * shape.token_elements * size
+            values = keys + shape.num_kv_heads * shape.key_dim * size
+            places[layer] = Place(len(groups), keys, values)
+        groups.append(LayerGroup(size, shape.window, shape.chunk))
+
+
+def _state_kinds(
+    states: tuple[StateShape, ...], dtype: torch.dtype, cache_dtype: torch.dtype
+) -> list[_StateKind]:
+    """Return the states by the shape and type of their rows."""
+    by_row: dict[tuple[tuple[int, int], bool], list[int]] = {}
+    for number, state in enumerate(states):
+        by_row.setdefault((state.row_shape, state.full_precision), []).append(number)
+    kinds = []
+    for (row_shape, full_precision), numbers in by_row.items():
+        itemsize = torch.float32.itemsize if full_precision else dtype.itemsize
+        row_bytes = row_shape[0] * row_shape[1] * itemsize
+        rows = sum(states[number].rows for number in numbers)
+        kinds.append(_StateKind(tuple(numbers), rows, -(-row_bytes // cache_dtype.itemsize)))
+    return kinds
 
 
 def _kinds(layers: tuple[LayerShape, ...]) -> list[_Kind]:
@@ -182,8 +268,8 @@ def _best(choices: list[_Choice]) -> _Choice:
     return min(choices, key=lambda choice: choice.blocks * (1 + TABLE_COST * choice.pieces))
 
 
-def _cost(chosen: list[_Choice]) -> float:
+def _cost(size: int, chosen: list[_Choice], states: list[_StateKind]) -> float:
     """Return the elements that a typical sequence takes, and what its tables cost."""
-    size = max(choice.elements for choice in chosen)
-    tables = sum(choice.pieces for choice in chosen)
-    return size * sum(choice.blocks for choice in chosen) * (1 + TABLE_COST * tables)
+    tables = sum(choice.pieces for choice in chosen) + len(states)
+    blocks = sum(choice.blocks for choice in chosen) + sum(kind.blocks(size) for kind in states)
+    return size * blocks * (1 + TABLE_COST * tables)

@@ -10,7 +10,7 @@ from octavo.engine.memory import huge_pages
 from octavo.engine.memory.cache_layout import CacheLayout, Place
 from octavo.engine.memory.pinned import pin
 from octavo.engine.memory.swap import CopyTime, make_swapper
-from octavo.kernels.metadata import LayerCache
+from octavo.kernels.metadata import LayerCache, StateCache
 from octavo.kernels.ops import copy_blocks
 
 GIB = 1 << 30
@@ -28,6 +28,15 @@ class CacheTensors:
     Attributes:
         layout: Where each layer's K and V lie in a block.
         layers: Each layer's cache, a view of the device's tensor.
+        states: Each state's place in it, likewise.
+
+    Args:
+        layout: See above.
+        num_blocks: On the device.
+        num_swap_blocks: In swap space.
+        dtype: Of keys and values.
+        device: Where the cache is.
+        model_dtype: Of the model; default `dtype`.
     """
 
     def __init__(
@@ -38,6 +47,7 @@ class CacheTensors:
         num_swap_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        model_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
         size = layout.block_elements
@@ -51,6 +61,7 @@ class CacheTensors:
             pin(self.swap, owner=self)
         self._swapper = make_swapper(self.device, self.swap)
         self.layers = layer_caches(self.device, layout)
+        self.states = state_caches(self.device, layout, model_dtype or dtype)
 
     def populate(self) -> bool:
         """Back more of a CPU's blocks with memory, which takes some milliseconds.
@@ -90,8 +101,20 @@ def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
             view(place, place.values, shape.num_kv_heads, shape.value_dim),
             place.group,
         )
-        for shape, place in zip(layout.layers, layout.places, strict=True)
+        for shape, place in zip(layout.shape.layers, layout.places, strict=True)
     ]
+
+
+def state_caches(blocks: torch.Tensor, layout: CacheLayout, dtype: torch.dtype) -> list[StateCache]:
+    """Return each state's place, a view of `blocks`, `[num_blocks, block_elements]`."""
+    states = []
+    for shape, place in zip(layout.shape.states, layout.states, strict=True):
+        typed = blocks.view(torch.uint8).view(torch.float32 if shape.full_precision else dtype)
+        height, width = shape.row_shape
+        sizes = (len(blocks), place.rows_per_block, height, width)
+        strides = (typed.stride(0), height * width, width, 1)
+        states.append(StateCache(typed.as_strided(sizes, strides), place.first_row, place.group))
+    return states
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

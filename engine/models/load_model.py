@@ -219,7 +219,7 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         # Llama 4; the self-check cannot see it within the first `floor_scale` tokens.
         raise NotImplementedError("it scales attention by positions that it counts itself")
     context = fix_rope(model, context, max_model_len)
-    layers = probe(model, context)
+    layers, states = probe(model, context)
     chunks = [layer.chunk for layer in layers if layer.chunk is not None]
     if chunks and min(chunks) < context:
         context = min(chunks)
@@ -233,6 +233,7 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         vocab_size=config.vocab_size,
         max_position=context,
         eos_token_ids=_eos_token_ids(model),
+        states=states,
     )
 
 

@@ -19,7 +19,7 @@ from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import Planner
 from octavo.engine.models.step import Step
 from octavo.engine.running.inputs import StepInputs
-from octavo.kernels.metadata import AttentionMetadata, LayerCache
+from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
@@ -70,6 +70,7 @@ class DecodeGraphs:
         step: Step,
         layers: list[LayerCache],
         kv_scales: list[tuple[float, float]] | None,
+        states: Sequence[StateCache] = (),
         *,
         sizes: list[int],
         widths: Sequence[int],
@@ -84,6 +85,7 @@ class DecodeGraphs:
             step: the model.
             layers: the cache, as in `PagedStep`.
             kv_scales: likewise.
+            states: likewise.
             sizes: of batches, rising.
             widths: most blocks in a sequence's table of each layer group.
             max_model_len: most tokens of a sequence.
@@ -119,7 +121,7 @@ class DecodeGraphs:
                 )
                 for tables, slots, plan in zip(self._tables, self._slots, planners, strict=True)
             ]
-            paged = PagedStep(groups, layers, kv_scales)
+            paged = PagedStep(groups, layers, kv_scales, states)
             inputs = self._tokens[:size][None], self._positions[:size][None], rows[:size]
             replay = record(partial(self._work, paged, inputs))
             self._recorded[size] = RecordedDecode(replay, paged, inputs)

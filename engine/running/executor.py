@@ -149,6 +149,7 @@ class Executor:
             inputs = idle_inputs(
                 np.array(query_lens, np.int32),
                 longest=max_model_len,
+                layout=self.cache.layout,
                 device=self._device,
                 planners=self._planners,
             )
@@ -202,6 +203,7 @@ class Executor:
             self._loaded.step,
             self.cache.layers,
             self._loaded.kv_scales,
+            self.cache.states,
             sizes=sizes,
             widths=self.cache.layout.sequence_blocks(max_model_len),
             max_model_len=max_model_len,
@@ -226,7 +228,8 @@ class Executor:
             return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
-        return attending(PagedStep(inputs.groups, self.cache.layers, self._loaded.kv_scales))
+        cache, scales = self.cache, self._loaded.kv_scales
+        return attending(PagedStep(inputs.groups, cache.layers, scales, cache.states))
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""

@@ -78,7 +78,8 @@ def make_inputs(
     counts = [scheduled.end - scheduled.start for scheduled in batch.sequences]
     seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
     slots = [
-        _all_slots(batch, group, layers.block_size) for group, layers in enumerate(layout.groups)
+        [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
+        for group, layers in enumerate(layout.groups)
     ]
     laid = to_device(np.array((tokens, positions, *slots)), device)
     query_starts = to_device(np.array(starts, np.int32), device)
@@ -137,13 +138,19 @@ def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable
 
 
 def idle_inputs(
-    query_lens: np.ndarray, *, longest: int, device: torch.device, planners: Sequence[Planner]
+    query_lens: np.ndarray,
+    *,
+    longest: int,
+    layout: CacheLayout,
+    device: torch.device,
+    planners: Sequence[Planner],
 ) -> StepInputs:
-    """Return the inputs of a step that reads the cache's first block and writes nothing.
+    """Return the inputs of a step that reads the cache's first block, and writes only states there.
 
     Args:
         query_lens: `[num_seqs]` int32; tokens of each sequence, none before them.
         longest: tokens per sequence that attention is planned for.
+        layout: of the cache.
         device: the cache's device.
         planners: plan the attention of each layer group.
     """
@@ -156,12 +163,14 @@ def idle_inputs(
         AttentionMetadata(
             query_starts=query_starts,
             seq_lens=lengths,
-            block_tables=torch.zeros((count, 1), dtype=torch.int32, device=device),
+            block_tables=torch.zeros(
+                (count, max(1, layers.state_blocks)), dtype=torch.int32, device=device
+            ),
             slot_mapping=torch.full_like(tokens[0], -1),
             max_query_len=most,
             max_seq_len=most,
             plan=plan(query_lens, np.full(count, longest)),
         )
-        for plan in planners
+        for layers, plan in zip(layout.groups, planners, strict=True)
     ]
     return StepInputs(tokens, tokens, tokens[0, :count], groups, sampled=[], beams=[], scored={})

@@ -1,6 +1,7 @@
 """Serve one tiny model under memory pressure and hold it to eager transformers."""
 
 import random
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -26,9 +27,9 @@ from tests.architectures.tiny import (
 from tests.engine.stepper import Stepper
 
 BLOCK_SIZE = 8
-CROWDING = 1.6
-"""Blocks, as a multiple of what the longest request takes: too few for all, so that some are
-preempted."""
+CROWDINGS = (1.6, 1.3, 2.0)
+"""Blocks, as multiples of what the longest request takes: too few for all. With the first at which
+requests are preempted in both ways, they are served."""
 BATCHED_TOKENS = 24
 """In a step: most prompts are prefilled in several chunks, beside others' decodes."""
 LENGTHS = (5, 60, 33, 17, 48)
@@ -99,10 +100,11 @@ def examine(entry: Entry, directory: Path) -> Finding:
         detail = f"it takes no request of more than {most} tokens"
         return Finding(entry.name, Outcome.REFUSED, detail)
     try:
-        groups = serve(engine)
+        crowded, groups = serve_crowded(directory, entry.max_model_len, engine)
+        groups |= dict.fromkeys(serve_with_common_beginning(engine), engine)
     except Exception as error:  # noqa: BLE001 - likewise
         return Finding(entry.name, Outcome.FAILED, _described(error.__cause__ or error))
-    return compare(entry.name, directory, groups, engine)
+    return compare(entry.name, directory, groups, preemptions(crowded))
 
 
 def save(entry: Entry, directory: Path) -> None:
@@ -119,12 +121,9 @@ def save(entry: Entry, directory: Path) -> None:
     assert eager.isfinite().all(), "the tiny model's own outputs are not finite"
 
 
-def start(directory: Path, max_model_len: int | None = None) -> Stepper:
+def start(directory: Path, max_model_len: int | None = None, num_blocks: int = 512) -> Stepper:
     """Start an engine of a directory's model, as an operator would."""
-    parts = build(_settings(directory, max_model_len, num_blocks=512))
-    (budget,) = parts.limits.budgets
-    least = blocks_held(budget.groups, max(LENGTHS) + OUTPUT_TOKENS, BATCHED_TOKENS)
-    return Stepper(build(_settings(directory, max_model_len, int(CROWDING * least))))
+    return Stepper(build(_settings(directory, max_model_len, num_blocks)))
 
 
 def _settings(directory: Path, max_model_len: int | None, num_blocks: int) -> EngineSettings:
@@ -142,21 +141,61 @@ def _settings(directory: Path, max_model_len: int | None, num_blocks: int) -> En
     )
 
 
-def serve(engine: Stepper) -> list[SequenceGroup]:
-    """Serve prompts together, once for each way to preempt, then two with one beginning.
+def serve_crowded(
+    directory: Path, max_model_len: int | None, ample: Stepper
+) -> tuple[Stepper, dict[SequenceGroup, Stepper]]:
+    """Serve with too few blocks for all; return the engine, and each group with its engine.
 
     Raises:
         StepError: a step failed.
-        AssertionError: nothing was preempted, or the beginning was computed again.
+        NothingPreemptedError: whatever the number of blocks.
+    """
+    (budget,) = ample.parts.limits.budgets
+    least = blocks_held(budget.groups, max(LENGTHS) + OUTPUT_TOKENS, BATCHED_TOKENS)
+    for crowding in CROWDINGS:
+        engine = start(directory, max_model_len, int(crowding * least))
+        try:
+            return engine, serve(engine)
+        except NothingPreemptedError:
+            if crowding == CROWDINGS[-1]:
+                raise
+    raise AssertionError
+
+
+class NothingPreemptedError(Exception):
+    """There were blocks for all."""
+
+
+def serve(engine: Stepper) -> dict[SequenceGroup, Stepper]:
+    """Serve prompts together, once for each way to preempt.
+
+    Returns:
+        The groups, each with its engine.
+
+    Raises:
+        StepError: a step failed.
+        NothingPreemptedError: nothing was preempted in one of the ways.
     """
     draw = random.Random(1)
     prompts = [[_token(draw) for _ in range(length)] for length in LENGTHS]
     groups = []
     for mode in ("swap", "recompute"):
         groups += _serve_preempting(engine, mode, prompts)
-    longest = max(prompts, key=len)
-    tail = [_token(draw) for _ in range(len(longest) - SHARED_TOKENS)]
-    for prompt in (longest, longest[:SHARED_TOKENS] + tail):
+    return dict.fromkeys(groups, engine)
+
+
+def serve_with_common_beginning(engine: Stepper) -> list[SequenceGroup]:
+    """Serve three prompts with one beginning, one after the other.
+
+    Raises:
+        StepError: a step failed.
+        AssertionError: the third's beginning was computed again.
+    """
+    draw, groups = random.Random(2), []
+    longest = [_token(draw) for _ in range(max(LENGTHS))]
+    # The state at the end of what prompts share is kept when it is seen the second time.
+    tails = [[_token(draw) for _ in range(len(longest) - SHARED_TOKENS)] for _ in range(2)]
+    for prompt in (longest, *(longest[:SHARED_TOKENS] + tail for tail in tails)):
         groups.append(engine.submit(prompt, OUTPUT_TOKENS, logprobs=0))
         engine.run()
     assert groups[-1].cached_tokens >= SHARED_TOKENS - BLOCK_SIZE, "no prefix was reused"
@@ -176,7 +215,8 @@ def _serve_preempting(
     ]
     engine.run()
     swapped, dropped = (now - then for now, then in zip(preemptions(engine), before, strict=True))
-    assert (swapped if mode == "swap" else dropped) > 0, f"no {mode} happened"
+    if not (swapped if mode == "swap" else dropped):
+        raise NothingPreemptedError(f"no {mode} happened")
     return groups
 
 
@@ -190,7 +230,12 @@ def preemptions(engine: Stepper) -> tuple[int, int]:
     return counters.preemptions_swap, counters.preemptions_recompute
 
 
-def compare(name: str, directory: Path, groups: Tokens[SequenceGroup], engine: Stepper) -> Finding:
+def compare(
+    name: str,
+    directory: Path,
+    groups: Mapping[SequenceGroup, Stepper],
+    preempted: tuple[int, int],
+) -> Finding:
     """Hold every token to eager transformers, one whole forward for each sequence.
 
     What was served is given to the forward, so a token is right where it is the most likely one
@@ -199,7 +244,7 @@ def compare(name: str, directory: Path, groups: Tokens[SequenceGroup], engine: S
     model = _eager(directory)
     known: dict[tuple[int, ...], torch.Tensor] = {}
     worst, tokens, wrong = 0.0, 0, 0
-    for group in groups:
+    for group, engine in groups.items():
         served = group.sequences[0].token_ids
         if tuple(served) not in known:
             known[tuple(served)] = _logprobs(model, served)
@@ -213,7 +258,7 @@ def compare(name: str, directory: Path, groups: Tokens[SequenceGroup], engine: S
         f"{wrong} of {tokens} tokens are not eager's" if wrong else "",
         worst,
         tokens,
-        preemptions(engine),
+        preempted,
     )
 
 

@@ -42,7 +42,7 @@ def one_thread():
         pytest.param("roberta", EITHER, id="positions of its own"),
         pytest.param("bart", REFUSED, id="no positions taken"),
         pytest.param("doge", REFUSED, id="computed mask"),
-        pytest.param("falcon_h1", REFUSED, id="recurrent state"),
+        pytest.param("falcon_h1", RIGHT, id="recurrent state"),
         pytest.param("diffllama", REFUSED, id="attention called twice"),
         pytest.param("mpt", REFUSED, id="position biases"),
     ],

@@ -16,7 +16,7 @@ from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import StartupError, build, largest_batch
 from tests.plain import shape
 
-LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192).layers, 16)
+LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192), 16, torch.float32, torch.float32)
 
 
 def settings(model, **given):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from octavo.engine.attention.interface import PAGED_ATTENTION
-from octavo.engine.model_shape import LayerShape
+from octavo.engine.attention.state_functions import (
+    CONVOLUTION,
+    DELTA,
+    SSD,
+    number_states,
+    recording,
+    replace_functions,
+)
+from octavo.engine.model_shape import LayerShape, StateShape
 from octavo.engine.models.checks.masks import Mask, MaskFunction, UnknownMaskError, recognize
+from octavo.kernels.states import ACTIVATIONS
 
 PROBE = "octavo_probe"
+CONVOLUTION_CHANNELS, SCAN_CHANNELS = 1024, 256
+"""Channels per row of a state: rows of some kilobytes fill blocks of any size well."""
 TOKENS = 3
 """Tokens of the probe's prompt."""
 
@@ -48,6 +60,9 @@ class _Probe:
         default_factory=list
     )
     layers: list[LayerShape] = field(default_factory=list)
+    states: list[StateShape] = field(default_factory=list)
+    keepers: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
+    running: list[torch.nn.Module] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
 
 
@@ -55,8 +70,13 @@ _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, max_position: int) -> tuple[LayerShape, ...]:
-    """Run a few tokens through a model and return what each call of attention does, in order.
+def probe(
+    model: PreTrainedModel, max_position: int
+) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
+    """Run a few tokens through a model.
+
+    Returns:
+        What each call of attention does, and what each call that keeps a state keeps, in order.
 
     Leaves the model with paged attention, whose windows are those of its masks.
 
@@ -69,15 +89,66 @@ def probe(model: PreTrainedModel, max_position: int) -> tuple[LayerShape, ...]:
     """
     found = _Probe(max_position)
     token = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
-    with attention_of(model, PROBE):
+    replace_functions(model)
+    recorder = partial(_record_state, found)
+    with attention_of(model, PROBE), _following(model, found), recording(recorder):
         reset = _probe.set(found)
         try:
             model(input_ids=token, use_cache=False)
         finally:
             _probe.reset(reset)
-    if not found.layers:
+    if not found.layers and not found.states:
         raise NotImplementedError("it does not call transformers' attention interface")
-    return tuple(found.layers)
+    for module, numbers in found.keepers.items():
+        number_states(module, numbers)
+    return tuple(found.layers), tuple(found.states)
+
+
+@contextmanager
+def _following(model: PreTrainedModel, found: _Probe) -> Iterator[None]:
+    """Note which modules run, the innermost last."""
+    hooks = []
+    for module in model.modules():
+        hooks.append(module.register_forward_pre_hook(lambda m, _: found.running.append(m)))
+        hooks.append(module.register_forward_hook(lambda *_: _drop_last(found.running)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop_last(modules: list[torch.nn.Module]) -> None:
+    modules.pop()
+
+
+def _record_state(found: _Probe, name: str, given: dict[str, Any]) -> Any:  # noqa: ANN401
+    """Replace a function that updates a state: record the call, return zeros."""
+    found.keepers.setdefault(found.running[-1], []).append(len(found.states))
+    if name == CONVOLUTION:
+        channels, width = given["weight"].shape
+        activation = given.get("activation")
+        if activation not in ACTIVATIONS:
+            raise NotImplementedError(f"its convolution is followed by {activation!r}")
+        found.states.append(_in_rows(channels, width - 1, CONVOLUTION_CHANNELS, False))
+        return torch.zeros_like(given["hidden_states"])
+    if name == SSD:
+        _, _, heads, head_dim = given["hidden_states"].shape
+        found.states.append(StateShape(heads, (head_dim, given["B"].shape[-1]), True))
+        return torch.zeros_like(given["hidden_states"])
+    if name == DELTA:
+        heads, value_dim = given["value"].shape[2:]
+        found.states.append(StateShape(heads, (given["key"].shape[-1], value_dim), True))
+        return torch.zeros_like(given["value"]), None
+    channels, size = given["A"].shape
+    found.states.append(_in_rows(channels, size, SCAN_CHANNELS, True))
+    return torch.zeros_like(given["hidden_states"])
+
+
+def _in_rows(channels: int, width: int, most: int, full_precision: bool) -> StateShape:
+    """Return the shape of a state of each channel, in rows of at most `most` channels."""
+    per_row = min(channels, most)
+    return StateShape(-(-channels // per_row), (per_row, width), full_precision)
 
 
 @contextmanager

@@ -155,13 +155,14 @@ class SelfCheck:
         self._kv_scales = kv_scales
         self._device = device
         self._max_position = shape.max_position
-        layout = plan_layout(shape.layers, block_size)
+        layout = plan_layout(shape, block_size, dtype, cache_dtype)
         self._cache = CacheTensors(
             layout,
             num_blocks=3 * sum(layout.sequence_blocks(TOKENS)),
             num_swap_blocks=0,
             dtype=cache_dtype,
             device=device,
+            model_dtype=dtype,
         )
         self._planners = layout.planners(dtype, cache_dtype, device)
         self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
@@ -250,7 +251,7 @@ class SelfCheck:
                 )
             )
         token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])
-        with attending(PagedStep(groups, self._cache.layers, self._kv_scales)):
+        with attending(PagedStep(groups, self._cache.layers, self._kv_scales, self._cache.states)):
             logits = step(
                 token_ids[None].to(device),
                 torch.cat(positions)[None].to(device),

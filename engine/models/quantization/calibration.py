@@ -10,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from octavo.common.models.errors import first_line
 from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.memory.cache_layout import plan_layout
+from octavo.engine.memory.cache_tensors import layer_caches, state_caches
 from octavo.engine.model_shape import ModelShape
 from octavo.kernels.metadata import AttentionMetadata, LayerCache
 
@@ -97,29 +99,42 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
         Each layer's keys and values, in blocks padded with zeros.
     """
     count, device = len(tokens), model.device
-    blocks = -(-count // BLOCK_SIZE)
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
-        block_tables=torch.arange(blocks, dtype=torch.int32, device=device)[None],
-        slot_mapping=torch.arange(count, device=device),
-        max_query_len=count,
-        max_seq_len=count,
-    )
-
-    def zeros(heads: int, dim: int) -> Tensor:
-        return torch.zeros((blocks, heads, BLOCK_SIZE, dim), dtype=model.dtype, device=device)
-
-    layers = [
-        LayerCache(
-            zeros(layer.num_kv_heads, layer.key_dim), zeros(layer.num_kv_heads, layer.value_dim)
-        )
-        for layer in shape.layers
-    ]
-    with attending(PagedStep([metadata], layers)):
+    step = step_alone(shape, count, model.dtype, device)
+    with attending(step):
         model(
             input_ids=tokens[None].to(device),
             position_ids=torch.arange(count, device=device)[None],
             use_cache=False,
         )
-    return layers
+    return [
+        LayerCache(layer.keys[own], layer.values[own])
+        for layer in step.layers
+        for own in step.groups[layer.group].block_tables
+    ]
+
+
+def step_alone(
+    shape: ModelShape, count: int, dtype: torch.dtype, device: torch.device
+) -> PagedStep:
+    """Return the step of a prompt of `count` tokens in a cache of its own, filled with zeros."""
+    layout = plan_layout(shape, BLOCK_SIZE, dtype, dtype)
+    numbers = layout.sequence_blocks(count)
+    cache = torch.zeros((sum(numbers), layout.block_elements), dtype=dtype, device=device)
+    groups, first = [], 0
+    for layers, blocks in zip(layout.groups, numbers, strict=True):
+        at = first * layers.block_size
+        groups.append(
+            AttentionMetadata(
+                query_starts=torch.tensor([0, count], dtype=torch.int32, device=device),
+                seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+                block_tables=torch.arange(first, first + blocks, dtype=torch.int32, device=device)[
+                    None
+                ],
+                slot_mapping=torch.arange(at, at + count, device=device),
+                max_query_len=count,
+                max_seq_len=count,
+            )
+        )
+        first += blocks
+    states = state_caches(cache, layout, dtype)
+    return PagedStep(groups, layer_caches(cache, layout), states=states)

@@ -45,7 +45,7 @@ def runtime(monkeypatch):
 
 def tensors(num_swap_blocks):
     return CacheTensors(
-        plan_layout(SHAPE.layers, 16),
+        plan_layout(SHAPE, 16, torch.bfloat16, torch.bfloat16),
         num_blocks=4,
         num_swap_blocks=num_swap_blocks,
         dtype=torch.bfloat16,

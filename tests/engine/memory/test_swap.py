@@ -30,7 +30,7 @@ DEVICES = [
 
 def tensors(device, *, num_blocks=40, num_swap_blocks=24, block_size=16):
     return CacheTensors(
-        plan_layout(SHAPE.layers, block_size),
+        plan_layout(SHAPE, block_size, torch.float32, torch.float32),
         num_blocks=num_blocks,
         num_swap_blocks=num_swap_blocks,
         dtype=torch.float32,

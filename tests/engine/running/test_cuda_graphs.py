@@ -164,7 +164,7 @@ class Probe:
 
     class Cache:
         device = torch.empty((), dtype=torch.uint8).expand(8 * GIB)
-        layout = plan_layout(LLAMA_3.layers, 16)
+        layout = plan_layout(LLAMA_3, 16, torch.bfloat16, torch.bfloat16)
 
     cache = Cache()
 

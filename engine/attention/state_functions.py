@@ -1,0 +1,175 @@
+"""The functions by which transformers' models update states, over the paged cache.
+
+The modules of Mamba, gated delta rules and short convolutions call functions of their source file:
+these replace them there. Within `attending` they call Octavo's operators; elsewhere, as in a
+reference run, transformers' own.
+"""
+
+# The arguments are those of transformers.
+# ruff: noqa: PLR0917
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engine.attention import state_operators  # noqa: F401 - defines the operators
+from octavo.engine.attention.operator import any_step
+
+Function = Callable[..., Any]
+CONVOLUTION, SSD, SCAN = "causal_conv1d_fn", "mamba2_chunk_scan", "mamba_selective_scan"
+DELTA = "torch_chunk_gated_delta_rule"
+
+Recorder = Callable[[str, dict[str, Any]], Any]
+"""Stands for a function, given its name and arguments by name; returns what it would."""
+
+
+class _Calls(threading.local):
+    """The states of the module that runs in this thread."""
+
+    numbers: Iterator[int] = iter(())
+    recorder: Recorder | None = None
+
+
+_calls = _Calls()
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Call `recorder` in place of each function."""
+    _calls.recorder = recorder
+    try:
+        yield
+    finally:
+        _calls.recorder = None
+
+
+def number_states(module: nn.Module, numbers: Sequence[int]) -> None:
+    """Let the calls of a module's forward use these states, in their order."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def run(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - whatever the module takes
+        outer, _calls.numbers = _calls.numbers, iter(numbers)
+        try:
+            return forward(*arguments, **keywords)
+        finally:
+            _calls.numbers = outer
+
+    module.forward = run
+
+
+def replace_functions(model: nn.Module) -> None:
+    """Replace the functions in the source files of a model's modules, once for each file."""
+    for source in {type(module).__module__ for module in model.modules()}:
+        file = sys.modules[source]
+        for name, ours in _FUNCTIONS.items():
+            theirs = getattr(file, name, None)
+            if theirs is not None and not hasattr(theirs, "octavo"):
+                setattr(file, name, _either(name, ours, theirs))
+
+
+def _either(name: str, ours: Function, theirs: Function) -> Function:
+    @functools.wraps(theirs)
+    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as theirs
+        if _calls.recorder is not None:
+            return _calls.recorder(name, _bound(theirs, arguments, keywords))
+        return (theirs if any_step() is None else ours)(*arguments, **keywords)
+
+    call.octavo = True  # type: ignore[attr-defined]
+    return call
+
+
+def _bound(
+    function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> dict[str, Any]:
+    names = function.__wrapped__.__code__.co_varnames  # type: ignore[attr-defined]
+    return dict(zip(names, arguments, strict=False)) | keywords
+
+
+def _convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,  # noqa: ANN401 - not used without a mask
+) -> Tensor:
+    """Replace `causal_conv1d_fn`: `[1, channels, num_tokens]`."""
+    x = hidden_states[0].transpose(0, 1)
+    number = next(_calls.numbers)
+    out: Tensor = torch.ops.octavo.causal_conv(x, weight, bias, number, activation)
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+def _ssd(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803 - transformers' name
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    chunk_size: int,  # noqa: ARG001
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,  # noqa: ANN401
+) -> Tensor:
+    """Replace `mamba2_chunk_scan`: `[1, num_tokens, heads, head_dim]`."""
+    least, most = dt_limit
+    out: Tensor = torch.ops.octavo.ssd(
+        *(hidden_states[0], dt[0], A, B[0], C[0], next(_calls.numbers), D, dt_bias),
+        *(dt_softplus, least, most),
+    )
+    return out.unsqueeze(0)
+
+
+def _gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Replace `torch_chunk_gated_delta_rule`: `[1, num_tokens, heads, dim]`."""
+    out = torch.ops.octavo.gated_delta(
+        *(query[0], key[0], value[0], g[0], beta[0], next(_calls.numbers)),
+        *(key.shape[-1] ** -0.5, use_qk_l2norm_in_kernel),
+    )
+    return out.unsqueeze(0), None
+
+
+def _scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    **_: Any,  # noqa: ANN401
+) -> Tensor:
+    """Replace `mamba_selective_scan`: `[1, channels, num_tokens]`."""
+    x, steps, b, c = (given[0].transpose(0, 1) for given in (hidden_states, dt, B, C))
+    out: Tensor = torch.ops.octavo.selective_scan(
+        *(x, steps, A, b.to(x.dtype), c.to(x.dtype), next(_calls.numbers), D, delta_bias),
+        delta_softplus,
+    )
+    out = out.transpose(0, 1).unsqueeze(0)
+    return out if z is None else out * nn.functional.silu(z)
+
+
+_FUNCTIONS: dict[str, Function] = {
+    CONVOLUTION: _convolve,
+    SSD: _ssd,
+    DELTA: _gated_delta,
+    SCAN: _scan,
+}

@@ -1,0 +1,113 @@
+"""The operations of layers that keep a state, as PyTorch operators.
+
+Like `octavo::paged_attention` they take the number of a state, not its memory: `attending` sets the
+current step around the model. `octavo.kernels.states` documents them.
+"""
+
+# An operator's arguments are positional.
+# ruff: noqa: PLR0917
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from octavo.engine.attention.operator import DryRun, PagedStep, any_step
+from octavo.kernels import states
+from octavo.kernels.state_rows import StateRows
+
+_INPUTS = "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int state"
+_STEPS = "Tensor? d, Tensor? dt_bias, bool softplus"
+_DELTA = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, int state"
+SCHEMAS = (
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, int state, str? activation) -> Tensor",
+    f"ssd({_INPUTS}, {_STEPS}, float least_dt, float most_dt) -> Tensor",
+    f"gated_delta({_DELTA}, float scale, bool normalize) -> Tensor",
+    f"selective_scan({_INPUTS}, {_STEPS}) -> Tensor",
+)
+
+
+def _rows(number: int) -> StateRows | None:
+    """Return the current step's rows of a state; None in a dry run."""
+    step = any_step()
+    if not isinstance(step, PagedStep):
+        assert isinstance(step, DryRun)
+        return None
+    state, first_row, group = step.states[number]
+    metadata = step.groups[group]
+    return StateRows(
+        state, first_row, metadata.block_tables, metadata.query_starts, metadata.seq_lens
+    )
+
+
+def _causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: int, activation: str | None
+) -> Tensor:
+    if (rows := _rows(state)) is None:
+        return torch.zeros_like(x)
+    return states.causal_conv(x, weight, bias, rows, activation=activation)
+
+
+def _ssd(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: int,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+    least_dt: float,
+    most_dt: float,
+) -> Tensor:
+    if (rows := _rows(state)) is None:
+        return torch.zeros_like(x)
+    limits = (least_dt, most_dt)
+    return states.ssd(
+        x, dt, a, b, c, rows, d=d, dt_bias=dt_bias, dt_softplus=softplus, dt_limits=limits
+    )
+
+
+def _gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: int,
+    scale: float,
+    normalize: bool,
+) -> Tensor:
+    if (rows := _rows(state)) is None:
+        return torch.zeros_like(value)
+    return states.gated_delta(query, key, value, g, beta, rows, scale=scale, normalize=normalize)
+
+
+def _selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: int,
+    d: Tensor | None,
+    dt_bias: Tensor | None,
+    softplus: bool,
+) -> Tensor:
+    if (rows := _rows(state)) is None:
+        return torch.zeros_like(x)
+    return states.selective_scan(x, dt, a, b, c, rows, d=d, dt_bias=dt_bias, dt_softplus=softplus)
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _function, _like in zip(
+    SCHEMAS, (_causal_conv, _ssd, _gated_delta, _selective_scan), (0, 0, 2, 0), strict=True
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    register_fake(
+        f"octavo::{_name}", lambda *given, like=_like: given[like].new_empty(given[like].shape)
+    )
+    # It writes the state, which is not an argument: no call may be dropped or merged.
+    torch.fx.node.has_side_effect(getattr(torch.ops.octavo, _name).default)
