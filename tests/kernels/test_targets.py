@@ -48,7 +48,7 @@ class Target(NamedTuple):
 
 
 TARGETS = [Target(name, level) for name, levels in LEVELS.items() for level in levels]
-FAST = {"neon-bf16"}
+FAST = {"neon"}
 
 
 def run(*command, timeout=120.0, **environment):

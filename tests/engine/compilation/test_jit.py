@@ -83,7 +83,7 @@ def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, re
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(Qwen2Config(**SMALL), id="biases"),
+        pytest.param(Qwen2Config(**SMALL), id="biases", marks=pytest.mark.slow),
         pytest.param(
             GPTNeoXConfig(**{**SMALL, "hidden_size": 128}),
             id="partial rotary",

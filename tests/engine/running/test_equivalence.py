@@ -79,7 +79,8 @@ def test_with_ample_blocks(outputs, expected, prompts):
     assert max(len(batch.sequences) for batch in engine.batches) == PROMPTS
 
 
-@pytest.mark.parametrize("mode", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/architectures does both with small models
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_under_preemption(outputs, expected, prompts, mode):
     room_to_grow = 40  # of the 64 blocks that the outputs come to need
     engine, got = outputs(
