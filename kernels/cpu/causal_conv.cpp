@@ -21,14 +21,12 @@ constexpr int kChannels = 64;  // of an item
 constexpr int kMostTokens = 64;  // that stay in a core's first cache
 constexpr int kMostWidth = 8;
 
-// Returns one element as a float.
-float widen_one(const void* from, int64_t index, int dtype) {
-  float wide[kLanes];
+// Copies elements as floats, with zeros up to a whole vector.
+void widen_any(const void* from, int64_t first, int count, int dtype, float* to) {
   with_dtype(dtype, [&](auto type) {
     using T = decltype(type);
-    widen<T>(static_cast<const typename T::Stored*>(from) + index, 1, wide);
+    widen<T>(static_cast<const typename T::Stored*>(from) + first, count, to);
   });
-  return wide[0];
 }
 
 template <class T, int kWidth>
@@ -43,18 +41,25 @@ class Worker {
   void run(int first) {
     first_ = first;
     count_ = std::min(kChannels, p_.channels - first);
-    for (int i = 0; i < kChannels; i++) {
-      const bool exists = i < count_;
-      bias_[i] = exists && p_.bias ? widen_one(p_.bias, first + i, p_.weight_dtype) : 0.f;
-      for (int tap = 0; tap < kWidth; tap++)
-        taps_[tap][i] =
-            exists ? widen_one(p_.weight, (first + i) * kWidth + tap, p_.weight_dtype) : 0.f;
-    }
+    float weights[kChannels * kWidth + kLanes];
+    widen_any(p_.weight, int64_t{first} * kWidth, count_ * kWidth, p_.weight_dtype, weights);
+    std::fill(weights + count_ * kWidth, weights + kChannels * kWidth, 0.f);
+    take_columns<kWidth>(weights, kChannels, taps_, 0);
+    std::memset(bias_, 0, sizeof bias_);
+    if (p_.bias) widen_any(p_.bias, first, count_, p_.weight_dtype, bias_);
     for (int seq = 0; seq < p_.rows.num_seqs; seq++)
       if (!p_.rows.is_padding(seq)) run_sequence(seq);
   }
 
  private:
+  // Copies rows of kColumns to columns[i][first + row].
+  template <int kColumns>
+  static void take_columns(const float* rows, int count, float (*columns)[kChannels], int first) {
+    for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+      for (int i = 0; i < kColumns; i++) columns[i][first + row] = rows[row * kColumns + i];
+  }
+
   void run_sequence(int seq) {
     const int tokens = p_.rows.query_count(seq), start = p_.rows.first_token(seq);
     read_state(seq);
@@ -121,16 +126,16 @@ class Worker {
     for_each_row(seq, [&](const Stored* from, int channel, int count) {
       float wide[(kChannels + kLanes) * kPast];
       widen<T>(from, count * kPast, wide);
-      for (int i = 0; i < kPast; i++)
-        for (int c = 0; c < count; c++) past_[i][channel + c] = wide[c * kPast + i];
+      take_columns<kPast>(wide, count, past_, channel);
     });
   }
 
   void write_state(int seq) {
     for_each_row(seq, [&](Stored* to, int channel, int count) {
       float wide[(kChannels + kLanes) * kPast];
-      for (int i = 0; i < kPast; i++)
-        for (int c = 0; c < count; c++) wide[c * kPast + i] = past_[i][channel + c];
+      for (int c = 0; c < count; c++)
+#pragma GCC unroll 8
+        for (int i = 0; i < kPast; i++) wide[c * kPast + i] = past_[i][channel + c];
       narrow<T>(wide, count * kPast, to);
     });
   }

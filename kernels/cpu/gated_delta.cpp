@@ -33,6 +33,7 @@ namespace {
 
 constexpr int kTokens = 16;      // per chunk
 constexpr int kFew = 2;          // tokens that are faster one by one
+constexpr int kPadding = kFloatsPerLine;  // rows a power of two apart share few cache sets
 constexpr int kTileVectors = 4;  // columns of the state at a time, of one token
 constexpr int kItemsPerThread = 2;
 constexpr float kEpsilon = 1e-6f;  // added to the square of a length
@@ -58,14 +59,13 @@ class Worker {
         reading_(2 * kTokens * key_width_), keys_(kTokens * key_width_), key_(key_width_),
         query_(key_width_), decay_(key_width_), total_(key_width_),
         columns_(key_width_ * kTokens), known_(2 * kTokens * width_), changes_(kTokens * width_),
-        ones_(kTokens, 1.f) {
-    if (width_ != p.value_dim) padded_.resize(int64_t{p.key_dim} * width_);
-  }
+        ones_(kTokens, 1.f) {}
 
   // Computes an item; `next` is the state of the next one, which it prefetches, or null.
   void run(const Item& item, const float* next) {
     const int tokens = p_.rows.query_count(item.seq), start = p_.rows.first_token(item.seq);
     columns_of_item_ = whole_vectors(item.end - item.begin);
+    in_place_ = tokens <= kFew && width_ == p_.value_dim;
     open(item);
     for (int done = 0; done < tokens;) {
       const int left = tokens - done, now = left <= kFew ? 1 : std::min(kTokens, left);
@@ -79,25 +79,26 @@ class Worker {
   }
 
  private:
-  // Makes state_ an item's columns of the state, in rows of whole vectors.
+  // Makes state_ an item's columns of the state, with rows of whole vectors stride_ apart.
   void open(const Item& item) {
     float* row = p_.rows.template row<float>(item.seq, item.head) + item.begin;
-    const bool in_place = padded_.empty();
-    state_ = in_place ? row : padded_.data();
+    stride_ = in_place_ ? p_.value_dim : width_ + kPadding;
+    if (!in_place_) copy_.resize(int64_t{p_.key_dim} * stride_);
+    state_ = in_place_ ? row : copy_.data();
     for (int i = 0; i < p_.key_dim; i++) {
-      float* to = state_ + i * width_;
+      float* to = state_ + i * stride_;
       if (p_.rows.is_new(item.seq))
         std::fill_n(to, columns_of_item_, 0.f);
-      else if (!in_place)
+      else if (!in_place_)
         widen<Float32>(row + i * p_.value_dim, item.end - item.begin, to);
     }
   }
 
   void close(const Item& item) {
-    if (padded_.empty()) return;
+    if (in_place_) return;
     float* row = p_.rows.template row<float>(item.seq, item.head) + item.begin;
     for (int i = 0; i < p_.key_dim; i++)
-      std::copy_n(state_ + i * width_, item.end - item.begin, row + i * p_.value_dim);
+      std::copy_n(state_ + i * stride_, item.end - item.begin, row + i * p_.value_dim);
   }
 
   // Loads a token's query, key and decays, scaled and normalized.
@@ -132,7 +133,7 @@ class Worker {
       compare(i, count);
     }
     // Rows of known_: first what the old state knows of each key, then the queries' results.
-    multiply(2 * count, p_.key_dim, reading_.data(), key_width_, {state_, width_},
+    multiply(2 * count, p_.key_dim, reading_.data(), key_width_, {state_, stride_},
              columns / kLanes, known_.data(), width_, nullptr);
     for (int i = 0; i < count; i++) solve(i, token + i, item);
     float* results = &known_[count * width_];
@@ -141,7 +142,7 @@ class Worker {
     for (int i = 0; i < p_.key_dim; i++)
       for (int j = 0; j < count; j++) columns_[i * kTokens + j] = keys_[j * key_width_ + i];
     multiply(p_.key_dim, count, columns_.data(), kTokens, {changes_.data(), width_},
-             columns / kLanes, state_, width_, total_.data());
+             columns / kLanes, state_, stride_, total_.data());
     for (int i = 0; i < count; i++)
       narrow<T>(results + i * width_, item.end - item.begin, out(token + i, item));
   }
@@ -211,10 +212,10 @@ class Worker {
     for (int i = 0; i < p_.key_dim; i++) {
 #pragma GCC unroll 4
       for (int line = 0; ahead && line < kWidth; line += kFloatsPerLine)
-        __builtin_prefetch(ahead + i * width_ + line);
+        __builtin_prefetch(ahead + i * stride_ + line);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        const Floats s = load<Floats>(state + i * width_ + v * kLanes);
+        const Floats s = load<Floats>(state + i * stride_ + v * kLanes);
         known[v] += s * reading_[i];
         result[v] += s * reading_[key_width_ + i];
       }
@@ -228,7 +229,7 @@ class Worker {
     for (int i = 0; i < p_.key_dim; i++)
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        float* s = state + i * width_ + v * kLanes;
+        float* s = state + i * stride_ + v * kLanes;
         store(s, load<Floats>(s) * decay_[i] + known[v] * key_[i]);
       }
   }
@@ -244,12 +245,13 @@ class Worker {
   }
 
   const GatedDelta& p_;
-  const int key_width_, width_;  // of a key and of a row of the state, in whole vectors
-  int columns_of_item_ = 0;
+  const int key_width_, width_;  // of a key and of a value, in whole vectors
+  int columns_of_item_ = 0, stride_ = 0;
+  bool in_place_ = false;
   float* state_ = nullptr;
   float by_key_[kTokens][kTokens], by_query_[kTokens][kTokens];
   std::vector<float> reading_, keys_, key_, query_, decay_, total_;
-  std::vector<float> columns_, known_, changes_, ones_, padded_;
+  std::vector<float> columns_, known_, changes_, ones_, copy_;
 };
 
 // Divides heads, and their values if that gives every thread work.

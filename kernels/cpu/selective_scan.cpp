@@ -40,8 +40,11 @@ class Worker {
     for (int done = 0; done < tokens; done += kTokens) {
       const int now = std::min(kTokens, tokens - done);
       load_tokens(start + done, now);
-      for (int i = 0; i < count_; i++)
-        scan(now, i, state(seq, first + i), p_.rows.is_new(seq) && !done);
+      const bool is_new = p_.rows.is_new(seq) && !done;
+      if (now > 1)
+        for (int i = 0; i < count_; i++) scan_tokens(now, i, state(seq, first + i), is_new);
+      else
+        for (int i = 0; i < count_; i += kLanes) scan_channels(seq, i, is_new);
       for (int t = 0; t < now; t++)
         narrow<T>(results_[t], count_,
                   static_cast<Stored*>(p_.out) + int64_t{start + done + t} * p_.channels + first);
@@ -83,8 +86,27 @@ class Worker {
   }
 
   // Takes a channel's state through some tokens, and adds its results.
-  void scan(int count, int channel, float* state, bool is_new) {
+  void scan_tokens(int count, int channel, float* state, bool is_new) {
     Floats sums[kTokens] = {};
+    scan(count, channel, state, is_new, sums);
+    for (int t = 0; t < count; t += kLanes) {
+      float lanes[kLanes];
+      store(lanes, sum_lanes(sums + t));
+      for (int i = 0; i < std::min(kLanes, count - t); i++) results_[t + i][channel] += lanes[i];
+    }
+  }
+
+  // Takes the states of a vector of channels through one token, and adds its results.
+  void scan_channels(int seq, int channel, bool is_new) {
+    Floats sums[kLanes] = {};
+    for (int i = 0; i < std::min(kLanes, count_ - channel); i++)
+      scan(1, channel + i, state(seq, first_ + channel + i), is_new, sums + i);
+    float* results = &results_[0][channel];
+    store(results, load<Floats>(results) + sum_lanes(sums));
+  }
+
+  // Adds to sums[t] the products of token t's state and its c.
+  void scan(int count, int channel, float* state, bool is_new, Floats* sums) {
     for (int at = 0; at < p_.state_size;) {
       const int left = p_.state_size - at;
       if (left >= kMostVectors * kLanes)
@@ -92,11 +114,6 @@ class Worker {
       else
         scan_vectors<1>(count, channel, at, state, is_new, sums);
       at += left >= kMostVectors * kLanes ? kMostVectors * kLanes : kLanes;
-    }
-    for (int t = 0; t < count; t += kLanes) {
-      float lanes[kLanes];
-      store(lanes, sum_lanes(sums + t));
-      for (int i = 0; i < std::min(kLanes, count - t); i++) results_[t + i][channel] += lanes[i];
     }
   }
 

@@ -108,23 +108,23 @@ class Worker {
              num_vectors(count), products_.data(), kTokens, nullptr);
   }
 
-  // Returns the steps of the tokens in the lanes; those of tokens past the chunk's end are zeros.
-  Floats steps(int token, int count, int head) const {
-    Floats dt{};
-    for (int lane = 0; lane < std::min(count, kLanes); lane++)
-      dt[lane] = p_.dt[int64_t{token + lane} * p_.heads + head];
-    if (p_.dt_bias) dt += p_.dt_bias[head];
-    if (p_.softplus) dt = softplus(dt);
-    dt = min(max(dt, broadcast(p_.least_dt)), broadcast(p_.greatest_dt));
-    for (int lane = std::max(count, 0); lane < kLanes; lane++) dt[lane] = 0;
-    return dt;
+  // Sets the steps of some tokens, and up to a whole vector zeros.
+  void load_steps(int token, int count, int head, float* steps) const {
+    for (int t = 0; t < count; t++) steps[t] = p_.dt[int64_t{token + t} * p_.heads + head];
+    std::fill(steps + count, steps + whole_vectors(count), 0.f);
+    for (int t = 0; t < count; t += kLanes) {
+      Floats dt = load<Floats>(steps + t);
+      if (p_.dt_bias) dt += p_.dt_bias[head];
+      if (p_.softplus) dt = softplus(dt);
+      store(steps + t, min(max(dt, broadcast(p_.least_dt)), broadcast(p_.greatest_dt)));
+    }
+    std::fill(steps + count, steps + whole_vectors(count), 0.f);
   }
 
   void run_chunk(int token, int count, int head, float* state) {
     const int dim = p_.head_dim, vectors = num_vectors(count);
     float dt[kTokens], sums[kTokens], total = 0;
-    for (int v = 0; v < vectors; v++)
-      store(dt + v * kLanes, steps(token + v * kLanes, count - v * kLanes, head));
+    load_steps(token, count, head, dt);
     for (int t = 0; t < vectors * kLanes; t++) sums[t] = total += p_.a[head] * dt[t];
     load_x(token, count, head, dt);
     // Results of the state before the chunk, [head_dim][tokens].
@@ -164,13 +164,14 @@ class Worker {
 
   // Sets weights_[j][t] to the weight of token j's input in token t's result.
   void weigh(int count, const float* sums) {
-    for (int j = 0; j < count; j++)
+    for (int j = 0; j < count; j++) {
+      float* row = &weights_[j * kTokens];
       for (int t = 0; t < count; t += kLanes) {
-        Floats decay = power_of_e(load<Floats>(sums + t) - sums[j]) * load<Floats>(
-            &products_[j * kTokens + t]);
-        for (int lane = 0; lane < std::min(j - t, kLanes); lane++) decay[lane] = 0;
-        store(&weights_[j * kTokens + t], decay);
+        const Floats decay = power_of_e(load<Floats>(sums + t) - sums[j]);
+        store(row + t, load<Floats>(&products_[j * kTokens + t]) * decay);
       }
+      std::fill_n(row, j, 0.f);
+    }
   }
 
   void store_results(int token, int count, int head) {
@@ -187,12 +188,14 @@ class Worker {
     const int dim = p_.head_dim;
     float* x = wide_.data();
     widen<T>(static_cast<const Stored*>(p_.x) + token * p_.x_stride + head * dim, dim, x);
-    const float dt = steps(token, 1, head)[0], skip = p_.d ? p_.d[head] : 0.f;
-    const Floats decay = broadcast(power_of_e(p_.a[head] * dt));
+    float dt[kLanes];
+    load_steps(token, 1, head, dt);
+    const float skip = p_.d ? p_.d[head] : 0.f;
+    const Floats decay = broadcast(power_of_e(p_.a[head] * dt[0]));
     for (int i = 0; i < dim; i += kLanes) {
       Floats sums[kLanes] = {};
       for (int lane = 0; lane < std::min(kLanes, dim - i); lane++)
-        sums[lane] = update(state + int64_t{i + lane} * width_, decay, x[i + lane] * dt);
+        sums[lane] = update(state + int64_t{i + lane} * width_, decay, x[i + lane] * dt[0]);
       store(x + i, load<Floats>(x + i) * skip + sum_lanes(sums));
     }
     narrow<T>(x, dim, out(token, head));
