@@ -7,6 +7,7 @@ It is simple and slow: float32 arithmetic, one sequence at a time, any shape and
 import torch
 from torch import Tensor
 
+from octavo.kernels.activation import Activation
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
@@ -143,6 +144,46 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks from one cache to another; see `octavo.kernels.ops.swap_blocks`."""
     for from_block, to_block in pairs.tolist():
         destination[to_block] = source[from_block]
+
+
+def experts(  # noqa: PLR0917
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """Compute a mixture of experts, one row and expert at a time.
+
+    Args:
+        x: `[rows, hidden]`.
+        expert_ids: `[rows, chosen]` int64; those that do not exist are skipped.
+        weights: `[rows, chosen]`.
+        up: `[experts, projected, hidden]`; with a gate, the gates and then the up projections.
+        up_bias: `[experts, projected]`, or None.
+        down: `[experts, hidden, inner]`.
+        down_bias: `[experts, hidden]`, or None.
+        activation: Maps `[projected]` to `[inner]`.
+
+    Returns:
+        `[rows, hidden]`, of the dtype of `x`: the sum of the row's weighted experts.
+    """
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for row, ids in enumerate(expert_ids.tolist()):
+        for choice, expert in enumerate(ids):
+            if not 0 <= expert < len(up):
+                continue
+            projected = up[expert].float() @ x[row].float()
+            if up_bias is not None:
+                projected = projected + up_bias[expert].float()
+            result = down[expert].float() @ activation(projected)
+            if down_bias is not None:
+                result = result + down_bias[expert].float()
+            out[row] += weights[row, choice].float() * result
+    return out.to(x.dtype)
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:

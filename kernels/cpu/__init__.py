@@ -38,6 +38,7 @@ ssd = _states.ssd
 gated_delta = _states.gated_delta
 selective_scan = _states.selective_scan
 linear = None if _kernels is None else _kernels.linear
+experts = None if _kernels is None else _kernels.experts
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
 if _kernels is not None:  # for compiled steps, which need the C++ kernels

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "cache.h"
+#include "experts.h"
 #include "linear.h"
 #include "plan.h"
 
@@ -33,6 +34,8 @@ Error aoti_torch_delete_tensor_object(Tensor tensor);
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_dtype_int64();
 
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
@@ -49,6 +52,7 @@ void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, c
                         uint16_t*, int);
 void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
                         const Scales*, uint16_t*, int);
+void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
 }
 
 namespace {
@@ -142,6 +146,32 @@ struct LinearCall {
   int64_t num_rows() const { return rows.sizes[0]; }
   int64_t row_stride() const { return rows.strides[0]; }
 };
+
+// One product of experts.
+ExpertProduct expert_product(const View& panels, Tensor bias, Tensor* factors, Tensor* scales) {
+  ExpertProduct product{panels.data, View(bias).as<float>(), nullptr, 0, nullptr};
+  if (factors && scales) {
+    const View own(*factors);
+    product.factors = own.as<float>();
+    product.factor_stride = own.sizes[0] > 1 ? own.strides[0] : 0;
+    product.scales = View(*scales).as<float>();
+  }
+  return product;
+}
+
+// Returns an ExpertWeights by the dtype of packed weights.
+int expert_weights(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float32()) return kFloat32;
+  if (dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
+  return dtype == aoti_torch_dtype_int8() ? kInt8 : kInt4;
+}
+
+// The number of inputs of packed weights.
+int64_t expert_inputs(const View& panels) {
+  constexpr int64_t kOfWord[] = {1, 2, 4};
+  const int weights = expert_weights(panels.dtype);
+  return panels.sizes[2] * (weights == kInt4 ? kGroupInputs : kOfWord[weights]);
+}
 
 }  // namespace
 
@@ -299,5 +329,35 @@ extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Te
                    View(row_sums).as<float>()};
   octavo_linear_int4(call.x(), call.num_rows(), call.row_stride(), View(nibbles).as<uint8_t>(),
                      &call.layer, &all, static_cast<uint16_t*>(call.out), step.threads);
+  return 0;
+}
+
+// octavo::packed_experts
+extern "C" Error aoti_torch_cpu_packed_experts(
+    Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias, Tensor down,
+    Tensor down_bias, int64_t activation, int64_t gated, double alpha, double limit, double offset,
+    Tensor* up_factors, Tensor* up_scales, Tensor* down_factors, Tensor* down_scales,
+    Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const View rows(x), ids(expert_ids), shares(weights), up_panels(up), down_panels(down);
+  if (rows.strides[1] != 1) return kFailed;
+  const Routing routing{ids.as<int64_t>(),
+                        {ids.strides[0], ids.strides[1]},
+                        shares.as<float>(),
+                        {shares.strides[0], shares.strides[1]},
+                        ids.sizes[0],
+                        ids.sizes[1]};
+  const ExpertsLayer layer{
+      expert_weights(up_panels.dtype),
+      up_panels.sizes[0],
+      rows.sizes[1],
+      expert_inputs(down_panels),
+      expert_product(up_panels, up_bias, up_factors, up_scales),
+      expert_product(down_panels, down_bias, down_factors, down_scales),
+      {static_cast<int>(activation), gated != 0, static_cast<float>(alpha),
+       static_cast<float>(limit), static_cast<float>(offset)}};
+  void* const out = make({rows.sizes[0], rows.sizes[1]}, rows.dtype, result);
+  if (!out) return kFailed;
+  octavo_experts(rows.data, rows.strides[0], &routing, &layer, out, step.threads);
   return 0;
 }

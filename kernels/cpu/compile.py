@@ -11,15 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = (
-    *("paged_attention.cpp", "linear.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
+    *("paged_attention.cpp", "linear.cpp", "experts.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
     *("operators.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )
 """In the order of their compile times, longest first."""
 HEADERS = (
-    *("amx.h", "cache.h", "fetcher.h", "linear.h", "outputs.h", "plan.h", "prepare_rows.h"),
-    *("product.h", "row.h", "states.h", "vector.h", "words.h"),
+    *("activation.h", "amx.h", "cache.h", "experts.h", "fetcher.h", "linear.h", "nibbles.h"),
+    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "row.h", "states.h", "vector.h"),
+    "words.h",
 )
 FLAGS = (
     "-O2",  # compiles twice as fast as -O3, to equally fast code
@@ -30,7 +31,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-FLAGS_OF = dict.fromkeys(("linear.cpp", "linear_int4.cpp"), ("-fno-tree-ter",))
+FLAGS_OF = dict.fromkeys(("linear.cpp", "linear_int4.cpp", "experts.cpp"), ("-fno-tree-ter",))
 """A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
 them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""
 TIMEOUT = 120  # seconds, a source

@@ -70,14 +70,8 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
   const Outputs<uint16_t> out{y, *layer};
   auto store = [&](int64_t row, int64_t panel, const Ints* sums) {
     Floats values[kPanelVectors];
-    for (int j = 0; j < kPanelVectors; j++) {
-      const int64_t at = panel * kPanel + j * kLanes;
-      const Floats product =
-          __builtin_convertvector(sums[j], Floats) * load<Floats>(scales->outputs + at);
-      const Floats shift =
-          load<Floats>(scales->row_sums + at) * (ranges[row].zero - Fours::kOffset);
-      values[j] = (product - shift) * ranges[row].step;
-    }
+    to_floats(sums, ranges[row], scales->outputs + panel * kPanel,
+              scales->row_sums + panel * kPanel, values);
     out.write(row, panel, values);
   };
   const void* prepared = words ? static_cast<const void*>(words) : bytes;

@@ -22,6 +22,7 @@ constexpr int kTileRows = 6;  // two sums each; with an element and weights, 16 
 constexpr int kTileRows = 12;  // of 32 registers
 #endif
 constexpr int kLineWords = 16;
+constexpr int kGroupInputs = 32;  // that share a scale in 4 bits, as in linear.py
 
 // Rows of words as the products take them: T::kParts for each word, those of part i from
 // i * depth on.
@@ -70,6 +71,68 @@ void multiply_rows(int rows, const uint32_t* a, int64_t stride, const uint32_t* 
     multiply_rows<T, kAhead, kRows - 1>(rows, a, stride, b, depth, ahead, sums);
 }
 
+// A thread's products of rows and panels, in registers or on the matrix unit.
+template <class T>
+class PanelProducts {
+ public:
+  // Calls store(row, sums) with each row's sums of a panel of `depth` words of each output.
+  // Prefetches as much of `ahead` as it reads of the panel.
+  template <class Store>
+  void run(const Rows& rows, const uint32_t* panel, int64_t depth, const uint32_t* ahead,
+           Store store) {
+#if OCTAVO_HAS_AMX
+    if constexpr (T::kOnMatrixUnit)
+      if (rows.count >= kLeastMatrixRows && octavo_allow_amx())
+        return run_in_tiles(rows, panel, depth, ahead, store);
+#endif
+    const int64_t tiles = (rows.count + kTileRows - 1) / kTileRows;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows.count * tile / tiles;
+      const int count = rows.count * (tile + 1) / tiles - row;
+      const uint32_t* a = rows.words + row * rows.stride;
+      typename T::Sum sums[kTileRows][kPanelVectors];
+      // Prefetch the next panel in the first tile, or half of it in each of the first two.
+      if (tiles > 1 && tile < 2 && kLines > 1)
+        multiply_rows<T, kLines / 2>(count, a, rows.stride, panel, depth,
+                                     ahead + tile * depth * kPanel / 2, sums);
+      else if (tile == 0)
+        multiply_rows<T, kLines>(count, a, rows.stride, panel, depth, ahead, sums);
+      else
+        multiply_rows<T, 0>(count, a, rows.stride, panel, depth, ahead, sums);
+      for (int i = 0; i < count; i++) store(row + i, sums[i]);
+    }
+  }
+
+ private:
+  static constexpr int kLines = kPanel > kLineWords ? kPanel / kLineWords : 1;
+
+#if OCTAVO_HAS_AMX
+  template <class Store>
+  void run_in_tiles(const Rows& rows, const uint32_t* panel, int64_t depth, const uint32_t* ahead,
+                    Store store) {
+    const int64_t tiles = (rows.count + kMatrixRows - 1) / kMatrixRows;
+    const int64_t steps = depth / kMatrixWords;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows.count * tile / tiles;
+      const int count = rows.count * (tile + 1) / tiles - row;
+      const uint32_t* a = rows.words + row * rows.stride;
+      typename T::Sum sums[kMatrixRows][kPanelVectors];
+      unit_.template multiply<T>(a, rows.stride, count, panel, steps, tile == 0 ? ahead : nullptr,
+                                 sums);
+      for (int i = 0; i < count; i++) {
+        for (int64_t k = steps * kMatrixWords; k < depth; k++)
+          for (int j = 0; j < kPanelVectors; j++)
+            sums[i][j] = T::multiply_add(sums[i][j], broadcast(a[i * rows.stride + k]),
+                                         load<Words>(panel + k * kPanel + j * kLanes));
+        store(row + i, sums[i]);
+      }
+    }
+  }
+
+  MatrixUnit unit_;
+#endif
+};
+
 // Calls store(row, panel, sums) with each row's sums of each panel.
 //
 // The next free thread takes the next panel, as other processes may slow some threads.
@@ -84,76 +147,23 @@ class Linear {
   template <class Prepare>
   void run(int threads, Prepare prepare) {
     std::atomic<int64_t> free{0};
-#if OCTAVO_HAS_AMX
-    const bool tiled = rows_.count >= kLeastMatrixRows && octavo_allow_amx();
-#endif
 #pragma omp parallel num_threads(threads)
     {
-#if OCTAVO_HAS_AMX
-      MatrixUnit unit;
-#endif
+      PanelProducts<T> products;
       if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
 #pragma omp for  // ends when all rows are prepared
         for (int64_t row = 0; row < rows_.count; row++) prepare(row);
       }
       for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
         next = free++;
-        const uint32_t* ahead = panels_ + std::min(next, num_panels_ - 1) * depth_ * kPanel;
-#if OCTAVO_HAS_AMX
-        if (tiled) {
-          run_panel_in_tiles(unit, panel, ahead);
-          continue;
-        }
-#endif
-        run_panel(panel, ahead);
+        products.run(rows_, at(panel), depth_, at(std::min(next, num_panels_ - 1)),
+                     [&](int64_t row, const auto* sums) { store_(row, panel, sums); });
       }
     }
   }
 
  private:
-  static constexpr int kLines = kPanel > kLineWords ? kPanel / kLineWords : 1;
-
-#if OCTAVO_HAS_AMX
-  void run_panel_in_tiles(MatrixUnit& unit, int64_t panel, const uint32_t* ahead) const {
-    const int64_t tiles = (rows_.count + kMatrixRows - 1) / kMatrixRows;
-    const int64_t steps = depth_ / kMatrixWords;
-    const uint32_t* b = panels_ + panel * depth_ * kPanel;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = rows_.count * tile / tiles;
-      const int rows = rows_.count * (tile + 1) / tiles - row;
-      const uint32_t* a = rows_.words + row * rows_.stride;
-      typename T::Sum sums[kMatrixRows][kPanelVectors];
-      unit.template multiply<T>(a, rows_.stride, rows, b, steps, tile == 0 ? ahead : nullptr, sums);
-      for (int i = 0; i < rows; i++) {
-        for (int64_t k = steps * kMatrixWords; k < depth_; k++)
-          for (int j = 0; j < kPanelVectors; j++)
-            sums[i][j] = T::multiply_add(sums[i][j], broadcast(a[i * rows_.stride + k]),
-                                         load<Words>(b + k * kPanel + j * kLanes));
-        store_(row + i, panel, sums[i]);
-      }
-    }
-  }
-#endif
-
-  void run_panel(int64_t panel, const uint32_t* ahead) const {
-    const uint32_t* b = panels_ + panel * depth_ * kPanel;
-    const int64_t tiles = (rows_.count + kTileRows - 1) / kTileRows;
-    for (int64_t tile = 0; tile < tiles; tile++) {
-      const int64_t row = rows_.count * tile / tiles;
-      const int rows = rows_.count * (tile + 1) / tiles - row;
-      const uint32_t* a = rows_.words + row * rows_.stride;
-      typename T::Sum sums[kTileRows][kPanelVectors];
-      // Prefetch the next panel in the first tile, or half of it in each of the first two.
-      if (tiles > 1 && tile < 2 && kLines > 1)
-        multiply_rows<T, kLines / 2>(rows, a, rows_.stride, b, depth_,
-                                     ahead + tile * depth_ * kPanel / 2, sums);
-      else if (tile == 0)
-        multiply_rows<T, kLines>(rows, a, rows_.stride, b, depth_, ahead, sums);
-      else
-        multiply_rows<T, 0>(rows, a, rows_.stride, b, depth_, ahead, sums);
-      for (int i = 0; i < rows; i++) store_(row + i, panel, sums[i]);
-    }
-  }
+  const uint32_t* at(int64_t panel) const { return panels_ + panel * depth_ * kPanel; }
 
   const Rows rows_;
   const uint32_t* panels_;

@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GROUP = 32  # inputs that share a scale in 4 bits, as in linear.cpp and GGUF
+GROUP = 32  # inputs that share a scale in 4 bits, as in linear.h and GGUF
 _PAIR, _FOUR = 2, 4  # inputs per instruction, of 16 and of 8 bits
+_WORD = 4  # bytes
 
 
 class _Layer(Structure):
@@ -78,12 +79,12 @@ class LinearKernels:
         """Pack weights into panels.
 
         Args:
-            weight: `[outputs, inputs]`, bfloat16 or int8, that `takes` accepts.
+            weight: `[outputs, inputs]`, bfloat16 or int8, that `takes` accepts, or float32.
 
         Returns:
             `[panels, words, panel * elements of a word]`, of the same dtype.
         """
-        word = _PAIR if weight.dtype == torch.bfloat16 else _FOUR
+        word = _WORD // weight.element_size()
         whole = self.pad_outputs(weight)
         panels = whole.reshape(-1, self.panel, weight.shape[1] // word, word)
         return panels.transpose(1, 2).flatten(2).contiguous()

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.states import StateKernels
@@ -221,6 +222,7 @@ class NativeKernels:
     Attributes:
         linear: The kernels for linear layers.
         states: The kernels for layers that keep a state.
+        experts: The kernel for mixtures of experts.
         isa: The instructions they use, by a name in isa.cpp.
     """
 
@@ -275,6 +277,7 @@ class NativeKernels:
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
         self.states = StateKernels(library)
+        self.experts = ExpertKernels(library, self.linear)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
         self._batches: _CheckedBatches | None = None  # likewise

@@ -38,6 +38,9 @@ Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor,
                                         int64_t, Tensor*, double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
                                         Tensor, int64_t, Tensor*, double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_experts(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                    int64_t, int64_t, double, double, double, Tensor*, Tensor*,
+                                    Tensor*, Tensor*, Tensor*);
 }
 
 namespace {
@@ -129,6 +132,20 @@ void packed_linear_int4(Value* stack, uint64_t, uint64_t) {
          result, "packed_linear_int4");
 }
 
+void packed_experts(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), ids(stack[1]), weights(stack[2]), up(stack[3]), up_bias(stack[4]),
+      down(stack[5]), down_bias(stack[6]), up_factors(stack[12]), up_scales(stack[13]),
+      down_factors(stack[14]), down_scales(stack[15]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_experts(
+             x, ids, weights, up, up_bias, down, down_bias, static_cast<int64_t>(stack[7]),
+             static_cast<int64_t>(stack[8]), as_double(stack[9]), as_double(stack[10]),
+             as_double(stack[11]), up_factors.optional(), up_scales.optional(),
+             down_factors.optional(), down_scales.optional(), &result),
+         result, "packed_experts");
+}
+
 struct Operator {
   const char* name;
   const char* schema;
@@ -150,6 +167,12 @@ constexpr Operator kOperators[] = {
     {"packed_linear_int4",
      "packed_linear_int4(" LAYER ", " SCALES ", Tensor nibbles, " FUSED ") -> Tensor",
      packed_linear_int4},
+    {"packed_experts",
+     "packed_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias,"
+     " Tensor down, Tensor down_bias, int activation, int gated, float alpha, float limit,"
+     " float offset, Tensor up_factors, Tensor up_scales, Tensor down_factors,"
+     " Tensor down_scales) -> Tensor",
+     packed_experts},
 };
 
 Error register_all() {

@@ -3,13 +3,9 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "linear.h"
 #include "prepare_rows.h"
-
-inline Floats silu(Floats x) {
-  const Floats power = min(x * -1.4426950f, broadcast(126.f));  // of 2; not to overflow
-  return x / (1.f + exp2(power));
-}
 
 inline int64_t num_panels(const LinearLayer& layer) {
   const int outputs = layer.gated ? kLanes : kPanel;
@@ -27,7 +23,7 @@ struct Outputs {
     const float* bias = layer.bias + panel * kPanel;
     const Floats left = products[0] + load<Floats>(bias);
     const Floats right = products[1] + load<Floats>(bias + kLanes);
-    if (layer.gated) return put(row, panel * kLanes, silu(left) * right);
+    if (layer.gated) return put(row, panel * kLanes, times_sigmoid(left, left) * right);
     put(row, panel * kPanel, left);
     put(row, panel * kPanel + kLanes, right);
   }

@@ -86,3 +86,15 @@ inline Range round_row(const uint16_t* row, const LinearLayer& layer, const floa
   const float scale = layer.norm ? inverse_rms(row, layer) : 1;
   return {step * scale, static_cast<float>(zero[0])};
 }
+
+// Products of a row's bytes and a panel's weights, in float32. `scales` and `row_sums` are the
+// panel's; see `Scales`.
+inline void to_floats(const Ints* sums, const Range& range, const float* scales,
+                      const float* row_sums, Floats* values) {
+  for (int j = 0; j < kPanelVectors; j++) {
+    const Floats product =
+        __builtin_convertvector(sums[j], Floats) * load<Floats>(scales + j * kLanes);
+    const Floats shift = load<Floats>(row_sums + j * kLanes) * (range.zero - Fours::kOffset);
+    values[j] = (product - shift) * range.step;
+  }
+}

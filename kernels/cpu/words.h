@@ -1,8 +1,8 @@
 // Products of words of several numbers, by the best instructions of the CPU.
 //
-// A word of weights has two bfloat16 or four bytes of an output. Where no instruction multiplies
-// all of a word's numbers at once, the word is taken apart in registers: memory holds the same
-// weights on every CPU.
+// A word of weights has one float32, two bfloat16 or four bytes of an output. Where no instruction
+// multiplies all of a word's numbers at once, the word is taken apart in registers: memory holds
+// the same weights on every CPU.
 #pragma once
 
 #include "vector.h"
@@ -25,9 +25,26 @@ inline Ints add_products(Ints sum, Words a, Words b) {
 #endif
 }
 
+// One float32.
+struct Singles {
+  using Sum = Floats;
+  static constexpr int kParts = 1;
+  static constexpr bool kOnMatrixUnit = false;
+
+  template <class T>
+  static T row_part(T words, int) {
+    return words;
+  }
+  static Words weight_part(Words words, int) { return words; }
+  static Sum multiply_add(Sum sum, Words row, Words weights) {
+    return Float32::multiply_add(sum, row, weights);
+  }
+};
+
 // Two bfloat16.
 struct Pairs {
   using Sum = Floats;
+  static constexpr bool kOnMatrixUnit = true;
   static constexpr int kParts = BFloat16::kPack == 2 ? 1 : 2;
 
   // Part `i` of rows and of weights: all, or one of the two as float32.
@@ -45,6 +62,7 @@ struct Pairs {
 // Four bytes, unsigned in rows and signed in weights.
 struct Fours {
   using Sum = Ints;
+  static constexpr bool kOnMatrixUnit = true;
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
     defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
   static constexpr int kParts = 1;

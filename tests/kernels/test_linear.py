@@ -72,21 +72,20 @@ def kernels(request, tmp_path_factory):
         yield LinearKernels(library)
         library.close()
     else:
-        library = ctypes.CDLL(str(for_x86(*X86[request.param], directory)))
+        library = ctypes.CDLL(str(for_x86(*X86[request.param], directory, *KERNELS)))
         library.octavo_isa.restype = ctypes.c_char_p
         assert library.octavo_isa().decode() == request.param
         yield LinearKernels(library)
 
 
-def for_x86(march, emulated, directory):
-    """Return the path of a library."""
+def for_x86(march, emulated, directory, *sources):
+    """Return the path of a library of these sources."""
     if platform.machine() != "x86_64" or shutil.which("g++") is None:
         pytest.skip("no g++ for x86")
     flags = [f"-march={march}", *(f"-D{name}" for name in emulated)]
-    sources = list(KERNELS)
     if emulated:
         flags.append(f"-I{EMULATION}")
-        sources.append(EMULATION / "allow_amx.cpp")
+        sources = (*sources, EMULATION / "allow_amx.cpp")
     # Symbolically, as the kernels of this CPU are loaded globally.
     return built("g++", *flags, "-shared", "-Wl,-Bsymbolic", *sources, to=directory / "library.so")
 

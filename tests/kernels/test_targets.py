@@ -26,6 +26,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clw
 ICE_LAKE = AVX512 | {"avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "gfni", "vaes"}
 AMX = AVX512 | {"amx_tile"}
 SHIMS = {f"aoti_torch_cpu_packed_linear{kind}" for kind in ("", "_wide", "_int8", "_int4")}
+SHIMS |= {"aoti_torch_cpu_packed_experts"}
 
 
 class Target(NamedTuple):

@@ -1,0 +1,349 @@
+// A mixture of experts: each row's gated MLPs, weighted and summed, in one call.
+//
+// Rows are sorted by expert, so that each expert's weights are read once. The first product's items
+// of work are an expert's panel. Those of the second are the same panel of all experts: the thread
+// alone adds to its outputs, in the order of the experts.
+
+#include "experts.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "activation.h"
+#include "linear.h"
+#include "nibbles.h"
+#include "prepare_rows.h"
+
+namespace {
+
+constexpr int64_t kMostBytes = 64 << 20;  // of prepared rows; more rows are computed in slices
+
+// The rows of an expert among the sorted ones.
+struct Span {
+  int64_t expert, first, count;
+};
+
+// Pairs of a row and an expert, in the order of experts.
+struct Sorted {
+  std::vector<Span> spans;      // of experts with rows
+  std::vector<int64_t> experts;  // of each pair
+  std::vector<int64_t> rows;
+  std::vector<float> weights;
+
+  Sorted(const Routing& routing, int64_t begin, int64_t end, int64_t num_experts) {
+    std::vector<int64_t> starts(num_experts + 1);
+    for_each(routing, begin, end, num_experts,
+             [&](int64_t expert, int64_t, float) { starts[expert + 1]++; });
+    for (int64_t expert = 0; expert < num_experts; expert++) {
+      if (starts[expert + 1]) spans.push_back({expert, starts[expert], starts[expert + 1]});
+      starts[expert + 1] += starts[expert];
+    }
+    const int64_t count = starts[num_experts];
+    experts.resize(count);
+    rows.resize(count);
+    weights.resize(count);
+    for_each(routing, begin, end, num_experts, [&](int64_t expert, int64_t row, float weight) {
+      const int64_t at = starts[expert]++;
+      experts[at] = expert;
+      rows[at] = row;
+      weights[at] = weight;
+    });
+  }
+  int64_t count() const { return rows.size(); }
+
+ private:
+  template <class Call>
+  static void for_each(const Routing& routing, int64_t begin, int64_t end, int64_t num_experts,
+                       Call call) {
+    for (int64_t row = begin; row < end; row++)
+      for (int64_t i = 0; i < routing.chosen; i++) {
+        const int64_t expert =
+            routing.experts[row * routing.expert_strides[0] + i * routing.expert_strides[1]];
+        if (expert < 0 || expert >= num_experts) continue;
+        call(expert, row,
+             routing.weights[row * routing.weight_strides[0] + i * routing.weight_strides[1]]);
+      }
+  }
+};
+
+// A product's size.
+struct Size {
+  int64_t inputs, panels;
+};
+
+// Each kind of weights has a class: it prepares rows, and calls store(i, products) for the rows of
+// a span and a panel. Both products of a layer use the same buffers, for rows of `most` inputs.
+
+template <class T, class Stored>
+class WordProducts {
+ public:
+  using Element = Stored;
+  using Unit = PanelProducts<T>;
+  static int64_t row_bytes(int64_t inputs) { return inputs * sizeof(Element) * T::kParts; }
+
+  WordProducts(const ExpertProduct& product, Size size, int64_t rows, int64_t most)
+      : panels_(static_cast<const uint32_t*>(product.panels)), size_(size),
+        depth_(size.inputs * sizeof(Element) / sizeof(uint32_t)), stride_(depth_ * T::kParts),
+        words_(scratch<uint32_t>(rows * row_bytes(most) / sizeof(uint32_t))) {}
+
+  void prepare(int64_t row, int64_t, const Element* from) const {
+    take_apart<T>(from, depth_, words_ + row * stride_);
+  }
+  const uint32_t* at(int64_t expert, int64_t panel) const {
+    return panels_ + (expert * size_.panels + panel) * depth_ * kPanel;
+  }
+  template <class Store>
+  void multiply(Unit& unit, const Span& span, int64_t panel, const uint32_t* ahead,
+                Store store) const {
+    const Rows rows{words_ + span.first * stride_, span.count, stride_};
+    unit.run(rows, at(span.expert, panel), depth_, ahead, store);
+  }
+
+ private:
+  const uint32_t* panels_;
+  Size size_;
+  int64_t depth_, stride_;
+  uint32_t* words_;
+};
+
+class ByteProducts {
+ public:
+  using Element = uint16_t;
+  using Unit = PanelProducts<Fours>;
+  static int64_t row_bytes(int64_t inputs) { return inputs * Fours::kParts; }
+
+  ByteProducts(const ExpertProduct& product, Size size, int64_t rows, int64_t most)
+      : product_(product), size_(size), depth_(size.inputs / 4), stride_(depth_ * Fours::kParts),
+        words_(scratch<uint32_t>(rows * row_bytes(most) / sizeof(uint32_t))),
+        ranges_(scratch<Range>(rows)) {}
+
+  void prepare(int64_t row, int64_t expert, const uint16_t* from) const {
+    LinearLayer layer{};
+    layer.inputs = size_.inputs;
+    uint8_t* const bytes = scratch<uint8_t>(size_.inputs);
+    ranges_[row] =
+        round_row(from, layer, product_.factors + expert * product_.factor_stride, bytes);
+    take_apart<Fours>(bytes, depth_, words_ + row * stride_);
+  }
+  const uint32_t* at(int64_t expert, int64_t panel) const {
+    return static_cast<const uint32_t*>(product_.panels) +
+           (expert * size_.panels + panel) * depth_ * kPanel;
+  }
+  template <class Store>
+  void multiply(Unit& unit, const Span& span, int64_t panel, const uint32_t* ahead,
+                Store store) const {
+    const int64_t padded = size_.panels * kPanel;
+    const float* scales = product_.scales + 2 * span.expert * padded + panel * kPanel;
+    const Rows rows{words_ + span.first * stride_, span.count, stride_};
+    unit.run(rows, at(span.expert, panel), depth_, ahead, [&](int64_t i, const Ints* sums) {
+      Floats values[kPanelVectors];
+      to_floats(sums, ranges_[span.first + i], scales, scales + padded, values);
+      store(i, values);
+    });
+  }
+
+ private:
+  const ExpertProduct& product_;
+  Size size_;
+  int64_t depth_, stride_;
+  uint32_t* words_;
+  Range* ranges_;
+};
+
+class NibbleProducts {
+ public:
+  using Element = uint16_t;
+  struct Unit {};
+  static int64_t row_bytes(int64_t inputs) { return inputs * sizeof(Element); }
+
+  NibbleProducts(const ExpertProduct& product, Size size, int64_t rows, int64_t most)
+      : panels_(static_cast<const uint8_t*>(product.panels)), size_(size), rows_(rows),
+        groups_(size.inputs / Group::kInputs), stride_(size.inputs / 2),
+        words_(scratch<uint32_t>(rows * row_bytes(most) / sizeof(uint32_t))),
+        sums_(scratch<float>(2 * rows * most / Group::kInputs)) {}
+
+  void prepare(int64_t row, int64_t, const uint16_t* from) const {
+    uint32_t* const words = words_ + row * stride_;
+    if (!Numbers::kRoundsRows) std::memcpy(words, from, stride_ * sizeof *words);
+    prepare_groups(from, groups_, words, sums_ + row * groups_, steps() + row * groups_);
+  }
+  const uint8_t* at(int64_t expert, int64_t panel) const {
+    return panels_ + (expert * size_.panels + panel) * groups_ * Group::kBytes;
+  }
+  template <class Store>
+  void multiply(Unit&, const Span& span, int64_t panel, const uint8_t* ahead, Store store) const {
+    const uint8_t* own = at(span.expert, panel);
+    const int64_t parts = (span.count + kFewRows - 1) / kFewRows;
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t first = span.count * part / parts, row = span.first + first;
+      const int count = span.count * (part + 1) / parts - first;
+      const Few few{words_ + row * stride_, stride_, sums_ + row * groups_,
+                    steps() + row * groups_, groups_};
+      multiply_few(count, few, own, part == 0 ? ahead : own,
+                   [&](int i, const Floats* values) { store(first + i, values); });
+    }
+  }
+
+ private:
+  float* steps() const { return sums_ + rows_ * groups_; }
+
+  const uint8_t* panels_;
+  Size size_;
+  int64_t rows_, groups_, stride_;
+  uint32_t* words_;
+  float* sums_;
+};
+
+// Numbers of the layer's own type, to and from vectors.
+inline void put(uint16_t* to, int64_t count, Floats values) {
+  store_first(to, count, BFloat16::narrow(values));
+}
+inline void put(float* to, int64_t count, Floats values) { store_first(to, count, values); }
+
+template <class Products>
+class Mixture {
+ public:
+  using Element = typename Products::Element;
+
+  Mixture(const ExpertsLayer& layer, const Element* x, int64_t row_stride, Element* y)
+      : layer_(layer), x_(x), row_stride_(row_stride), y_(y),
+        up_size_{layer.hidden, panels(layer.inner, layer.activation.gated)},
+        down_size_{layer.inner, panels(layer.hidden, false)} {}
+
+  void run(const Routing& routing, int threads) const {
+    const int64_t pair_bytes = Products::row_bytes(most_inputs()) + layer_.inner * sizeof(Element);
+    const int64_t most = std::max<int64_t>(1, kMostBytes / pair_bytes / routing.chosen);
+    for (int64_t begin = 0; begin < routing.rows; begin += most)
+      run_slice(routing, begin, std::min(begin + most, routing.rows), threads);
+  }
+
+ private:
+  static int64_t panels(int64_t outputs, bool gated) {
+    const int64_t own = gated ? kLanes : kPanel;
+    return (outputs + own - 1) / own;
+  }
+
+  int64_t most_inputs() const { return std::max(layer_.hidden, layer_.inner); }
+
+  void run_slice(const Routing& routing, int64_t begin, int64_t end, int threads) const {
+    const Sorted sorted(routing, begin, end, layer_.experts);
+    Element* const inner = scratch<Element>(sorted.count() * layer_.inner);
+    const Products up(layer_.up, up_size_, sorted.count(), most_inputs());
+    const Products down(layer_.down, down_size_, sorted.count(), most_inputs());
+    std::atomic<int64_t> free_up{0}, free_down{0};
+#pragma omp parallel num_threads(threads)
+    {
+      typename Products::Unit unit;
+#pragma omp for
+      for (int64_t i = 0; i < sorted.count(); i++)
+        up.prepare(i, sorted.experts[i], x_ + sorted.rows[i] * row_stride_);
+      multiply_up(up, unit, sorted, free_up, inner);
+#pragma omp barrier
+#pragma omp for
+      for (int64_t i = 0; i < sorted.count(); i++)
+        down.prepare(i, sorted.experts[i], inner + i * layer_.inner);
+      multiply_down(down, unit, sorted, free_down, begin, end);
+    }
+  }
+
+  // The next free thread takes the next panel of an expert.
+  void multiply_up(const Products& up, typename Products::Unit& unit, const Sorted& sorted,
+                   std::atomic<int64_t>& free, Element* inner) const {
+    const int64_t panels = up_size_.panels, items = sorted.spans.size() * panels;
+    for (int64_t item = free++, next; item < items; item = next) {
+      next = free++;
+      const int64_t after = std::min(next, items - 1), panel = item % panels;
+      const Span& span = sorted.spans[item / panels];
+      const float* bias = layer_.up.bias + (span.expert * panels + panel) * kPanel;
+      const Floats left = load<Floats>(bias), right = load<Floats>(bias + kLanes);
+      up.multiply(unit, span, panel, up.at(sorted.spans[after / panels].expert, after % panels),
+                  [&](int64_t i, const Floats* sums) {
+                    store_inner(inner + (span.first + i) * layer_.inner, panel, sums[0] + left,
+                                sums[1] + right);
+                  });
+    }
+  }
+
+  void store_inner(Element* row, int64_t panel, Floats left, Floats right) const {
+    const ExpertActivation& own = layer_.activation;
+    if (own.gated) return put_inner(row, panel * kLanes, activate_gated(left, right, own));
+    put_inner(row, panel * kPanel, activate(left, own.kind, own.alpha));
+    put_inner(row, panel * kPanel + kLanes, activate(right, own.kind, own.alpha));
+  }
+  void put_inner(Element* row, int64_t column, Floats values) const {
+    if (column < layer_.inner) put(row + column, layer_.inner - column, values);
+  }
+
+  // The next free thread takes the next panel, of all experts.
+  void multiply_down(const Products& down, typename Products::Unit& unit, const Sorted& sorted,
+                     std::atomic<int64_t>& free, int64_t begin, int64_t end) const {
+    const int64_t panels = down_size_.panels;
+    Floats* const total = scratch<Floats>((end - begin) * kPanelVectors);
+    for (int64_t panel = free++, next; panel < panels; panel = next) {
+      next = free++;
+      std::fill_n(total, (end - begin) * kPanelVectors, Floats{});
+      for (size_t i = 0; i < sorted.spans.size(); i++) {
+        const Span& span = sorted.spans[i];
+        const bool last = i + 1 == sorted.spans.size();
+        const int64_t after = last ? std::min(next, panels - 1) : panel;
+        add_expert(down, unit, sorted, span, panel,
+                   down.at(sorted.spans[last ? 0 : i + 1].expert, after), begin, total);
+      }
+      for (int64_t row = begin; row < end; row++)
+        for (int j = 0; j < kPanelVectors; j++) {
+          const int64_t column = panel * kPanel + j * kLanes;
+          if (column < layer_.hidden)
+            put(y_ + row * layer_.hidden + column, layer_.hidden - column,
+                total[(row - begin) * kPanelVectors + j]);
+        }
+    }
+  }
+
+  // Adds an expert's weighted outputs of a panel to the sums of its rows.
+  template <class Ahead>
+  void add_expert(const Products& down, typename Products::Unit& unit, const Sorted& sorted,
+                  const Span& span, int64_t panel, Ahead ahead, int64_t begin,
+                  Floats* total) const {
+    const float* bias = layer_.down.bias + (span.expert * down_size_.panels + panel) * kPanel;
+    down.multiply(unit, span, panel, ahead, [&](int64_t i, const Floats* sums) {
+      const int64_t pair = span.first + i;
+      Floats* const own = total + (sorted.rows[pair] - begin) * kPanelVectors;
+      for (int j = 0; j < kPanelVectors; j++)
+        own[j] += sorted.weights[pair] * (sums[j] + load<Floats>(bias + j * kLanes));
+    });
+  }
+
+  const ExpertsLayer& layer_;
+  const Element* x_;
+  int64_t row_stride_;
+  Element* y_;
+  Size up_size_, down_size_;
+};
+
+template <class Products>
+void mix(const void* x, int64_t row_stride, const Routing& routing, const ExpertsLayer& layer,
+         void* y, int threads) {
+  using Element = typename Products::Element;
+  Mixture<Products>(layer, static_cast<const Element*>(x), row_stride, static_cast<Element*>(y))
+      .run(routing, threads);
+}
+
+}  // namespace
+
+// y = sum of each row's weighted experts; an expert is down(activation(up(x))). x and y are
+// float32 with weights in float32, else bfloat16. Sizes of rows must be a multiple of 4, or of a
+// group with weights in 4 bits.
+extern "C" void octavo_experts(const void* x, int64_t row_stride, const Routing* routing,
+                               const ExpertsLayer* layer, void* y, int threads) {
+  switch (layer->weights) {
+    case kFloat32:
+      return mix<WordProducts<Singles, float>>(x, row_stride, *routing, *layer, y, threads);
+    case kBFloat16:
+      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, *routing, *layer, y, threads);
+    case kInt8: return mix<ByteProducts>(x, row_stride, *routing, *layer, y, threads);
+    case kInt4: return mix<NibbleProducts>(x, row_stride, *routing, *layer, y, threads);
+  }
+}

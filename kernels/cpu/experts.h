@@ -1,0 +1,37 @@
+// A mixture-of-experts layer; the structs are the same as in experts.py.
+#pragma once
+
+#include <cstdint>
+
+enum ExpertWeights { kFloat32, kBFloat16, kInt8, kInt4 };
+
+// One of the two products of all experts. Weights are in panels, as in linear.h.
+struct ExpertProduct {
+  const void* panels;    // one expert's after the other's
+  const float* bias;     // [experts, padded outputs]
+  const float* factors;  // of inputs in 8 bits
+  int64_t factor_stride;  // from one expert's factors to the next one's
+  const float* scales;    // in 8 bits: [experts, 2, padded outputs], as in `Scales`
+};
+
+struct ExpertActivation {
+  int kind;   // an Activation, in activation.h
+  int gated;  // panels have kLanes outputs of a gate and then the kLanes of the up projection
+  float alpha, limit, offset;
+};
+
+struct ExpertsLayer {
+  int weights;  // an ExpertWeights
+  int64_t experts, hidden, inner;
+  ExpertProduct up, down;
+  ExpertActivation activation;
+};
+
+// The experts of each row and their weights. Experts that do not exist are skipped.
+struct Routing {
+  const int64_t* experts;
+  int64_t expert_strides[2];
+  const float* weights;
+  int64_t weight_strides[2];
+  int64_t rows, chosen;
+};
