@@ -11,6 +11,13 @@ from triton.compiler import ASTSource, CompiledKernel
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
+from octavo.kernels.triton.experts import (
+    SUM_COLUMNS,
+    _down_kernel,
+    _sum_kernel,
+    _up_kernel,
+    choose_expert_tiles,
+)
 from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.paged_attention import _operands, _paged_attention_kernel, small_tile
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
@@ -221,3 +228,38 @@ def compile_draws(gpu: Gpu) -> CompiledKernel:
         aligned=("logits", "vocab_size"),
         warps=warps_on(gpu),
     )
+
+
+def compile_experts(gpu: Gpu, rows: int, dtype: torch.dtype = BF16) -> list[CompiledKernel]:
+    """Compile both products of 128 experts, with the tiles for so many rows of each."""
+    tiles = choose_expert_tiles(gpu, rows)
+    shared = {"NUM_EXPERTS": 128, "PADDED": 128, "UPCAST": False, "HAS_BIAS": True}
+    shared |= {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth}
+    gated = {"CHOSEN": 8, "GATED": True, "KIND": 0, "ALPHA": 1.702, "LIMIT": 7.0, "OFFSET": 1.0}
+    types = {"order": "*i64", "starts": "*i32", "shares": "*fp32"}
+    types |= dict.fromkeys(("x", "between", "weights", "bias"), "*" + NAMES[dtype])
+    sizes = ("hidden", "inner", "row_stride", "expert_stride", "output_stride")
+    made = []
+    for kernel, own, out in (
+        (_up_kernel, shared | gated, NAMES[dtype]),
+        (_down_kernel, shared, "fp32"),
+    ):
+        names = kernel.arg_names
+        kinds = {name: kind for name, kind in types.items() if name in names} | {"out": "*" + out}
+        aligned = [name for name in (*kinds, *sizes) if name in names]
+        made.append(
+            compile_for(
+                *(gpu, kernel, kinds, own | {"input_stride": 1}),
+                aligned=tuple(aligned),
+                warps=tiles.warps,
+                stages=tiles.stages,
+                large=("weights",),
+            )
+        )
+    return made
+
+
+def compile_sum(gpu: Gpu) -> CompiledKernel:
+    """Compile what adds up a row's experts."""
+    types = {"pairs": "*fp32", "expert_ids": "*i64", "out": "*bf16"}
+    return compile_for(gpu, _sum_kernel, types, {"CHOSEN": 8, "COLUMNS": SUM_COLUMNS})

@@ -28,8 +28,10 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_attention,
     compile_copies,
     compile_draws,
+    compile_experts,
     compile_merges,
     compile_rotation,
+    compile_sum,
     compile_wide_writes,
     compile_write,
 )
@@ -172,3 +174,22 @@ def test_draws(gpu, tmp_path):
     taken = resources(made, tmp_path / "cubin")
     assert taken["STACK"] <= SPARED
     assert taken["REG"] * MAX_THREADS <= 64 * KIB
+
+
+@pytest.mark.parametrize("rows", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (30, 200))])
+@pytest.mark.parametrize(
+    "gpu",
+    [H100, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in (A100, *OTHERS))],
+    ids=lambda gpu: gpu.name,
+)
+def test_experts(gpu, rows, tmp_path):
+    for made in compile_experts(gpu, rows):
+        assert made.metadata.shared <= gpu.shared_bytes
+        taken = resources(made, tmp_path / "cubin")
+        assert taken["STACK"] <= SPARED
+        assert taken["REG"] * 32 * made.metadata.num_warps <= 64 * KIB
+        product = IN_PLACE.get(gpu, "mma.sync") if rows > 32 else "mma.sync"
+        assert product in made.asm["ptx"]
+        loop = first_loop(tmp_path / "cubin")
+        assert not any(instruction.startswith(("LDL", "STL")) for instruction in loop)  # spilled
+    assert resources(compile_sum(gpu), tmp_path / "cubin")["STACK"] == 0

@@ -29,8 +29,10 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_attention,
     compile_copies,
     compile_draws,
+    compile_experts,
     compile_merges,
     compile_rotation,
+    compile_sum,
     compile_wide_writes,
     compile_write,
 )
@@ -199,6 +201,18 @@ def test_draws(gpu, record_property):
     assert not code.spills_in_loops
     assert code.registers * MAX_THREADS <= gpu.registers
     assert made.metadata.num_warps * gpu.warp_size == MAX_THREADS
+
+
+@pytest.mark.parametrize("rows", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (30, 200))])
+@pytest.mark.parametrize("gpu", ONE_IS_FAST, ids=name_of)
+def test_experts(gpu, rows, record_property):
+    made = compile_experts(gpu, rows)
+    codes = [read(kernel) for kernel in [*made, compile_sum(gpu)]]
+    record_property("code", str(codes))
+    assert [code.spilled for code in codes] == [0] * len(codes)
+    for kernel in made:
+        assert kernel.metadata.shared <= gpu.shared_bytes
+        assert PRODUCTS[gpu] in kernel.asm["amdgcn"]
 
 
 def test_a_spill_in_a_loop_is_found():

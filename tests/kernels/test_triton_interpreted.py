@@ -17,11 +17,11 @@ if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= V
 TESTS = Path(__file__).parents[1]
 
 
-def run_interpreted(tests, marks="not slow"):
+def run_interpreted(*tests, marks="not slow"):
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *("-m", marks, str(TESTS / tests)),
+            *("-m", marks, *(str(TESTS / name) for name in tests)),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=TESTS.parent,
@@ -34,7 +34,7 @@ def run_interpreted(tests, marks="not slow"):
 
 
 def test_kernels():
-    run_interpreted("kernels/test_triton.py")
+    run_interpreted("kernels/test_triton.py", "kernels/test_triton_experts.py")
 
 
 def test_kernels_of_states():
@@ -49,5 +49,5 @@ def test_engine():
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_kernels_widely():
-    run_interpreted("kernels/test_triton.py", "slow")
+    run_interpreted("kernels/test_triton.py", marks="slow")
     run_interpreted("kernels/test_triton_states.py", "slow")

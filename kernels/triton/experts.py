@@ -1,0 +1,316 @@
+"""Mixtures of experts: grouped products over rows sorted by expert.
+
+Rows are sorted once. The first kernel multiplies the rows of an expert by its gate and up
+projections and applies the activation; the second one multiplies what comes out by the down
+projection and the rows' weights; the third one adds up each row's experts. The sum is not made by
+atomic additions, as a token's result must not depend on their order.
+
+Nothing here depends on the numbers of rows that experts have, which only the GPU knows: a grid has
+a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and those of no
+expert end at once.
+"""
+
+# Triton compiles its kernels' source, where types are its own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.activation import Activation
+from octavo.kernels.gpu import Gpu, describe_gpu
+
+SUM_COLUMNS = 512
+
+
+class ExpertTiles(NamedTuple):
+    """The sizes of a program's tiles.
+
+    Attributes:
+        rows: Rows of an expert.
+        columns: Outputs; of a gated product so many gates and as many up projections.
+        depth: Inputs of an iteration.
+        warps: Warps of a program.
+        stages: Iterations in flight.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def choose_expert_tiles(gpu: Gpu, rows: float) -> ExpertTiles:
+    """Return the tiles for a GPU.
+
+    Args:
+        gpu: The GPU.
+        rows: The mean number of rows of an expert. With few, programs wait for weights, and narrow
+            tiles keep more multiprocessors busy.
+    """
+    stages = 2 if gpu.is_amd else 3
+    warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
+    if rows <= 16:
+        return ExpertTiles(16, 32, 128, 4, stages)
+    if rows <= 32:
+        return ExpertTiles(32, 64, 64, 4, stages)
+    return ExpertTiles(64, 64, 64, warps, stages)
+
+
+@triton.jit
+def _find_rows(starts, tile, NUM_EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile's expert, its first sorted row and the end of the expert's rows."""
+    expert = tl.arange(0, PADDED)
+    exists = expert < NUM_EXPERTS
+    first = tl.load(starts + expert, mask=exists, other=0)
+    after = tl.load(starts + expert + 1, mask=exists, other=0)
+    tiles = (after - first + ROWS - 1) // ROWS
+    ends = tl.cumsum(tiles, 0)
+    chosen = tl.sum((exists & (ends <= tile)).to(tl.int32), 0)
+    own = expert == chosen
+    begin = tl.sum(tl.where(own, first + (tile - ends + tiles) * ROWS, 0), 0)
+    end = tl.sum(tl.where(own, after, 0), 0)
+    return chosen, begin, end
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """Apply an activation of octavo.kernels.activation."""
+    if KIND == 0:
+        return x * tl.sigmoid(ALPHA * x)
+    if KIND == 1:
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if KIND == 2:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    positive = tl.maximum(x, 0.0)
+    return positive if KIND == 3 else positive * positive
+
+
+@triton.jit
+def _multiply_add(rows, weights, total, UPCAST: tl.constexpr):
+    if UPCAST:
+        rows, weights = rows.to(tl.float32), weights.to(tl.float32)
+    return tl.dot(rows, weights, total)
+
+
+@triton.jit
+def _up_kernel(  # noqa: PLR0917
+    x,
+    order,
+    starts,
+    weights,
+    bias,
+    out,
+    hidden,
+    inner,
+    row_stride,
+    expert_stride,
+    output_stride,
+    input_stride,
+    bias_stride,
+    CHOSEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,  # next power of two
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
+):
+    expert, begin, end = _find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
+    if begin < end:
+        row = begin + tl.arange(0, ROWS)
+        real = row < end
+        token = tl.load(order + row, mask=real, other=0) // CHOSEN
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        exists = column < inner
+        k = tl.arange(0, DEPTH)
+        from_rows = x + token.to(tl.int64)[:, None] * row_stride + k[None, :]
+        from_weights = weights + expert.to(tl.int64) * expert_stride
+        from_weights += k[:, None] * input_stride + column[None, :] * output_stride
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, hidden, DEPTH):
+            inside = k < hidden - start
+            rows = tl.load(from_rows, mask=real[:, None] & inside[None, :], other=0.0)
+            known = inside[:, None] & exists[None, :]
+            gate = _multiply_add(rows, tl.load(from_weights, mask=known, other=0.0), gate, UPCAST)
+            if GATED:
+                others = tl.load(from_weights + inner * output_stride, mask=known, other=0.0)
+                up = _multiply_add(rows, others, up, UPCAST)
+            from_rows += DEPTH
+            from_weights += DEPTH * input_stride
+        if HAS_BIAS:
+            from_bias = bias + expert * bias_stride + column
+            gate += tl.load(from_bias, mask=exists, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(from_bias + inner, mask=exists, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            if LIMIT > 0:
+                gate = tl.minimum(gate, LIMIT)
+                up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+            result = _activate(gate, KIND, ALPHA) * (up + OFFSET)
+        else:
+            result = _activate(gate, KIND, ALPHA)
+        to = out + row.to(tl.int64)[:, None] * inner + column[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=real[:, None] & exists[None, :])
+
+
+@triton.jit
+def _down_kernel(  # noqa: PLR0917
+    between,
+    order,
+    starts,
+    weights,
+    bias,
+    shares,
+    out,
+    inner,
+    hidden,
+    expert_stride,
+    output_stride,
+    input_stride,
+    bias_stride,
+    NUM_EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    expert, begin, end = _find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
+    if begin < end:
+        row = begin + tl.arange(0, ROWS)
+        real = row < end
+        pair = tl.load(order + row, mask=real, other=0)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        exists = column < hidden
+        k = tl.arange(0, DEPTH)
+        from_rows = between + row.to(tl.int64)[:, None] * inner + k[None, :]
+        from_weights = weights + expert.to(tl.int64) * expert_stride
+        from_weights += k[:, None] * input_stride + column[None, :] * output_stride
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, inner, DEPTH):
+            inside = k < inner - start
+            rows = tl.load(from_rows, mask=real[:, None] & inside[None, :], other=0.0)
+            known = inside[:, None] & exists[None, :]
+            total = _multiply_add(rows, tl.load(from_weights, mask=known, other=0.0), total, UPCAST)
+            from_rows += DEPTH
+            from_weights += DEPTH * input_stride
+        if HAS_BIAS:
+            from_bias = bias + expert * bias_stride + column
+            total += tl.load(from_bias, mask=exists, other=0.0).to(tl.float32)[None, :]
+        total *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
+        to = out + pair.to(tl.int64)[:, None] * hidden + column[None, :]
+        tl.store(to, total, mask=real[:, None] & exists[None, :])
+
+
+@triton.jit
+def _sum_kernel(  # noqa: PLR0917
+    pairs, expert_ids, out, hidden, num_experts, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add up a row's weighted experts; what those left that do not exist may be NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < hidden
+    total = tl.zeros([COLUMNS], tl.float32)
+    for choice in range(CHOSEN):
+        pair = row * CHOSEN + choice
+        expert = tl.load(expert_ids + pair)
+        if (expert >= 0) & (expert < num_experts):
+            total += tl.load(pairs + pair * hidden + column, mask=real, other=0.0)
+    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=real)
+
+
+def _sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort pairs of a row and an expert by expert, without waiting for the GPU.
+
+    Returns:
+        `[pairs]` int64, the pairs in the order of their experts, then those whose expert does not
+        exist; and `[num_experts + 1]` int32, where each expert's begin.
+    """
+    flat = expert_ids.flatten()
+    known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, known + 1, torch.ones_like(known))
+    return known.argsort(stable=True), counts[:-1].cumsum(0).to(torch.int32)
+
+
+def experts(  # noqa: PLR0917
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """Compute a mixture of experts; see `octavo.kernels.reference.experts`.
+
+    Args:
+        x: `[rows, hidden]` bfloat16 or float16.
+        expert_ids: As the definition, like the others.
+        weights: Likewise.
+        up: Likewise, of any strides, so it may be a transposed view.
+        up_bias: Likewise.
+        down: As `up`.
+        down_bias: Likewise.
+        activation: Likewise.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    num_rows, hidden = x.shape
+    num_experts, inner, chosen = down.shape[0], down.shape[2], expert_ids.shape[1]
+    out = torch.empty((num_rows, hidden), dtype=x.dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    expert_ids = expert_ids.contiguous()
+    num_pairs = num_rows * chosen
+    order, starts = _sort(expert_ids, num_experts)
+    tiles = choose_expert_tiles(describe_gpu(x.device), num_pairs / num_experts)
+    row_tiles = num_pairs // tiles.rows + min(num_experts, num_pairs)
+    between = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
+    pairs = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
+    launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    shared = {
+        "NUM_EXPERTS": num_experts,
+        "PADDED": triton.next_power_of_2(num_experts),
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "DEPTH": tiles.depth,
+        "UPCAST": x.device.type == "cpu",
+    }
+    _up_kernel[(row_tiles, triton.cdiv(inner, tiles.columns))](
+        *(x, order, starts, up, up_bias, between, hidden, inner, x.stride(0), *up.stride()),
+        0 if up_bias is None else up_bias.stride(0),
+        CHOSEN=chosen,
+        HAS_BIAS=up_bias is not None,
+        GATED=activation.gated,
+        KIND=activation.number,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
+        OFFSET=activation.offset,
+        **shared,
+        **launch,
+    )
+    _down_kernel[(row_tiles, triton.cdiv(hidden, tiles.columns))](
+        *(between, order, starts, down, down_bias, weights.float().contiguous(), pairs),
+        *(inner, hidden, *down.stride(), 0 if down_bias is None else down_bias.stride(0)),
+        HAS_BIAS=down_bias is not None,
+        **shared,
+        **launch,
+    )
+    _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_COLUMNS))](
+        *(pairs, expert_ids, out, hidden, num_experts), CHOSEN=chosen, COLUMNS=SUM_COLUMNS
+    )
+    return out

@@ -1,0 +1,82 @@
+"""Mixtures of experts in Triton against their definition: on a GPU, or else interpreted.
+
+As test_triton.py; the process of test_triton_interpreted.py runs both.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import reference
+from octavo.kernels.activation import KINDS, Activation
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ]
+
+activations = st.builds(Activation, kind=st.sampled_from(sorted(KINDS)), gated=st.just(False))
+activations |= st.builds(
+    Activation,
+    kind=st.sampled_from(sorted(KINDS)),
+    gated=st.just(True),
+    alpha=st.sampled_from([1.0, 1.702]),
+    limit=st.sampled_from([0.0, 0.5]),
+    offset=st.sampled_from([0.0, 1.0]),
+)
+
+
+@given(
+    rows=st.integers(1, 30) | st.just(150),
+    hidden=st.integers(1, 160),
+    inner=st.integers(1, 90),
+    num_experts=st.integers(1, 9),
+    chosen=st.integers(1, 4),
+    activation=activations,
+    biased=st.booleans(),
+    transposed=st.booleans(),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=8 if INTERPRETED else 50)
+def test_experts(
+    rows, hidden, inner, num_experts, chosen, activation, biased, transposed, dtype, seed
+):
+    from octavo.kernels.triton.experts import experts
+
+    draw = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=draw)
+
+    def weights(outputs, inputs):
+        if transposed:
+            made = (randn(num_experts, inputs, outputs) / inputs**0.5).transpose(1, 2)
+        else:
+            made = randn(num_experts, outputs, inputs) / inputs**0.5
+        return made.to(dtype).to(DEVICE)
+
+    def bias(outputs):
+        return randn(num_experts, outputs).to(dtype).to(DEVICE) if biased else None
+
+    projected = inner * (2 if activation.gated else 1)
+    wide = torch.full((rows, hidden + 8), torch.nan)
+    wide[:, 4:-4] = randn(rows, hidden)
+    x = wide.to(dtype).to(DEVICE)[:, 4:-4]
+    ids = torch.randint(-1, num_experts + 1, (rows, chosen), generator=draw).to(DEVICE)
+    shares = torch.rand((rows, chosen), generator=draw).to(DEVICE)
+    layer = (weights(projected, hidden), bias(projected), weights(hidden, inner), bias(hidden))
+    found = experts(x, ids, shares, *layer, activation)
+    assert found.dtype == dtype
+    wide_layer = [None if own is None else own.float() for own in layer]
+    expected = reference.experts(x.float(), ids, shares, *wide_layer, activation)
+    # What is between the products is rounded, too.
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=4e-2)
