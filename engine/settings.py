@@ -57,9 +57,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     quantization: Quantization = Field(
         "none",
-        description="Quantization of the linear layers, on a CPU; costs a little quality."
-        + "".join(f" {name}: {text}." for name, text in SCHEMES.items())
-        + " Experts of a mixture are not quantized.",
+        description="Quantization of linear layers and experts, on a CPU; costs a little quality."
+        + "".join(f" {name}: {text}." for name, text in SCHEMES.items()),
     )
     compile: Literal["auto", "wait", "off"] = Field(
         "auto",

@@ -48,9 +48,13 @@ SOURCES = (
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/self_check.py"),
     *("../models/linear/fuse_linears.py", "../models/linear/packed_linear.py"),
     "../models/linear/plain_linears.py",
+    *("../models/experts/expert_layer.py", "../models/experts/interface.py"),
+    *("../models/experts/packed_experts.py", "../../kernels/activation.py"),
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
+    *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
     *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py"),
-    *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/words.h"),
+    *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/nibbles.h"),
+    "../../kernels/cpu/words.h",
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"

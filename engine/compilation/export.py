@@ -25,6 +25,7 @@ from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.experts import GROUPED_PRODUCT, call_grouped_products
 from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.translation import translate
+from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.base import unquantized_shares
@@ -155,6 +156,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
     operators = (
         torch.ops.octavo.paged_attention.default,
         GROUPED_PRODUCT,
+        packed_experts.OPERATOR,
         *packed_linear.OPERATORS,
     )
     shims = {operator: [_c_declaration(operator)] for operator in operators}

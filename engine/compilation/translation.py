@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from octavo.engine.compilation.experts import GROUPED_PRODUCT
 from octavo.engine.compilation.rotation import Node
+from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.kernels import cpu
 
@@ -27,6 +28,8 @@ LIBRARY = "step.ts"
 """The module's file in an artifact."""
 NAMESPACES = {"aten", "onednn", "mkldnn"}
 """Operators of PyTorch's own libraries: a process that loads the module has them."""
+NATIVE = {torch.ops.octavo.paged_attention.default, packed_experts.OPERATOR}
+"""Octavo's operators that run without Python, besides linear layers."""
 NONE = {"Optional[Tensor]": "self.none", "Optional[int]": "0", "Optional[float]": "0.0"}
 """What a native operator takes instead of None, by the type of the argument."""
 ARITHMETIC = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.floordiv: "//"}
@@ -127,7 +130,7 @@ def _call(node: Node) -> str:
         return f"({values[0]} {ARITHMETIC[target]} {values[1]})"
     if target is operator.getitem:
         return f"{values[0]}[{values[1]}]"
-    if target is torch.ops.octavo.paged_attention.default or target in packed_linear.OPERATORS:
+    if target in NATIVE or target in packed_linear.OPERATORS:
         return f"torch.ops.octavo_native.{_name(target)}({', '.join(_native_arguments(node))})"
     if target is GROUPED_PRODUCT:  # PyTorch's kernel, without the shape function
         return f"torch.ops.aten._grouped_mm({', '.join(values)})"

@@ -16,6 +16,7 @@ from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.device import choose_device
+from octavo.engine.models.experts.grouped_experts import group_experts
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
@@ -144,6 +145,7 @@ def load(
             expected = reference(model, shape)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
+            from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
             from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
 
             replace_conv1d(model)
@@ -151,10 +153,12 @@ def load(
                 check_quantizable(model, path, quantization)
                 scheme.quantize(model, shape, path)
             pack_linears(model)
+            pack_experts(model)
         elif scheme is not None:
             raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
         else:
             fuse_linears(model)
+            group_experts(model)
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )

@@ -10,9 +10,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
+from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.linear.fuse_linears import group_linears_by_input
 from octavo.engine.models.linear.packed_linear import replace
-from octavo.engine.models.quantization.calibration import Inputs, calibrate
+from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
 
 MIN_REPORTED_SHARE = 0.02
 """Smaller shares of the weights, such as those of routers, are not reported as unquantized."""
@@ -41,28 +43,42 @@ class Scheme(ABC):
             is_head: Whether the layer maps hidden states to logits.
         """
 
+    def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:  # noqa: ARG002
+        """Return what replaces a layer of experts; None if it stays as it is.
+
+        Args:
+            layer: The layer.
+            inputs: Its inputs on the calibration text.
+        """
+        return None
+
     def quantize(self, model: PreTrainedModel, shape: ModelShape, path: str) -> None:
-        """Replace a model's linear layers.
+        """Replace a model's linear layers and experts.
 
         Args:
             model: Changed in place.
             shape: The model's dimensions.
             path: Directory or hub name of the model's tokenizer.
         """
-        inputs = calibrate(model, shape, path)
+        experts = find_experts(model)
+        inputs = calibrate(model, shape, path, [layer.path for layer in experts])
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         for group in group_linears_by_input(model):
             first = group[0]
             is_head = first.layer is head
             if self.takes_head or not is_head:
-                convert = partial(self.convert, inputs=inputs[first.path], is_head=is_head)
+                convert = partial(self.convert, inputs=inputs.linears[first.path], is_head=is_head)
                 replace(model, group, convert)
+        for layer in experts:
+            own = inputs.experts.get(layer.path)  # none if the model does not call the layer
+            if own is not None and (converted := self.convert_experts(layer, own)):
+                layer.replace(converted)
 
 
 def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     """Return the kinds of layers, besides embeddings and head, that are not quantized.
 
-    Usually these are experts in one tensor, for which there are no kernels.
+    These may be experts that are not recognized, or of sizes for which there are no kernels.
 
     Returns:
         Each class's share of all weights, if at least `MIN_REPORTED_SHARE`.
@@ -74,6 +90,11 @@ def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
             own = module.parameters(recurse=False)
             left[type(module).__name__] += sum(weight.numel() for weight in own if weight.dim() > 1)
     quantized = sum(buffer.numel() for buffer in model.buffers() if buffer.dtype == torch.int8)
+    quantized += sum(
+        module.num_weights
+        for module in model.modules()
+        if isinstance(module, PackedExperts) and module.is_int4
+    )
     total = max(1, quantized + left.total())
     shares = {name: count / total for name, count in left.items()}
     return {name: share for name, share in shares.items() if share >= MIN_REPORTED_SHARE}

@@ -1,11 +1,13 @@
 """Runs a model on a short text, to see the range of its layers' inputs, keys and values."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer, PreTrainedModel
 
 from octavo.common.models.errors import first_line
@@ -21,6 +23,8 @@ MAX_TOKENS = 512
 MIN_TOKENS = 64
 """With fewer known tokens, the tokenizer does not know the text's words."""
 SAMPLES = 128
+MIN_ROWS = 8
+"""With fewer rows of an expert, some of all rows are taken."""
 BLOCK_SIZE = 16
 
 
@@ -37,17 +41,83 @@ class Inputs:
     samples: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertInputs:
+    """The inputs of a layer of experts on the text.
+
+    Attributes:
+        rows: `[n, hidden]`, of the model's dtype.
+        expert_ids: `[n, chosen]` int64, each row's experts.
+    """
+
+    rows: Tensor
+    expert_ids: Tensor
+
+    def of(self, expert: int) -> Tensor:
+        """Return the rows of an expert in float32; some of all rows if they are too few."""
+        own = self.rows[(self.expert_ids == expert).any(1)]
+        return (own if len(own) >= MIN_ROWS else self.rows[1 : 1 + SAMPLES]).float()
+
+    def busiest(self, experts: int, most: int) -> list[int]:
+        """Return at most `most` of the layer's experts, those with the most rows."""
+        chosen = self.expert_ids[self.expert_ids < experts]
+        counts = chosen.bincount(minlength=experts)
+        busiest: list[int] = counts.topk(min(most, experts)).indices.tolist()
+        return busiest
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What layers take on the text, by their names.
+
+    Attributes:
+        linears: The inputs of each linear layer that the model calls.
+        experts: The inputs of each given layer of experts.
+    """
+
+    linears: dict[str, Inputs]
+    experts: dict[str, ExpertInputs]
+
+
 @torch.inference_mode()
-def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str, Inputs]:
-    """Return the inputs of each linear layer that the model calls, by the layer's name.
+def calibrate(
+    model: PreTrainedModel, shape: ModelShape, path: str, experts: Collection[str] = ()
+) -> Calibration:
+    """Run a model on the text; return the inputs of its layers.
 
     Args:
         model: A model on a CPU.
         shape: The model's dimensions.
         path: Directory or hub name of the model's tokenizer.
+        experts: The names of layers of experts.
     """
     tokens = calibration_tokens(path, shape)
-    found: dict[str, Inputs] = {}
+    found = Calibration({}, {})
+    hooks = [
+        *_record_linears(model, found.linears),
+        *_record_experts(model, experts, found.experts),
+    ]
+    run_alone(model, shape, tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _record_experts(
+    model: PreTrainedModel, names: Collection[str], found: dict[str, ExpertInputs]
+) -> list[RemovableHandle]:
+    def record(name: str, rows: Tensor, expert_ids: Tensor) -> None:
+        found[name] = ExpertInputs(rows.clone(), expert_ids.clone())
+
+    return [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: record(name, inputs[0], inputs[1])
+        )
+        for name in names
+    ]
+
+
+def _record_linears(model: PreTrainedModel, found: dict[str, Inputs]) -> list[RemovableHandle]:
 
     def record(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
@@ -58,15 +128,11 @@ def calibrate(model: PreTrainedModel, shape: ModelShape, path: str) -> dict[str,
         samples = rows[1 :: max(1, len(rows) // SAMPLES)]
         found[name] = Inputs(absmax.clone(), samples.float().clone())
 
-    hooks = [
+    return [
         layer.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs[0]))
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
     ]
-    run_alone(model, shape, tokens)
-    for hook in hooks:
-        hook.remove()
-    return found
 
 
 def calibration_tokens(path: str, shape: ModelShape) -> Tensor:

@@ -1,22 +1,24 @@
 """4-bit weights, with a scale and a zero point for every 32 inputs.
 
 Steps of a few tokens are bound by reading weights, and read the 4-bit ones. Larger steps are
-bound by arithmetic, and use the same values in 8 bits. The head has 8-bit weights.
+bound by arithmetic, and use the same values in 8 bits. The head has 8-bit weights. Of experts there
+are only the 4-bit weights: a step gives each a few tokens.
 """
 
 import torch
 from torch import Tensor, nn
 
+from octavo.engine.models.experts.expert_layer import ExpertLayer
+from octavo.engine.models.experts.packed_experts import PackedExperts
+from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
 from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
 from octavo.engine.models.quantization.base import Scheme
-from octavo.engine.models.quantization.calibration import Inputs
-from octavo.engine.models.quantization.int8 import EPSILON, PackedInt8Linear, to_int8
+from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
+from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
+from octavo.engine.models.quantization.int8 import PackedInt8Linear, to_int8
+from octavo.engine.models.quantization.rounding import round_to_4_bits
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import GROUP
-
-LEVELS = (15, 14, 13, 12)
-"""Numbers of steps between a group's least and greatest weight to try. Weights that were in 4 bits
-before may not use the ends of their scale; a smaller number finds their scale again."""
 
 
 class Int4(Scheme):
@@ -30,12 +32,18 @@ class Int4(Scheme):
         weight = layer.weight.detach()
         if is_head or layer.in_features % GROUP:
             return to_int8(layer, weight.float(), inputs)
-        quantized, scale, zero = _round_to_4_bits(weight.float(), weight.dtype)
+        quantized, scale, zero = round_to_4_bits(weight.float(), weight.dtype)
         values = (quantized - 8) * scale.float() + zero.float()
         int8 = to_int8(layer, values.flatten(1), inputs)
         if not isinstance(int8, PackedInt8Linear):
             return int8
         return PackedInt4Linear(layer, int8, quantized, scale[..., 0], zero[..., 0])
+
+    def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
+        """Return 4-bit experts, or 8-bit ones where there is no kernel for 4 bits."""
+        if has_expert_kernels(layer, torch.uint8):
+            return experts_to_int4(layer)
+        return experts_to_int8(layer, inputs) if has_expert_kernels(layer, torch.int8) else None
 
 
 class PackedInt4Linear(PackedLayer):
@@ -72,33 +80,6 @@ class PackedInt4Linear(PackedLayer):
             *(int8.factors, int8.scale, int8.row_sums, self.nibbles, int(self.gated)),
         )
         return out
-
-
-def _round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize each group of weights to 16 levels, with the scale of the least squared error.
-
-    Returns:
-        `[out, groups, GROUP]` 0 to 15; `[out, groups, 1]` scales and `[out, groups, 1]` zeros, of
-        `dtype`: a weight is `(quantized - 8) * scale + zero`.
-    """
-    groups = weight.reshape(weight.shape[0], -1, GROUP)
-    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    best = groups, least.to(dtype), least.to(dtype)
-    least_error = torch.full_like(least, torch.inf)
-    for levels in LEVELS:
-        scale = ((greatest - least) / levels).clamp_min(EPSILON).to(dtype)
-        zero = (least + 8 * scale.float()).to(dtype)
-        quantized = ((groups - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
-        values = (quantized - 8) * scale.float() + zero.float()
-        error = (values - groups).square().sum(-1, keepdim=True)
-        better = error < least_error
-        best = (
-            torch.where(better, quantized, best[0]),
-            torch.where(better, scale, best[1]),
-            torch.where(better, zero, best[2]),
-        )
-        least_error = torch.minimum(error, least_error)
-    return best
 
 
 define_operator(

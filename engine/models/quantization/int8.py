@@ -8,12 +8,14 @@ much. The head, which costs the most quality, is not quantized.
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.library import register_fake
 
+from octavo.engine.models.experts.expert_layer import ExpertLayer
+from octavo.engine.models.experts.packed_experts import PackedExperts
+from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
 from octavo.engine.models.linear.packed_linear import (
     FUSED,
     PackedLayer,
@@ -21,13 +23,17 @@ from octavo.engine.models.linear.packed_linear import (
     has_kernels,
 )
 from octavo.engine.models.quantization.base import Scheme
-from octavo.engine.models.quantization.calibration import Inputs
+from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
+from octavo.engine.models.quantization.experts import experts_to_int8
+from octavo.engine.models.quantization.rounding import (
+    ALPHAS,
+    output_error,
+    round_rows,
+    round_weights,
+    smooth,
+)
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.machine import onednn_int8_saturates
-
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
-"""Values of SmoothQuant's alpha to try for each layer."""
-EPSILON = 1e-8  # avoids division by zero
 
 
 class Int8(Scheme):
@@ -39,19 +45,9 @@ class Int8(Scheme):
         """Return an 8-bit layer."""
         return to_int8(layer, layer.weight.detach().float(), inputs)
 
-
-class QuantizedWeights(NamedTuple):
-    """Weights in 8 bits.
-
-    Attributes:
-        weight: `[out, in]` int8.
-        scale: `[out]`; the weights are `weight * scale`.
-        factors: `[in]`; inputs are multiplied by these first.
-    """
-
-    weight: Tensor
-    scale: Tensor
-    factors: Tensor
+    def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
+        """Return 8-bit experts, where this CPU has a kernel for them."""
+        return experts_to_int8(layer, inputs) if has_expert_kernels(layer, torch.int8) else None
 
 
 def to_int8(
@@ -64,35 +60,10 @@ def to_int8(
         weight: `[out, in]` float32, the weights to use.
         inputs: The layer's inputs on the calibration text.
     """
-    candidates = (_quantize(weight, inputs.absmax, alpha) for alpha in ALPHAS)
-    quantized = min(candidates, key=partial(_loss, weight, inputs.samples))
+    widest = weight.abs().amax(0)
+    candidates = (round_weights(weight, smooth(inputs.absmax, widest, alpha)) for alpha in ALPHAS)
+    quantized = min(candidates, key=partial(output_error, weight, inputs.samples))
     return (PackedInt8Linear if has_kernels(layer) else OneDnnInt8Linear)(layer, *quantized)
-
-
-def _quantize(weight: Tensor, absmax: Tensor, alpha: float) -> QuantizedWeights:
-    """Smooth weights for inputs of these magnitudes, and round them."""
-    widest = weight.abs().amax(0).clamp_min(EPSILON)
-    smooth = (absmax.clamp_min(1e-5) ** alpha / widest ** (1 - alpha)).clamp_min(1e-4)
-    weight = weight * smooth
-    scale = weight.abs().amax(1).clamp_min(EPSILON) / 127
-    return QuantizedWeights((weight / scale[:, None]).round_().to(torch.int8), scale, 1 / smooth)
-
-
-def _loss(weight: Tensor, samples: Tensor, quantized: QuantizedWeights) -> float:
-    """Return the mean error of the outputs' rows, relative to each row's norm."""
-    exact = samples @ weight.T
-    rows, step, zero = _round_rows(samples * quantized.factors)
-    found = (rows - zero) * step @ (quantized.weight * quantized.scale[:, None]).T
-    return float(((found - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(EPSILON)).mean())
-
-
-def _round_rows(rows: Tensor, most: int = 255) -> tuple[Tensor, Tensor, Tensor]:
-    """Round each row to integers from 0 to `most`; return them, each row's step and its zero."""
-    least = rows.amin(1, keepdim=True).clamp_max(0)
-    greatest = rows.amax(1, keepdim=True).clamp_min(0)
-    step = ((greatest - least) / most).clamp_min(EPSILON)
-    zero = (-least / step).round()
-    return ((rows / step).round() + zero).clamp(0, most), step, zero
 
 
 class PackedInt8Linear(PackedLayer):
@@ -162,7 +133,7 @@ class OneDnnInt8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in_features]` to `[..., out_features]`, of the same dtype."""
         rows = x.reshape(-1, x.shape[-1]).float()
-        quantized, step, zero = _round_rows(rows * self.factors, self._most)
+        quantized, step, zero = round_rows(rows * self.factors, self._most)
         product: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(quantized.to(torch.uint8), 1.0, 0, self._pack(), self.scale, self.zero_points),
             *(None, 1.0, 0, torch.float32, "none", [], ""),

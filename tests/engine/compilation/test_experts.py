@@ -14,10 +14,9 @@ from tests.engine.compilation.test_compilation import check, engine, outputs
 from tests.engine.random_model import save_random_model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("experts")
+def saved(path, **options):
     config = Qwen3MoeConfig(
+        **options,
         vocab_size=512,
         hidden_size=64,
         num_hidden_layers=2,
@@ -34,9 +33,20 @@ def model(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory):
+    """Experts that the kernels do not compute."""
+    return saved(tmp_path_factory.mktemp("experts"), hidden_act="mish")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_captured_step_calls_nothing_in_python(model, dtype):
-    loaded = load(str(model), dtype=dtype, device="cpu", block_size=16)
+def test_a_captured_step_calls_nothing_in_python(unknown, dtype):
+    loaded = load(str(unknown), dtype=dtype, device="cpu", block_size=16)
     step = EagerStep(loaded.model)
     exported = capture(step, loaded.device)
     targets = [str(node.target) for node in exported.graph.nodes]
@@ -54,12 +64,22 @@ def test_a_captured_step_calls_nothing_in_python(model, dtype):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_experts_in_float32_are_compiled(model, tmp_path, monkeypatch):
-    expected = outputs(engine(model, "off", "float32", "none"))
+@pytest.mark.parametrize(
+    ("kind", "dtype", "quantization", "tolerance"),
+    [
+        ("unknown", "float32", "none", 1e-3),
+        ("model", "float32", "none", 1e-3),
+        ("model", "bfloat16", "none", 0.05),
+        ("model", "bfloat16", "int8", 0.05),
+    ],
+)
+def test_experts_are_compiled(request, kind, dtype, quantization, tolerance, tmp_path, monkeypatch):
+    path = request.getfixturevalue(kind)
+    expected = outputs(engine(path, "off", dtype, quantization))
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
-    compiled = engine(model, "wait", "float32", "none")
+    compiled = engine(path, "wait", dtype, quantization)
     assert compiled.parts.executor.compiled
-    check(outputs(compiled), expected, 1e-3)
+    check(outputs(compiled), expected, tolerance)
 
 
 @torch.library.custom_op("tests::only_in_python", mutates_args=())

@@ -90,6 +90,7 @@ def outputs(stepper, **sampling):
         pytest.param("llama", "bfloat16", "int4", 0.1, marks=PACKED),
         ("llama", "float32", "none", 1e-3),
         ("mixtral", "float32", "none", 1e-3),
+        pytest.param("mixtral", "bfloat16", "int8", 0.1, marks=[PACKED, pytest.mark.slow]),
         ("gpt2", "float32", "none", 1e-3),
     ],
 )

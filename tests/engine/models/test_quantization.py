@@ -39,6 +39,12 @@ SMALL = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+EXPERTS = {
+    "head_dim": 32,
+    "moe_intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
 QUANTIZED = {
     "quant_method": "bitnet",
     "linear_class": "autobitlinear",
@@ -56,9 +62,8 @@ CONFIGS = {
         bos_token_id=None,
     ),
     "bitnet": lambda: BitNetConfig(**SMALL, intermediate_size=96),
-    "experts": lambda: Qwen3MoeConfig(
-        **SMALL, head_dim=32, moe_intermediate_size=48, num_experts=8, num_experts_per_tok=2
-    ),
+    "experts": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS),
+    "experts of an unknown kind": lambda: Qwen3MoeConfig(**SMALL, **EXPERTS, hidden_act="mish"),
 }
 
 
@@ -180,11 +185,14 @@ def test_a_model_with_layers_that_round_is_refused():
         check_quantizable(model, "some", "int4")
 
 
-def test_experts_that_stay_as_they_are_are_told(saved):
+@pytest.mark.parametrize(
+    ("name", "left"), [("experts", []), ("experts of an unknown kind", [{"Qwen3MoeExperts"}])]
+)
+def test_experts_that_stay_as_they_are_are_told(saved, name, left):
     with capture_logs() as logs:
-        build(EngineSettings(model=str(saved("experts")), quantization="int8", num_blocks=16))
+        build(EngineSettings(model=str(saved(name)), quantization="int8", num_blocks=16))
     told = [entry for entry in logs if "some layers are not quantized" in entry["event"]]
-    assert [set(entry["percent_of_weights"]) for entry in told] == [{"Qwen3MoeExperts"}]
+    assert [set(entry["percent_of_weights"]) for entry in told] == left
 
 
 @pytest.mark.parametrize("tokenizer", [None, "{}", '{"version": "1.0", "model": {"type": "BPE"}}'])

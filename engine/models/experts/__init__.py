@@ -1,0 +1,1 @@
+"""Mixtures of experts: all experts of a layer in one operator."""

@@ -1,0 +1,102 @@
+"""Layers of experts on a GPU, by the kernels of `octavo.kernels.triton.experts`.
+
+The weights stay as transformers has them: the kernels take any strides. Only gates and up
+projections that alternate are put one after the other.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library, register_fake
+from transformers import PreTrainedModel
+
+from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
+from octavo.kernels import reference
+from octavo.kernels.activation import KINDS, Activation
+
+DTYPES = {torch.bfloat16, torch.float16}
+
+
+class GroupedExperts(nn.Module):
+    """All experts of a layer.
+
+    Args:
+        layer: The layer to replace.
+    """
+
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        super().__init__()
+        self._activation = layer.activation
+        self.register_buffer("up", layer.ups())
+        self.register_buffer("up_bias", layer.up_biases())
+        self.register_buffer("down", layer.downs())
+        self.register_buffer("down_bias", layer.down_biases())
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute each token's experts; see `interface.py`."""
+        own = self._activation
+        out: Tensor = torch.ops.octavo.grouped_experts(
+            *(hidden_states, top_k_index, top_k_weights.float()),
+            *(self.up, self.up_bias, self.down, self.down_bias),
+            *(own.number, int(own.gated), own.alpha, own.limit, own.offset),
+        )
+        return out
+
+
+def group_experts(model: PreTrainedModel) -> None:
+    """Replace a model's layers of experts where there are kernels for them.
+
+    Args:
+        model: A model on a GPU; changed in place.
+    """
+    for layer in find_experts(model):
+        if layer.dtype in DTYPES:
+            layer.replace(GroupedExperts(layer))
+
+
+def _on_gpu(  # noqa: PLR0917 - as the operator
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *activation: float,
+) -> Tensor:
+    from octavo.kernels.triton.experts import experts  # noqa: PLC0415 - needs Triton
+
+    return experts(x, expert_ids, weights, up, up_bias, down, down_bias, _activation(*activation))
+
+
+def _on_cpu(  # noqa: PLR0917 - as the operator
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    *activation: float,
+) -> Tensor:
+    """Compute the same on a CPU, for tests only: an engine on a CPU uses `PackedExperts`."""
+    return reference.experts(
+        x, expert_ids, weights, up, up_bias, down, down_bias, _activation(*activation)
+    )
+
+
+def _activation(kind: float, gated: float, *numbers: float) -> Activation:
+    return Activation(list(KINDS)[int(kind)], bool(gated), *numbers)
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "grouped_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor? up_bias,"
+    " Tensor down, Tensor? down_bias, int activation, int gated, float alpha, float limit,"
+    " float offset) -> Tensor"
+)
+_library.impl("grouped_experts", _on_gpu, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("grouped_experts", _on_cpu, "CPU")  # type: ignore[no-untyped-call]
+register_fake("octavo::grouped_experts", lambda x, *_: x.new_empty(x.shape))

@@ -1,0 +1,49 @@
+"""The experts implementation that transformers models call.
+
+Transformers' classes of experts call theirs through `ExpertsInterface`, as they call attention
+through `AttentionInterface`. So one function serves all of them.
+"""
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+EXPERTS = "octavo_experts"
+REPLACEMENT = "octavo_experts"
+"""The name of the module, within a layer of experts, that computes it."""
+
+
+def _forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Compute a layer by what replaces it, or else as transformers does.
+
+    Args:
+        module: The layer.
+        hidden_states: `[num_tokens, hidden]`.
+        top_k_index: `[num_tokens, chosen]` int64, the experts of each token.
+        top_k_weights: `[num_tokens, chosen]`, their weights.
+
+    Returns:
+        `[num_tokens, hidden]`, of the dtype of `hidden_states`.
+    """
+    replacement: nn.Module | None = getattr(module, REPLACEMENT, None)
+    if replacement is None:
+        own: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+        return own
+    out: Tensor = replacement(hidden_states, top_k_index, top_k_weights)
+    return out
+
+
+def use_implementation(model: PreTrainedModel) -> None:
+    """Let a model's experts call the function here, where its class can do that."""
+    model.set_experts_implementation(EXPERTS)
+
+
+def calls_implementation(module: nn.Module) -> bool:
+    """Return whether a layer of experts calls the function here."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_experts_implementation", None) == EXPERTS
+
+
+ExpertsInterface.register(EXPERTS, _forward)

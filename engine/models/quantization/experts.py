@@ -1,0 +1,120 @@
+"""Quantizes layers of experts.
+
+All experts of a layer see the same hidden states, so in 8 bits they share SmoothQuant's factors of
+these. What is between an expert's two products is its own, and so are its factors.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from octavo.engine.models.experts.expert_layer import ExpertLayer
+from octavo.engine.models.experts.packed_experts import (
+    PackedExperts,
+    arranged,
+    pack_product,
+    padded,
+    stacked,
+)
+from octavo.engine.models.quantization.calibration import ExpertInputs
+from octavo.engine.models.quantization.rounding import (
+    ALPHAS,
+    output_error,
+    round_to_4_bits,
+    round_weights,
+    smooth,
+)
+from octavo.kernels.cpu import experts as kernels
+from octavo.kernels.cpu.experts import PackedProduct
+
+JUDGES = 4
+"""Experts, those with the most rows, by which a layer's exponent is chosen."""
+
+
+def experts_to_int8(layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts:
+    """Return a layer's experts with 8-bit weights, and activations rounded at run time."""
+    judges = inputs.busiest(layer.count, JUDGES)
+    absmax = inputs.rows.float().abs().amax(0)
+    widest = torch.stack([_widest(layer.up(one)) for one in range(layer.count)]).amax(0)
+
+    def shared(_: int, alpha: float) -> Tensor:
+        return smooth(absmax, widest, alpha)
+
+    def own(expert: int, alpha: float) -> Tensor:
+        rows = _between(layer, inputs, expert)
+        return smooth(rows.abs().amax(0), _widest(layer.down(expert)), alpha)
+
+    alpha = _best_alpha(judges, layer.up, inputs.of, shared)
+    up = _pack(layer, "up", shared(0, alpha)[None])
+    alpha = _best_alpha(judges, layer.down, partial(_between, layer, inputs), own)
+    down = _pack(layer, "down", stacked(layer.count, lambda expert: own(expert, alpha)))
+    return PackedExperts(layer.activation, up, down)
+
+
+def experts_to_int4(layer: ExpertLayer) -> PackedExperts:
+    """Return a layer's experts with 4-bit weights."""
+    up, down = (pack_product(layer, name, _to_nibbles) for name in ("up", "down"))
+    return PackedExperts(layer.activation, up, down)
+
+
+def _to_nibbles(weight: Tensor) -> Tensor:
+    assert kernels is not None
+    quantized, scale, zero = round_to_4_bits(weight.float(), torch.bfloat16)
+    return kernels.pack_int4(quantized, scale[..., 0], zero[..., 0])
+
+
+def _between(layer: ExpertLayer, inputs: ExpertInputs, expert: int) -> Tensor:
+    """Return what an expert's second product takes on the calibration text."""
+    projected = inputs.of(expert) @ layer.up(expert).float().t() + layer.up_bias(expert)
+    return layer.activation(projected)
+
+
+def _widest(weight: Tensor) -> Tensor:
+    return weight.abs().amax(0).float()
+
+
+def _best_alpha(
+    experts: list[int],
+    weight: Callable[[int], Tensor],
+    inputs: Callable[[int], Tensor],
+    factors: Callable[[int, float], Tensor],
+) -> float:
+    """Return the exponent with the least error of some experts' outputs."""
+
+    def error(alpha: float) -> float:
+        return fmean(
+            output_error(own, inputs(one), round_weights(own, factors(one, alpha)))
+            for one in experts
+            for own in (weight(one).float(),)
+        )
+
+    return min(ALPHAS, key=error)
+
+
+def _pack(layer: ExpertLayer, name: str, factors: Tensor) -> PackedProduct:
+    """Pack a product in 8 bits.
+
+    Args:
+        layer: The layer.
+        name: "up" or "down".
+        factors: `[experts or 1, inputs]`, of the weights.
+    """
+    assert kernels is not None
+    pack, weight = kernels.pack, layer.up if name == "up" else layer.down
+    panels, scales = [], []
+    for expert in range(layer.count):
+        own = factors[expert if len(factors) > 1 else 0]
+        whole, scale, _ = round_weights(weight(expert).float(), own)
+        panels.append(pack(arranged(layer, name, whole)))
+        sums = whole.sum(1, dtype=torch.int32) * scale
+        scales.append(torch.stack([padded(layer, name, scale), padded(layer, name, sums)]))
+    bias = layer.up_bias if name == "up" else layer.down_bias
+    return PackedProduct(
+        torch.stack(panels),
+        stacked(layer.count, lambda expert: padded(layer, name, bias(expert))),
+        1 / factors,
+        torch.stack(scales),
+    )

@@ -1,0 +1,92 @@
+"""Rounds weights to 8 and to 4 bits, and activations to 8."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu.linear import GROUP
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
+"""Values of SmoothQuant's alpha to try for each layer."""
+EPSILON = 1e-8  # avoids division by zero
+LEVELS = (15, 14, 13, 12)
+"""Numbers of steps between a group's least and greatest weight to try. Weights that were in 4 bits
+before may not use the ends of their scale; a smaller number finds their scale again."""
+
+
+class QuantizedWeights(NamedTuple):
+    """Weights in 8 bits.
+
+    Attributes:
+        weight: `[out, in]` int8.
+        scale: `[out]`; the weights are `weight * scale`.
+        factors: `[in]`; inputs are multiplied by these first.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    factors: Tensor
+
+
+def smooth(absmax: Tensor, widest: Tensor, alpha: float) -> Tensor:
+    """Return SmoothQuant's factors of the weights, `[in]`.
+
+    Args:
+        absmax: `[in]`, the greatest magnitude of each input.
+        widest: `[in]`, that of its weights.
+        alpha: The exponent.
+    """
+    widest = widest.clamp_min(EPSILON)
+    return (absmax.clamp_min(1e-5) ** alpha / widest ** (1 - alpha)).clamp_min(1e-4)
+
+
+def round_weights(weight: Tensor, factors: Tensor) -> QuantizedWeights:
+    """Multiply weights by the factors of `smooth`, and round them."""
+    weight = weight * factors
+    scale = weight.abs().amax(1).clamp_min(EPSILON) / 127
+    return QuantizedWeights((weight / scale[:, None]).round_().to(torch.int8), scale, 1 / factors)
+
+
+def output_error(weight: Tensor, samples: Tensor, quantized: QuantizedWeights) -> float:
+    """Return the mean error of the outputs' rows, relative to each row's norm."""
+    exact = samples @ weight.T
+    rows, step, zero = round_rows(samples * quantized.factors)
+    found = (rows - zero) * step @ (quantized.weight * quantized.scale[:, None]).T
+    return float(((found - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(EPSILON)).mean())
+
+
+def round_rows(rows: Tensor, most: int = 255) -> tuple[Tensor, Tensor, Tensor]:
+    """Round each row to integers from 0 to `most`; return them, each row's step and its zero."""
+    least = rows.amin(1, keepdim=True).clamp_max(0)
+    greatest = rows.amax(1, keepdim=True).clamp_min(0)
+    step = ((greatest - least) / most).clamp_min(EPSILON)
+    zero = (-least / step).round()
+    return ((rows / step).round() + zero).clamp(0, most), step, zero
+
+
+def round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize each group of weights to 16 levels, with the scale of the least squared error.
+
+    Returns:
+        `[out, groups, GROUP]` 0 to 15; `[out, groups, 1]` scales and `[out, groups, 1]` zeros, of
+        `dtype`: a weight is `(quantized - 8) * scale + zero`.
+    """
+    groups = weight.reshape(weight.shape[0], -1, GROUP)
+    least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    best = groups, least.to(dtype), least.to(dtype)
+    least_error = torch.full_like(least, torch.inf)
+    for levels in LEVELS:
+        scale = ((greatest - least) / levels).clamp_min(EPSILON).to(dtype)
+        zero = (least + 8 * scale.float()).to(dtype)
+        quantized = ((groups - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
+        values = (quantized - 8) * scale.float() + zero.float()
+        error = (values - groups).square().sum(-1, keepdim=True)
+        better = error < least_error
+        best = (
+            torch.where(better, quantized, best[0]),
+            torch.where(better, scale, best[1]),
+            torch.where(better, zero, best[2]),
+        )
+        least_error = torch.minimum(error, least_error)
+    return best
