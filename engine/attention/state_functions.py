@@ -102,7 +102,10 @@ def _convolve(
     """Replace `causal_conv1d_fn`: `[1, channels, num_tokens]`."""
     x = hidden_states[0].transpose(0, 1)
     number = next(_calls.numbers)
-    out: Tensor = torch.ops.octavo.causal_conv(x, weight, bias, number, activation)
+    bias = None if bias is None else bias.to(weight.dtype)
+    out: Tensor = torch.ops.octavo.causal_conv(
+        *(_dense(x), weight.contiguous(), bias, number), activation == "silu"
+    )
     return out.transpose(0, 1).unsqueeze(0)
 
 
@@ -122,8 +125,8 @@ def _ssd(
     """Replace `mamba2_chunk_scan`: `[1, num_tokens, heads, head_dim]`."""
     least, most = dt_limit
     out: Tensor = torch.ops.octavo.ssd(
-        *(hidden_states[0], dt[0], A, B[0], C[0], next(_calls.numbers), D, dt_bias),
-        *(dt_softplus, least, most),
+        *(_dense(hidden_states[0]), _floats(dt[0]), _floats(A), _dense(B[0]), _dense(C[0])),
+        *(next(_calls.numbers), _floats(D), _floats(dt_bias), dt_softplus, least, most),
     )
     return out.unsqueeze(0)
 
@@ -139,8 +142,8 @@ def _gated_delta(
 ) -> tuple[Tensor, None]:
     """Replace `torch_chunk_gated_delta_rule`: `[1, num_tokens, heads, dim]`."""
     out = torch.ops.octavo.gated_delta(
-        *(query[0], key[0], value[0], g[0], beta[0], next(_calls.numbers)),
-        *(key.shape[-1] ** -0.5, use_qk_l2norm_in_kernel),
+        *(_dense(query[0]), _dense(key[0]), _dense(value[0]), _floats(g[0]), _floats(beta[0])),
+        *(next(_calls.numbers), key.shape[-1] ** -0.5, use_qk_l2norm_in_kernel),
     )
     return out.unsqueeze(0), None
 
@@ -158,13 +161,23 @@ def _scan(
     **_: Any,  # noqa: ANN401
 ) -> Tensor:
     """Replace `mamba_selective_scan`: `[1, channels, num_tokens]`."""
-    x, steps, b, c = (given[0].transpose(0, 1) for given in (hidden_states, dt, B, C))
+    x, steps, b, c = (_dense(given[0].transpose(0, 1)) for given in (hidden_states, dt, B, C))
     out: Tensor = torch.ops.octavo.selective_scan(
-        *(x, steps, A, b.to(x.dtype), c.to(x.dtype), next(_calls.numbers), D, delta_bias),
-        delta_softplus,
+        *(x, steps, _floats(A), b.to(x.dtype), c.to(x.dtype), next(_calls.numbers)),
+        *(_floats(D), _floats(delta_bias), delta_softplus),
     )
     out = out.transpose(0, 1).unsqueeze(0)
     return out if z is None else out * nn.functional.silu(z)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor whose tokens are contiguous: itself, or a copy."""
+    return x if x[:1].is_contiguous() else x.contiguous()
+
+
+def _floats(x: Tensor | None) -> Tensor | None:
+    """Return a contiguous float32 tensor: itself, or a copy."""
+    return None if x is None else x.float().contiguous()
 
 
 _FUNCTIONS: dict[str, Function] = {

@@ -1,7 +1,8 @@
 """The operations of layers that keep a state, as PyTorch operators.
 
 Like `octavo::paged_attention` they take the number of a state, not its memory: `attending` sets the
-current step around the model. `octavo.kernels.states` documents them.
+current step around the model. `octavo.kernels.states` documents them. In compiled steps the steps,
+rates and gates of recurrences must be contiguous float32; see kernels/cpu/state_shims.cpp.
 """
 
 # An operator's arguments are positional.
@@ -19,7 +20,7 @@ _INPUTS = "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int state"
 _STEPS = "Tensor? d, Tensor? dt_bias, bool softplus"
 _DELTA = "Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, int state"
 SCHEMAS = (
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias, int state, str? activation) -> Tensor",
+    "causal_conv(Tensor x, Tensor weight, Tensor? bias, int state, bool silu) -> Tensor",
     f"ssd({_INPUTS}, {_STEPS}, float least_dt, float most_dt) -> Tensor",
     f"gated_delta({_DELTA}, float scale, bool normalize) -> Tensor",
     f"selective_scan({_INPUTS}, {_STEPS}) -> Tensor",
@@ -39,12 +40,10 @@ def _rows(number: int) -> StateRows | None:
     )
 
 
-def _causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: int, activation: str | None
-) -> Tensor:
+def _causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: int, silu: bool) -> Tensor:
     if (rows := _rows(state)) is None:
         return torch.zeros_like(x)
-    return states.causal_conv(x, weight, bias, rows, activation=activation)
+    return states.causal_conv(x, weight, bias, rows, activation="silu" if silu else None)
 
 
 def _ssd(
@@ -111,3 +110,5 @@ for _schema, _function, _like in zip(
     )
     # It writes the state, which is not an argument: no call may be dropped or merged.
     torch.fx.node.has_side_effect(getattr(torch.ops.octavo, _name).default)
+
+OPERATORS = tuple(getattr(torch.ops.octavo, schema.partition("(")[0]).default for schema in SCHEMAS)

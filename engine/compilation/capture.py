@@ -3,6 +3,7 @@
 import torch
 from torch.export import Dim, ExportedProgram
 
+from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.models.step import EagerStep
 
 MAX_TOKENS = 1 << 20
@@ -31,12 +32,13 @@ def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
         Exception: What torch raises for a model that it cannot capture.
     """
     tokens, rows = (Dim(name, min=2, max=MAX_TOKENS) for name in ("tokens", "rows"))
-    captured = torch.export.export(
-        step,
-        example(device),
-        dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
-        strict=False,
-    )
+    with attending(DryRun()):  # else modules with states call transformers' functions
+        captured = torch.export.export(
+            step,
+            example(device),
+            dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
+            strict=False,
+        )
     for node in captured.graph.nodes:
         if node.target is torch.ops.aten._assert_tensor_metadata.default:  # noqa: SLF001
             captured.graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.engine.attention.operator import PagedStep
 from octavo.kernels import cpu
-from octavo.kernels.cpu.native import CheckedLayers, CompiledInputs, CompiledModel
+from octavo.kernels.cpu.native import CheckedCaches, CompiledInputs, CompiledModel
 
 _aoti = torch._C._aoti  # noqa: SLF001 - has no public name
 _python = ctypes.pythonapi
@@ -27,6 +27,20 @@ class _Entry(Structure):
     """A constant; the same as AOTInductorConstantMapEntry."""
 
     _fields_ = (("name", c_char_p), ("tensor", c_void_p))
+
+
+class LatestCaches:
+    """The checked caches of a model's latest step."""
+
+    def __init__(self) -> None:
+        self._checked: CheckedCaches | None = None
+
+    def check(self, within: PagedStep) -> CheckedCaches:
+        """Return a step's caches, checked if they are not the latest."""
+        checked = self._checked
+        if checked is None or not checked.are_of(within.layers, within.states):
+            checked = self._checked = CheckedCaches(within.layers, within.states)
+        return checked
 
 
 class Container:
@@ -44,7 +58,7 @@ class Container:
         self._library = ctypes.CDLL(str(path))
         run = ctypes.cast(self._library.AOTInductorModelContainerRun, c_void_p)
         self._model = CompiledModel(run, c_void_p())
-        self._layers: CheckedLayers | None = None  # of the latest call
+        self._caches = LatestCaches()
         create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
         _check(create(byref(self._model.container), 1, b"cpu", None), f"{path} cannot be loaded")
 
@@ -79,10 +93,8 @@ class Container:
     def _inputs(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> CompiledInputs:
-        layers = self._layers
-        if layers is None or layers.layers is not within.layers:
-            layers = self._layers = CheckedLayers(within.layers)
-        return CompiledInputs(layers, within.groups, token_ids, positions, logit_rows)
+        caches = self._caches.check(within)
+        return CompiledInputs(caches, within.groups, token_ids, positions, logit_rows)
 
     def constants(self) -> list[Tensor]:
         """Return the weights in place; none if PyTorch is too old."""

@@ -19,6 +19,7 @@ from torch.export import ExportedProgram
 
 from octavo.common.models.cache import prepare
 from octavo.common.models.errors import first_line
+from octavo.engine.attention import state_operators
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest, Recipe, fingerprints
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.cpp_compiler import has_compiler
@@ -40,6 +41,7 @@ C_TYPES = {
     "Optional[Tensor]": "AtenTensorHandle*",
     "int": "int64_t",
     "Optional[int]": "int64_t*",
+    "bool": "int32_t",
     "float": "double",
     "Optional[float]": "double*",
     "Optional[ScalarType]": "int32_t*",
@@ -158,6 +160,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
         GROUPED_PRODUCT,
         packed_experts.OPERATOR,
         *packed_linear.OPERATORS,
+        *state_operators.OPERATORS,
     )
     shims = {operator: [_c_declaration(operator)] for operator in operators}
     options = INDUCTOR | {"aot_inductor.custom_ops_to_c_shims": shims}
@@ -177,7 +180,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
 def _c_declaration(operator: OpOverload) -> str:
     """Return the declaration of the C function that a library calls for an operator.
 
-    It is in kernels/cpu/aoti.cpp, or PyTorch's own.
+    It is in kernels/cpu/aoti.cpp or state_shims.cpp, or PyTorch's own.
     """
     schema = operator._schema  # noqa: SLF001 - has no public name
     arguments = [f"{C_TYPES[str(given.real_type)]} {given.name}" for given in schema.arguments]

@@ -136,11 +136,10 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
     size = _size(loaded.model)
-    compilable = settings.compile != "off" and _can_be_compiled(loaded.shape)
     # A compiled step calls the kernels, and needs their compiler.
     compiles = (
         artifact is not None
-        and compilable
+        and settings.compile != "off"
         and device_warning(loaded.device) is None
         and _room_to_compile(size)
     )
@@ -148,7 +147,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     if compiler and settings.compile == "wait":
         compiler.join()
     eager = EagerStep(loaded.model)
-    jit = loaded.device.type == "cuda" and compilable
+    jit = loaded.device.type == "cuda" and settings.compile != "off"
     step = compiled_for_gpu(eager, loaded.device, loaded.check) if jit else eager
     return LoadedStep(
         loaded.shape,
@@ -186,13 +185,6 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
     Settings that a CPU does not support must be refused by `load`, compiled or not.
     """
     return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
-
-
-def _can_be_compiled(shape: ModelShape) -> bool:
-    """Return whether compiled steps can call all of a model's operators; if not, log a warning."""
-    if shape.states:
-        log.warning("the model runs uncompiled, as its layers keep states")
-    return not shape.states
 
 
 def _room_to_compile(size: int) -> bool:

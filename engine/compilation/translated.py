@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.jit import load, optimized_execution  # type: ignore[attr-defined]
 
 from octavo.engine.attention.operator import PagedStep
+from octavo.engine.compilation.container import LatestCaches
 from octavo.kernels import cpu
-from octavo.kernels.cpu.native import CheckedLayers
 
 
 class TranslatedModel:
@@ -25,7 +25,7 @@ class TranslatedModel:
     """
 
     def __init__(self, path: Path) -> None:
-        self._layers: CheckedLayers | None = None  # of the latest call
+        self._caches = LatestCaches()
         cpu.register_operators()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # as in translation.py
@@ -35,10 +35,7 @@ class TranslatedModel:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> Tensor:
         """Run the model; see `Container`."""
-        layers = self._layers
-        if layers is None or layers.layers is not within.layers:
-            layers = self._layers = CheckedLayers(within.layers)
-        cpu.set_step(layers, within.groups)
+        cpu.set_step(self._caches.check(within), within.groups)
         # Its optimizations would compile for sizes, which change from step to step.
         with optimized_execution(False):
             logits: Tensor = self._module(token_ids, positions, logit_rows)

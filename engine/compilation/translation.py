@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
+from octavo.engine.attention import state_operators
 from octavo.engine.compilation.experts import GROUPED_PRODUCT
 from octavo.engine.compilation.rotation import Node
 from octavo.engine.models.experts import packed_experts
@@ -28,7 +29,11 @@ LIBRARY = "step.ts"
 """The module's file in an artifact."""
 NAMESPACES = {"aten", "onednn", "mkldnn"}
 """Operators of PyTorch's own libraries: a process that loads the module has them."""
-NATIVE = {torch.ops.octavo.paged_attention.default, packed_experts.OPERATOR}
+NATIVE = {
+    torch.ops.octavo.paged_attention.default,
+    packed_experts.OPERATOR,
+    *state_operators.OPERATORS,
+}
 """Octavo's operators that run without Python, besides linear layers."""
 NONE = {"Optional[Tensor]": "self.none", "Optional[int]": "0", "Optional[float]": "0.0"}
 """What a native operator takes instead of None, by the type of the argument."""

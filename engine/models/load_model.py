@@ -216,14 +216,16 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
     """
     config: Any = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
-    if not isinstance(context, int):
-        probe(model, MAX_POSITIONS)  # may raise a more specific error
-        raise NotImplementedError("its config has no max_position_embeddings")
     if getattr(config, "attn_temperature_tuning", None) and hasattr(config, "floor_scale"):
         # Llama 4; the self-check cannot see it within the first `floor_scale` tokens.
         raise NotImplementedError("it scales attention by positions that it counts itself")
-    context = fix_rope(model, context, max_model_len)
-    layers, states = probe(model, context)
+    if isinstance(context, int):
+        context = fix_rope(model, context, max_model_len)
+    layers, states = probe(model, context if isinstance(context, int) else MAX_POSITIONS)
+    if not isinstance(context, int):
+        if layers:
+            raise NotImplementedError("its config has no max_position_embeddings")
+        context = MAX_POSITIONS  # states alone have no end
     chunks = [layer.chunk for layer in layers if layer.chunk is not None]
     if chunks and min(chunks) < context:
         context = min(chunks)

@@ -3,41 +3,15 @@
 // AOTInductor calls a custom operator by the name of its C shim. The loader resolves shims when it
 // loads the compiled step, so this library must be loaded globally before.
 
-#include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
 #include "cache.h"
 #include "experts.h"
 #include "linear.h"
-#include "plan.h"
-
-// PyTorch's stable C functions. Their header, torch/csrc/inductor/aoti_torch/c/shim.h, needs all of
-// PyTorch's headers.
-struct AtenTensorOpaque;
-using Tensor = AtenTensorOpaque*;
-using Error = int32_t;  // 0: no error
+#include "shims.h"
 
 extern "C" {
-Error aoti_torch_get_data_ptr(Tensor tensor, void** pointer);
-Error aoti_torch_get_sizes(Tensor tensor, int64_t** sizes);
-Error aoti_torch_get_strides(Tensor tensor, int64_t** strides);
-Error aoti_torch_get_dtype(Tensor tensor, int32_t* dtype);
-Error aoti_torch_create_tensor_from_blob(void* data, int64_t dimensions, const int64_t* sizes,
-                                         const int64_t* strides, int64_t offset, int32_t dtype,
-                                         int32_t device, int32_t device_index, Tensor* made);
-Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
-                               int32_t dtype, int32_t device, int32_t device_index,
-                               Tensor* made);
-Error aoti_torch_delete_tensor_object(Tensor tensor);
-int32_t aoti_torch_device_type_cpu();
-int32_t aoti_torch_dtype_float32();
-int32_t aoti_torch_dtype_float16();
-int32_t aoti_torch_dtype_bfloat16();
-int32_t aoti_torch_dtype_int8();
-int32_t aoti_torch_dtype_int64();
-
 int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
                         const int64_t*, int64_t, int);
 int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
@@ -55,71 +29,10 @@ void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const
 void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
 }
 
+__thread Step step;
+__thread Spent spent;
+
 namespace {
-
-// The current step. Each thread has its own. The layers of a group share a batch.
-struct Step {
-  const Cache* layers;
-  const int32_t* groups;  // of each layer
-  const Batch* batches;   // of each group
-  int threads;
-};
-thread_local Step step;
-
-// Seconds of this thread's compiled steps. `linear` includes what is fused into the products.
-struct Spent {
-  double attention, linear, sampling;
-};
-thread_local Spent spent;
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double& seconds) : seconds_(seconds), began_(Clock::now()) {}
-  ~Stopwatch() {
-    seconds_ += std::chrono::duration<double>(Clock::now() - began_).count();
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double& seconds_;
-  const Clock::time_point began_;
-};
-
-struct View {
-  void* data = nullptr;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  int32_t dtype = 0;
-
-  explicit View(Tensor tensor) {
-    aoti_torch_get_data_ptr(tensor, &data);
-    aoti_torch_get_sizes(tensor, &sizes);
-    aoti_torch_get_strides(tensor, &strides);
-    aoti_torch_get_dtype(tensor, &dtype);
-  }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data);
-  }
-};
-
-// Makes an uninitialized contiguous tensor; returns null if there is no memory for it.
-template <int kDimensions>
-void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
-  int64_t strides[kDimensions];
-  int64_t stride = 1;
-  for (int i = kDimensions - 1; i >= 0; i--) {
-    strides[i] = stride;
-    stride *= std::max<int64_t>(sizes[i], 1);
-  }
-  void* data = nullptr;
-  if (!aoti_torch_empty_strided(kDimensions, sizes, strides, dtype, aoti_torch_device_type_cpu(),
-                                0, made))
-    aoti_torch_get_data_ptr(*made, &data);
-  return data;
-}
-
-constexpr Error kFailed = 1;
 
 // A linear layer's rows and results; `out` is null if the kernels do not support the call.
 struct LinearCall {
@@ -182,12 +95,11 @@ using Run = Error (*)(void* model, Tensor* inputs, size_t num_inputs, Tensor* ou
 
 // Runs a compiled model on a batch. Token ids and positions are [1, num_tokens]; `rows`, of which
 // to return logits, is [num_rows]. All arguments must outlive the call.
-extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, const int32_t* groups,
-                                 const Batch* batches, const int64_t* token_ids,
-                                 const int64_t* positions, const int64_t* rows, int64_t num_rows,
-                                 int threads, Tensor* logits) {
-  step = {layers, groups, batches, threads};
-  const int64_t num_tokens = batches->num_tokens;
+extern "C" Error octavo_run_step(Run run, void* model, const Step* within,
+                                 const int64_t* token_ids, const int64_t* positions,
+                                 const int64_t* rows, int64_t num_rows, Tensor* logits) {
+  step = *within;
+  const int64_t num_tokens = step.batches->num_tokens;
   const int64_t sizes[] = {1, num_tokens}, strides[] = {num_tokens, 1}, *row_stride = strides + 1;
   const int32_t dtype = aoti_torch_dtype_int64(), cpu = aoti_torch_device_type_cpu();
   Tensor inputs[3];
@@ -203,22 +115,17 @@ extern "C" Error octavo_run_step(Run run, void* model, const Cache* layers, cons
   return run(model, inputs, 3, logits, 1, nullptr, nullptr);
 }
 
-// Sets this thread's step for the operators of operators.cpp. The arguments must outlive their
+// Sets this thread's step for the operators of operators.cpp. What it points to must outlive their
 // calls.
-extern "C" void octavo_set_step(const Cache* layers, const int32_t* groups, const Batch* batches,
-                                int threads) {
-  step = {layers, groups, batches, threads};
-}
+extern "C" void octavo_set_step(const Step* within) { step = *within; }
 
 // As octavo_run_step, but returns the most likely token of each row instead of the logits.
-extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layers,
-                                        const int32_t* groups, const Batch* batches,
+extern "C" Error octavo_run_greedy_step(Run run, void* model, const Step* within,
                                         const int64_t* token_ids, const int64_t* positions,
-                                        const int64_t* rows, int64_t num_rows, int threads,
-                                        int64_t* tokens) {
+                                        const int64_t* rows, int64_t num_rows, int64_t* tokens) {
   Tensor logits;
-  if (const Error error = octavo_run_step(run, model, layers, groups, batches, token_ids, positions,
-                                          rows, num_rows, threads, &logits))
+  if (const Error error =
+          octavo_run_step(run, model, within, token_ids, positions, rows, num_rows, &logits))
     return error;
   const Stopwatch stopwatch(spent.sampling);
   const View view(logits);
@@ -226,7 +133,8 @@ extern "C" Error octavo_run_greedy_step(Run run, void* model, const Cache* layer
                     : view.dtype == aoti_torch_dtype_float16() ? 1
                                                                 : 2;
   if (view.strides[1] == 1)
-    octavo_argmax(view.data, num_rows, view.strides[0], view.sizes[1], dtype, tokens, threads);
+    octavo_argmax(view.data, num_rows, view.strides[0], view.sizes[1], dtype, tokens,
+                  step.threads);
   aoti_torch_delete_tensor_object(logits);
   return view.strides[1] == 1 ? 0 : kFailed;
 }

@@ -3,17 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "state_calls.h"
 #include "states.h"
-
-// The same as in states.py. The stride is that of tokens, in elements.
-struct CausalConv {
-  StateRows rows;
-  const void* x;
-  int64_t x_stride;
-  const void *weight, *bias;
-  void* out;
-  int32_t channels, channels_per_row, width, dtype, weight_dtype, silu;
-};
 
 namespace {
 

@@ -14,13 +14,13 @@ SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "experts.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
-    *("operators.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
+    *("operators.cpp", "state_shims.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )
 """In the order of their compile times, longest first."""
 HEADERS = (
     *("activation.h", "amx.h", "cache.h", "experts.h", "fetcher.h", "linear.h", "nibbles.h"),
-    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "row.h", "states.h", "vector.h"),
-    "words.h",
+    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "row.h", "shims.h"),
+    *("state_calls.h", "states.h", "vector.h", "words.h"),
 )
 FLAGS = (
     "-O2",  # compiles twice as fast as -O3, to equally fast code

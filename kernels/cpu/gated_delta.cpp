@@ -16,18 +16,8 @@
 #include <cstring>
 #include <vector>
 
+#include "state_calls.h"
 #include "states.h"
-
-// The same as in states.py. Strides are those of tokens, in elements.
-struct GatedDelta {
-  StateRows rows;
-  const void *query, *key, *value;
-  int64_t query_stride, key_stride, value_stride;
-  const float *g, *beta;
-  void* out;
-  int32_t key_heads, value_heads, key_dim, value_dim, dtype, decays_elements, normalize;
-  float scale;
-};
 
 namespace {
 

@@ -5,6 +5,7 @@ the first time, the batch when it changes.
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 from ctypes import (
@@ -29,7 +30,7 @@ from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.states import StateKernels
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
@@ -67,10 +68,29 @@ class _Batch(Structure):
     )
 
 
-class Spent(Structure):
-    """Seconds that compiled steps spent in kernels; the same as in aoti.cpp."""
+class _State(Structure):
+    """Where a state lies; the same as StateCache in shims.h."""
 
-    _fields_ = (("attention", c_double), ("linear", c_double), ("sampling", c_double))
+    _fields_ = (
+        *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
+        *(("num_blocks", c_int32), ("rows_per_block", c_int32)),
+        *(("first_row", c_int32), ("group", c_int32), ("row_shape", c_int32 * 2)),
+    )
+
+
+class _Step(Structure):
+    """A compiled step's caches and batches; the same as in shims.h."""
+
+    _fields_ = (
+        *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32))),
+        *(("states", POINTER(_State)), ("batches", POINTER(_Batch)), ("threads", c_int32)),
+    )
+
+
+class Spent(Structure):
+    """Seconds that compiled steps spent in kernels; the same as in shims.h."""
+
+    _fields_ = tuple((name, c_double) for name in ("attention", "linear", "sampling", "states"))
 
 
 class _CheckedCache:
@@ -164,23 +184,45 @@ class _CheckedBatches:
         self.structs = (_Batch * len(groups))(*(_CheckedBatch(one).struct for one in groups))
 
 
-class CheckedLayers:
-    """All layers' checked caches and an array of their structs. Keeps the caches alive.
+class CheckedCaches:
+    """All layers' checked caches and arrays of their structs. Keeps the caches alive.
 
     Args:
-        layers: Each layer's key and value cache, as `paged_attention` takes them, and its group.
+        layers: Each layer's cache.
+        states: Each state's place.
 
     Raises:
         ValueError: The kernels do not support them.
     """
 
-    __slots__ = ("groups", "layers", "structs")
+    __slots__ = ("groups", "layers", "states", "tensors")
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor, int]]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> None:
+        self.tensors = layers, states
         caches = [_CheckedCache(keys, values) for keys, values, _ in layers]
-        self.structs = (_Cache * len(caches))(*(cache.struct for cache in caches))
+        self.layers = (_Cache * len(caches))(*(cache.struct for cache in caches))
         self.groups = (c_int32 * len(caches))(*(group for _, _, group in layers))
+        self.states = (_State * len(states))(*map(_state, states))
+
+    def are_of(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> bool:
+        """Return whether these are the very caches that were checked."""
+        return self.tensors[0] is layers and self.tensors[1] is states
+
+
+def _state(cache: StateCache) -> _State:
+    """Return a state's struct.
+
+    Raises:
+        ValueError: A block is not contiguous.
+    """
+    state, first_row, group = cache
+    num_blocks, rows_per_block, *row_shape = state.shape
+    if not state[:1].is_contiguous():
+        raise ValueError(f"a block of states must be contiguous: strides are {state.stride()}")
+    return _State(
+        *(state.data_ptr(), state.stride(0), math.prod(row_shape)),
+        *(num_blocks, rows_per_block, first_row, group, (c_int32 * 2)(*row_shape)),
+    )
 
 
 class CompiledModel(NamedTuple):
@@ -199,14 +241,14 @@ class CompiledInputs(NamedTuple):
     """The inputs of a compiled model. The tensors are contiguous int64.
 
     Attributes:
-        layers: The caches.
+        caches: Of all layers.
         groups: The batch, as each group of layers has it.
         token_ids: `[1, num_tokens]`.
         positions: `[1, num_tokens]`.
         rows: `[num_rows]`, the rows to return logits of.
     """
 
-    layers: CheckedLayers
+    caches: CheckedCaches
     groups: Sequence[AttentionMetadata]
     token_ids: Tensor
     positions: Tensor
@@ -253,13 +295,12 @@ class NativeKernels:
         self._run_greedy_step = library.octavo_run_greedy_step
         for run, result in (self._run_step, c_void_p), (self._run_greedy_step, c_int64):
             run.argtypes = (
-                *(c_void_p, c_void_p, POINTER(_Cache), POINTER(c_int32), POINTER(_Batch)),
-                *(c_void_p, c_void_p, c_void_p, c_int64, c_int, POINTER(result)),
+                *(c_void_p, c_void_p, POINTER(_Step)),
+                *(c_void_p, c_void_p, c_void_p, c_int64, POINTER(result)),
             )
             run.restype = c_int
         self._set_step = library.octavo_set_step
-        self._set_step.argtypes = (POINTER(_Cache), POINTER(c_int32), POINTER(_Batch), c_int)
-        self._set_step.restype = None
+        self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
         self._register = library.octavo_register_operators
         self._register.argtypes, self._register.restype = (), c_int
         self._take_spent = library.octavo_take_spent
@@ -403,12 +444,11 @@ class NativeKernels:
         return tokens[:]
 
     def _run(self, run: Any, model: CompiledModel, inputs: CompiledInputs, made: object) -> None:  # noqa: ANN401
-        layers, batches = inputs.layers, self._check_batches(inputs.groups)
+        step = self._step(inputs.caches, inputs.groups)
         tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
         failed = run(
-            *(model.run, model.container, layers.structs, layers.groups, batches.structs),
-            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows)),
-            *(torch.get_num_threads(), made),
+            *(model.run, model.container, byref(step)),
+            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows), made),
         )
         if failed:
             raise RuntimeError("the compiled model failed")
@@ -422,10 +462,16 @@ class NativeKernels:
         if self._register():
             raise RuntimeError("PyTorch refuses Octavo's operators")
 
-    def set_step(self, layers: CheckedLayers, groups: Sequence[AttentionMetadata]) -> None:
+    def set_step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> None:
         """Set this thread's step for `octavo_native::*`. The arguments must outlive their calls."""
+        self._set_step(byref(self._step(caches, groups)))
+
+    def _step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> _Step:
         batches = self._check_batches(groups)
-        self._set_step(layers.structs, layers.groups, batches.structs, torch.get_num_threads())
+        return _Step(
+            *(caches.layers, caches.groups, caches.states, batches.structs),
+            torch.get_num_threads(),
+        )
 
     def take_spent(self) -> Spent:
         """Return the seconds in kernels of this thread's compiled steps since the last call."""
@@ -585,4 +631,4 @@ def _check_dtype(tokens: Tensor, cache: _CheckedCache) -> None:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
 
 
-__all__ = ["CheckedLayers", "NativeKernels", "Spent"]
+__all__ = ["CheckedCaches", "NativeKernels", "Spent"]

@@ -1,7 +1,7 @@
 // Octavo's operators for PyTorch's own interpreter of graphs, without Python.
 //
 // A step that was translated for lack of a C++ compiler runs there. These operators call the
-// functions of aoti.cpp, and are registered with PyTorch's dispatcher through its stable C
+// functions of aoti.cpp and state_shims.cpp, and are registered with PyTorch's dispatcher through its stable C
 // functions. None of their arguments is optional, as PyTorch would pass that on its own heap: an
 // empty tensor and 0 stand for none.
 
@@ -41,6 +41,13 @@ Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor,
 Error aoti_torch_cpu_packed_experts(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                     int64_t, int64_t, double, double, double, Tensor*, Tensor*,
                                     Tensor*, Tensor*, Tensor*);
+Error aoti_torch_cpu_causal_conv(Tensor, Tensor, Tensor*, int64_t, int32_t, Tensor*);
+Error aoti_torch_cpu_ssd(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, Tensor*, Tensor*,
+                         int32_t, double, double, Tensor*);
+Error aoti_torch_cpu_gated_delta(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, double, int32_t,
+                                 Tensor*);
+Error aoti_torch_cpu_selective_scan(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, Tensor*,
+                                    Tensor*, int32_t, Tensor*);
 }
 
 namespace {
@@ -146,6 +153,45 @@ void packed_experts(Value* stack, uint64_t, uint64_t) {
          result, "packed_experts");
 }
 
+void causal_conv(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), weight(stack[1]), bias(stack[2]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_causal_conv(x, weight, bias.optional(), static_cast<int64_t>(stack[3]),
+                                    stack[4] != 0, &result),
+         result, "causal_conv");
+}
+
+void ssd(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), dt(stack[1]), a(stack[2]), b(stack[3]), c(stack[4]), d(stack[6]),
+      dt_bias(stack[7]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_ssd(x, dt, a, b, c, static_cast<int64_t>(stack[5]), d.optional(),
+                            dt_bias.optional(), stack[8] != 0, as_double(stack[9]),
+                            as_double(stack[10]), &result),
+         result, "ssd");
+}
+
+void gated_delta(Value* stack, uint64_t, uint64_t) {
+  Given query(stack[0]), key(stack[1]), value(stack[2]), g(stack[3]), beta(stack[4]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_gated_delta(query, key, value, g, beta, static_cast<int64_t>(stack[5]),
+                                    as_double(stack[6]), stack[7] != 0, &result),
+         result, "gated_delta");
+}
+
+void selective_scan(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), dt(stack[1]), a(stack[2]), b(stack[3]), c(stack[4]), d(stack[6]),
+      dt_bias(stack[7]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_selective_scan(x, dt, a, b, c, static_cast<int64_t>(stack[5]),
+                                       d.optional(), dt_bias.optional(), stack[8] != 0, &result),
+         result, "selective_scan");
+}
+
 struct Operator {
   const char* name;
   const char* schema;
@@ -155,6 +201,8 @@ struct Operator {
 #define FUSED "int gated, Tensor norm, float epsilon, Tensor residual"
 #define LAYER "Tensor x, int outputs, Tensor panels, Tensor bias"
 #define SCALES "Tensor factors, Tensor scales, Tensor row_sums"
+#define RECURRENCE "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int state"
+#define STEPS "Tensor d, Tensor dt_bias, bool softplus"
 constexpr Operator kOperators[] = {
     {"paged_attention",
      "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
@@ -173,6 +221,16 @@ constexpr Operator kOperators[] = {
      " float offset, Tensor up_factors, Tensor up_scales, Tensor down_factors,"
      " Tensor down_scales) -> Tensor",
      packed_experts},
+    {"causal_conv",
+     "causal_conv(Tensor x, Tensor weight, Tensor bias, int state, bool silu) -> Tensor",
+     causal_conv},
+    {"ssd",
+     "ssd(" RECURRENCE ", " STEPS ", float least_dt, float most_dt) -> Tensor", ssd},
+    {"gated_delta",
+     "gated_delta(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, int state,"
+     " float scale, bool normalize) -> Tensor",
+     gated_delta},
+    {"selective_scan", "selective_scan(" RECURRENCE ", " STEPS ") -> Tensor", selective_scan},
 };
 
 Error register_all() {

@@ -5,19 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "state_calls.h"
 #include "states.h"
-
-// The same as in states.py. Strides are those of tokens, in elements.
-struct SelectiveScan {
-  StateRows rows;
-  const void *x, *b, *c;
-  int64_t x_stride, b_stride, c_stride;
-  const void* dt;
-  int64_t dt_stride;
-  const float *a, *d, *dt_bias;
-  void* out;
-  int32_t channels, channels_per_row, state_size, dtype, dt_dtype, softplus;
-};
 
 namespace {
 

@@ -11,18 +11,8 @@
 #include <cstring>
 #include <vector>
 
+#include "state_calls.h"
 #include "states.h"
-
-// The same as in states.py. Strides are those of tokens, in elements.
-struct Ssd {
-  StateRows rows;
-  const void *x, *b, *c;
-  int64_t x_stride, b_stride, c_stride;
-  const float *dt, *a, *d, *dt_bias;
-  void* out;
-  int32_t heads, head_dim, groups, state_size, dtype, softplus;
-  float least_dt, greatest_dt;
-};
 
 namespace {
 

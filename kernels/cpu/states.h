@@ -1,4 +1,4 @@
-// The rows of the cache in which layers keep states, and the functions that their kernels share.
+// The functions that the kernels of layers with states share.
 #pragma once
 
 #include <algorithm>
@@ -13,47 +13,6 @@
 
 constexpr float kLog2OfE = 1.4426950408889634f;
 constexpr int kFloatsPerLine = 16;
-
-// The states of a batch's sequences; the same as in states.py. Strides and sizes are in elements.
-struct StateRows {
-  void* state;
-  int64_t block_stride, row_size;
-  const int32_t* tables;
-  int64_t table_stride;
-  const int32_t* query_starts;
-  const int32_t* seq_lens;
-  int32_t num_blocks, rows_per_block, first_row, num_seqs;
-
-  int first_token(int seq) const { return query_starts[seq]; }
-  int query_count(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
-  bool is_new(int seq) const { return seq_lens[seq] == query_count(seq); }
-  bool is_padding(int seq) const { return !seq_lens[seq] || !query_count(seq); }
-
-  template <class Element>
-  Element* row(int seq, int index) const {
-    const int place = first_row + index;
-    const int64_t block = tables[seq * table_stride + place / rows_per_block];
-    return static_cast<Element*>(state) + block * block_stride +
-           place % rows_per_block * row_size;
-  }
-
-  // Sets the results of padding to zeros.
-  void clear_padding(void* out, int64_t bytes_per_token) const {
-    for (int seq = 0; seq < num_seqs; seq++)
-      if (is_padding(seq))
-        std::memset(static_cast<char*>(out) + first_token(seq) * bytes_per_token, 0,
-                    query_count(seq) * bytes_per_token);
-  }
-
-  // Returns 0, or 1 + a sequence whose first `count` rows are in a block that does not exist.
-  int find_bad_table(int count) const {
-    const int first = first_row / rows_per_block, end = (first_row + count - 1) / rows_per_block;
-    for (int seq = 0; seq < num_seqs; seq++)
-      for (int i = first; !is_padding(seq) && i <= end; i++)
-        if (uint32_t(tables[seq * table_stride + i]) >= uint32_t(num_blocks)) return 1 + seq;
-    return 0;
-  }
-};
 
 // Calls `work` with the type of a number of states.py.
 template <class Work>

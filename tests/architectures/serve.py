@@ -146,16 +146,19 @@ def serve_crowded(
 ) -> tuple[Stepper, dict[SequenceGroup, Stepper]]:
     """Serve with too few blocks for all; return the engine, and each group with its engine.
 
+    States do not grow, so what keeps nothing else is never preempted: it waits for blocks.
+
     Raises:
         StepError: a step failed.
         NothingPreemptedError: whatever the number of blocks.
     """
     (budget,) = ample.parts.limits.budgets
+    grows = not all(group.state_blocks for group in budget.groups)
     least = blocks_held(budget.groups, max(LENGTHS) + OUTPUT_TOKENS, BATCHED_TOKENS)
     for crowding in CROWDINGS:
         engine = start(directory, max_model_len, int(crowding * least))
         try:
-            return engine, serve(engine)
+            return engine, serve(engine, must_preempt=grows)
         except NothingPreemptedError:
             if crowding == CROWDINGS[-1]:
                 raise
@@ -166,7 +169,7 @@ class NothingPreemptedError(Exception):
     """There were blocks for all."""
 
 
-def serve(engine: Stepper) -> dict[SequenceGroup, Stepper]:
+def serve(engine: Stepper, *, must_preempt: bool = True) -> dict[SequenceGroup, Stepper]:
     """Serve prompts together, once for each way to preempt.
 
     Returns:
@@ -174,13 +177,17 @@ def serve(engine: Stepper) -> dict[SequenceGroup, Stepper]:
 
     Raises:
         StepError: a step failed.
-        NothingPreemptedError: nothing was preempted in one of the ways.
+        NothingPreemptedError: nothing was preempted in one of the ways, and `must_preempt`.
     """
     draw = random.Random(1)
     prompts = [[_token(draw) for _ in range(length)] for length in LENGTHS]
     groups = []
     for mode in ("swap", "recompute"):
+        before = preemptions(engine)
         groups += _serve_preempting(engine, mode, prompts)
+        after = preemptions(engine)
+        if must_preempt and after[mode == "recompute"] == before[mode == "recompute"]:
+            raise NothingPreemptedError(f"no {mode} happened")
     return dict.fromkeys(groups, engine)
 
 
@@ -208,15 +215,11 @@ def _serve_preempting(
     """Serve all at once; every other one with the log-probabilities of its prompt."""
     engine.scheduler.policy = PreemptionPolicy(mode)
     engine.cache.forget_contents()
-    before = preemptions(engine)
     groups = [
         engine.submit(prompt, OUTPUT_TOKENS, logprobs=0, prompt_logprobs=(None, 0)[i % 2])
         for i, prompt in enumerate(prompts)
     ]
     engine.run()
-    swapped, dropped = (now - then for now, then in zip(preemptions(engine), before, strict=True))
-    if not (swapped if mode == "swap" else dropped):
-        raise NothingPreemptedError(f"no {mode} happened")
     return groups
 
 

@@ -22,6 +22,8 @@ from octavo.engine.models.checks.self_check import Reference
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import StartupError, build
 from octavo.kernels.integrity import fingerprint
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
@@ -99,6 +101,19 @@ def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
     prune()
     assert manifest.exists(), "it is loaded"
     os.utime(manifest.with_name(USE))  # or the next compilation would remove it
+
+
+@pytest.mark.slow  # compiles for minutes
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("_cache")
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba"])
+def test_compiled_steps_keep_states(name, tmp_path):
+    """Mamba-2, the gated delta rule and Mamba, each with convolutions."""
+    save(next(entry for entry in entries() if entry.model_type == name), tmp_path)
+    expected = outputs(engine(tmp_path, "off", "float32", "none"))
+    compiled = engine(tmp_path, "wait", "float32", "none")
+    assert compiled.parts.executor.compiled
+    check(outputs(compiled), expected, 1e-3)
 
 
 def check(found, expected, tolerance):

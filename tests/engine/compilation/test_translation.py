@@ -17,6 +17,8 @@ from octavo.engine.compilation.translation import LIBRARY, UntranslatableError, 
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels import cpu
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
@@ -34,6 +36,8 @@ CONFIGS = {
         eos_token_id=None,
     ),
 }  # fmt: skip
+STATEFUL = "falcon_h1", "qwen3_next", "jamba"
+"""Families that keep states: Mamba-2, gated delta rule, Mamba; all with convolutions."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,8 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
         save_random_model(config, directory / name, std=0.1)
+    for name in STATEFUL:
+        save(next(entry for entry in entries() if entry.model_type == name), directory / name)
     return directory
 
 
@@ -92,6 +98,9 @@ def outputs(stepper, **sampling):
         ("mixtral", "float32", "none", 1e-3),
         pytest.param("mixtral", "bfloat16", "int8", 0.1, marks=[PACKED, pytest.mark.slow]),
         ("gpt2", "float32", "none", 1e-3),
+        ("falcon_h1", "float32", "none", 1e-3),
+        pytest.param("qwen3_next", "float32", "none", 1e-3, marks=pytest.mark.slow),
+        pytest.param("jamba", "float32", "none", 1e-3, marks=pytest.mark.slow),
     ],
 )
 def test_translated_is_eager(models, tmp_path, name, dtype, quantization, tolerance):
