@@ -37,7 +37,8 @@ class AttentionMetadata:
             `query_starts[i]:query_starts[i + 1]`.
         seq_lens: `[num_seqs]` int32; tokens in the cache, including this step's.
         block_tables: `[num_seqs, max_blocks]` int32; the physical block of each logical block.
-            Entries past a sequence's end are not read.
+            Entries past a sequence's end are not used, nor those of blocks before the keys that its
+            queries see.
         slot_mapping: `[num_tokens]` int64; each token's slot, `block * block_size + offset`;
             tokens with a negative slot are not written.
         max_query_len: The greatest number of queries of a sequence.

@@ -4,7 +4,10 @@ The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, h
 (all layers, keys and values) is contiguous, so one copy moves it. Layer l's keys are
 `cache[:, l, 0]` and its values `cache[:, l, 1]`: strided over blocks, contiguous inside one. Each
 backend may choose the order of elements in a block: only `write_kv`, `rotate_and_write` and
-`paged_attention` look inside.
+`paged_attention` look inside. They take any such views; keys and values may differ in width.
+
+Latent attention (DeepSeek-V2, 2024, section 2.1.2) has keys alone: with its products absorbed, the
+first elements of a key are its value. Its value cache is None.
 """
 
 import numpy as np
@@ -21,8 +24,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
 """For the KV cache only."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
-MIN_HEAD_DIM, MAX_HEAD_DIM = 32, 256
+MIN_HEAD_DIM, MAX_KEY_DIM, MAX_VALUE_DIM = 8, 576, 512
 HEAD_DIM_MULTIPLE = 8
+FIRST_KEY_MULTIPLE = 16
+"""The first key that a sequence's queries see is rounded down to a multiple of it; the entries of
+block tables before are not read."""
 
 
 def _scales(key_cache: Tensor, key_scale: float, value_scale: float) -> dict[str, float]:
@@ -34,9 +40,9 @@ def _scales(key_cache: Tensor, key_scale: float, value_scale: float) -> dict[str
 
 def write_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     key_scale: float = 1.0,
@@ -45,11 +51,12 @@ def write_kv(
     """Write each token's key and value to its slot of the cache.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, of the cache's dtype, or of the model's for an
+        key: `[num_tokens, num_kv_heads, key_dim]`, of the cache's dtype, or of the model's for an
             fp8 cache; may be a strided view.
-        value: As `key`.
-        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous inside a block.
-        value_cache: As `key_cache`.
+        value: `[num_tokens, num_kv_heads, value_dim]`, else as `key`; None if values are parts of
+            keys.
+        key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
+        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, likewise; None as `value`.
         slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`. Negative
             slots are skipped.
         key_scale: An fp8 cache stores keys divided by this positive number, clamped to its range.
@@ -83,14 +90,14 @@ def rotate_and_write(  # noqa: PLR0917
 ) -> Tensor:
     """Rotate queries and keys by their positions and write keys and values to the cache.
 
-    The rotary embedding pairs element i of a head with element i + head_dim / 2 (RoFormer, Su et
-    al. 2021, in GPT-NeoX's order).
+    The rotary embedding pairs element i of a head with element i + key_dim / 2 (RoFormer, Su et al.
+    2021, in GPT-NeoX's order).
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`.
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: As `key`.
-        cos: `[num_tokens, n]` with n >= head_dim / 2: the cosine of each pair's angle; the rest is
+        query: `[num_tokens, num_heads, key_dim]`.
+        key: `[num_tokens, num_kv_heads, key_dim]`.
+        value: `[num_tokens, num_kv_heads, value_dim]`.
+        cos: `[num_tokens, n]` with n >= key_dim / 2: the cosine of each pair's angle; the rest is
             not read.
         sin: As `cos`, with the same strides.
         key_cache: As for `write_kv`, like the arguments below.
@@ -121,13 +128,16 @@ def rotate_and_write(  # noqa: PLR0917
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    value_dim: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
@@ -136,28 +146,39 @@ def paged_attention(
     One call computes decodes and prefill chunks of any length. The queries of a sequence are its
     last positions; query j of q sees the positions up to `seq_len - q + j`. A logit is
     `scale * q.k`, then capped, then biased, then masked. Slots past a sequence's end and free
-    blocks may hold anything, including NaN.
+    blocks may hold anything, including NaN. If no query of a sequence sees keys before position p,
+    the entries of its block table for blocks that end before p, rounded down to a multiple of
+    `FIRST_KEY_MULTIPLE`, may be any number: those blocks may be free.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`, of the cache's dtype unless that is fp8; may be
-            a strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
-        key_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, contiguous inside a block.
-        value_cache: As `key_cache`.
+        query: `[num_tokens, num_heads, key_dim]`, of the cache's dtype unless that is fp8; may be a
+            strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
+        key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
+        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, likewise; None: the first
+            `value_dim` elements of a key are its value.
         metadata: Each sequence's rows and blocks.
         scale: Positive factor of the dot products.
         sliding_window: Number of positions that a query sees, including its own; None: all earlier
             ones.
+        chunk: Positions per chunk of a sequence; a query at position p sees keys from
+            `p - p % chunk` (Llama 4). None: no chunks. Excludes `sliding_window`.
         soft_cap: C maps a logit x to `c * tanh(x / c)`.
         alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
+        sinks: `[num_heads]` float32; a logit that joins each softmax of its head and has no value
+            (gpt-oss, after Xiao et al. 2023). It is neither scaled nor capped.
+        value_dim: Elements of a value; needed without a value cache.
         key_scale: Factor of the keys in an fp8 cache.
-        value_scale: As `key_scale`.
+        value_scale: As `key_scale`; without a value cache, `key_scale` is taken instead.
 
     Returns:
-        `[num_tokens, num_heads, head_dim]`, contiguous, of the query's dtype.
+        `[num_tokens, num_heads, value_dim]`, contiguous, of the query's dtype.
 
     Raises:
         IndexError: A block table names a block that is not in the cache (CPU only).
+        ValueError: There are both a window and chunks, or `value_dim` does not fit the caches.
     """
+    if sliding_window is not None and chunk is not None:
+        raise ValueError(f"attention has either a window ({sliding_window}) or chunks ({chunk})")
     return find_backend(query.device.type).paged_attention(
         query,
         key_cache,
@@ -165,8 +186,11 @@ def paged_attention(
         metadata,
         scale=scale,
         sliding_window=sliding_window,
+        chunk=chunk,
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        value_dim=value_dim,
         **_scales(key_cache, key_scale, value_scale),
     )
 
@@ -177,19 +201,23 @@ def plan_attention(
     *,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool = False,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan | None:
-    """Divide a step's attention among a GPU's programs, once for all layers.
+    """Divide a step's attention among a GPU's programs, once for all layers of the same heads.
 
     Args:
         query_lens: `[num_seqs]`; queries of each sequence.
         seq_lens: `[num_seqs]`; tokens of each sequence, including its queries.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_dim: Elements per head.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
+        latent: Whether there is no value cache.
         dtype: Of queries.
         cache_dtype: Of keys and values.
         device: Where the cache is.
@@ -202,7 +230,9 @@ def plan_attention(
         seq_lens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        latent=latent,
         dtype=dtype,
         cache_dtype=cache_dtype,
         device=device,
@@ -304,7 +334,8 @@ def check_supported(
     *,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -318,7 +349,8 @@ def check_supported(
     Args:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
-        head_dim: Elements per head.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
         block_size: Tokens per block.
         dtype: Of the model.
         device: Where it runs.
@@ -335,11 +367,15 @@ def check_supported(
         raise ValueError(
             f"{num_heads} query heads cannot be shared evenly by {num_kv_heads} KV heads"
         )
-    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % HEAD_DIM_MULTIPLE:
-        raise ValueError(
-            f"head size {head_dim} is not supported: it must be a multiple of "
-            f"{HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-        )
+    for name, dim, most in (
+        ("key", key_dim, MAX_KEY_DIM),
+        ("value", value_dim, MAX_VALUE_DIM),
+    ):
+        if not MIN_HEAD_DIM <= dim <= most or dim % HEAD_DIM_MULTIPLE:
+            raise ValueError(
+                f"{name} size {dim} of a head is not supported: it must be a multiple of "
+                f"{HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {most}"
+            )
     if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE or block_size & (block_size - 1):
         raise ValueError(
             f"block size {block_size} is not supported: it must be a power of two "

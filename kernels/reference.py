@@ -10,25 +10,26 @@ from torch import Tensor
 from octavo.kernels.activation import Activation
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
+from octavo.kernels.widths import width_of_values
 
 
 def write_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot of the cache; see `ops.write_kv`."""
-    block_size = key_cache.shape[2]
-    key, value = _rounded(key, key_cache, key_scale), _rounded(value, value_cache, value_scale)
-    for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            key_cache[slot // block_size, :, slot % block_size] = key[token]
-            value_cache[slot // block_size, :, slot % block_size] = value[token]
+    for x, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+        if x is not None and cache is not None:
+            rounded, block_size = _rounded(x, cache, scale), cache.shape[2]
+            for token, slot in enumerate(slot_mapping.tolist()):
+                if slot >= 0:
+                    cache[slot // block_size, :, slot % block_size] = rounded[token]
 
 
 def _rounded(x: Tensor, cache: Tensor, scale: float) -> Tensor:
@@ -69,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate heads as `rotate_and_write` does.
 
     Args:
-        x: `[num_tokens, heads, head_dim]`.
+        x: `[num_tokens, heads, key_dim]`.
         cos: As for `rotate_and_write`.
         sin: Likewise.
 
@@ -85,13 +86,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    value_dim: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
@@ -100,39 +104,56 @@ def paged_attention(
     As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
     `octavo.kernels.ops.paged_attention`. A query that attends to no key gives zeros.
     """
-    group = query.shape[1] // key_cache.shape[1]
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    num_tokens, num_heads, _ = query.shape
+    group = num_heads // key_cache.shape[1]
+    value_dim = width_of_values(key_cache, value_cache, value_dim)
+    out = query.new_zeros(num_tokens, num_heads, value_dim)
     starts = metadata.query_starts.tolist()
     for seq, seq_len in enumerate(metadata.seq_lens.tolist()):
         first, last = starts[seq], starts[seq + 1]
         if first == last or seq_len == 0:
             continue
         blocks = metadata.block_tables[seq]
-        # [heads, queries, head_dim] against [heads, keys, head_dim]
+        own = torch.arange(seq_len - (last - first), seq_len, device=query.device)
+        first_seen = torch.zeros_like(own)
+        if sliding_window is not None:
+            first_seen = (own - sliding_window + 1).clamp(min=0)
+        elif chunk is not None:
+            first_seen = own - own % chunk
+        begin = int(first_seen[0])
+        # [heads, queries, key_dim] against [heads, keys, key_dim]
         q = query[first:last].float().transpose(0, 1)
-        k, v = (
-            _gather(cache, blocks, seq_len).repeat_interleave(group, 0)
-            for cache in (key_cache, value_cache)
-        )
-        logits = scale * key_scale * q @ k.transpose(1, 2)
+        k = key_scale * _gather(key_cache, blocks, begin, seq_len).repeat_interleave(group, 0)
+        if value_cache is None:
+            v = k[..., :value_dim]
+        else:
+            v = value_scale * _gather(value_cache, blocks, begin, seq_len)
+            v = v.repeat_interleave(group, 0)
+        logits = scale * q @ k.transpose(1, 2)
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
-        query_positions = torch.arange(seq_len - (last - first), seq_len, device=query.device)
-        distance = torch.arange(seq_len, device=query.device) - query_positions[:, None]
+        keys = torch.arange(begin, seq_len, device=query.device)
+        distance = keys - own[:, None]
         if alibi_slopes is not None:
             logits = logits + alibi_slopes.float()[:, None, None] * distance
-        hidden = distance > 0
-        if sliding_window is not None:
-            hidden = hidden | (distance <= -sliding_window)
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        out[first:last] = (value_scale * weights @ v).transpose(0, 1).to(out.dtype)
+        hidden = (distance > 0) | (keys < first_seen[:, None])
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if sinks is not None:  # one more key, without a value
+            sink = sinks.float()[:, None, None].expand(-1, last - first, 1)
+            weights = torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = logits.softmax(-1)
+        out[first:last] = (weights @ v).transpose(0, 1).to(out.dtype)
     return out
 
 
-def _gather(cache: Tensor, blocks: Tensor, seq_len: int) -> Tensor:
-    """Return one sequence's keys or values, `[num_kv_heads, seq_len, head_dim]` float32."""
-    used = blocks[: -(-seq_len // cache.shape[2])].long()
-    return cache[used].float().transpose(0, 1).flatten(1, 2)[:, :seq_len]
+def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int) -> Tensor:
+    """Return a sequence's keys or values `[num_kv_heads, end - begin, dim]` in float32."""
+    block_size = cache.shape[2]
+    before = begin // block_size
+    used = blocks[before : -(-end // block_size)].long()
+    kept = slice(begin - before * block_size, end - before * block_size)
+    return cache[used].float().transpose(0, 1).flatten(1, 2)[:, kept]
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:

@@ -10,7 +10,15 @@ from rich.console import Console
 from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, Batch, Layout, make_batch, replan
 from benchmarks.gpu.timing import Timer
 from octavo.kernels.gpu import describe_gpu
-from octavo.kernels.triton.tiles import TUNED, Kind, Tiles, choose_tiles, tuning_key, use_tiles
+from octavo.kernels.triton.tiles import (
+    TUNED,
+    Heads,
+    Kind,
+    Tiles,
+    choose_tiles,
+    tuning_key,
+    use_tiles,
+)
 
 RUNS = 10
 LEAST_GAIN = 0.02
@@ -40,15 +48,12 @@ def tune(device: torch.device, console: Console) -> None:
     kept = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for kind, layout, lengths, cache_dtype in CASES:
         batch = make_batch(layout, lengths, device, cache_dtype=cache_dtype)
-        case = {
-            "group": layout.num_heads // layout.num_kv_heads,
-            "head_dim": layout.head_dim,
-            "dtype": batch.query.dtype,
-            "cache_dtype": batch.cache_dtype,
-        }
-        key = tuning_key(kind, describe_gpu(device), **case)
+        gpu, dim = describe_gpu(device), layout.head_dim
+        heads = Heads(layout.num_heads // layout.num_kv_heads, dim, dim)
+        dtypes = {"dtype": batch.query.dtype, "cache_dtype": batch.cache_dtype}
+        key = tuning_key(kind, gpu, heads, **dtypes)
         use_tiles(key, None)
-        rule = choose_tiles(kind, describe_gpu(device), **case)
+        rule = choose_tiles(kind, gpu, heads, **dtypes)
         choices = [rule, *(_decodes(rule) if kind == "decode" else CHUNKS)]
         times: dict[Tiles, float] = {}
         for tiles in choices:

@@ -135,7 +135,8 @@ def load(
             check_supported(
                 num_heads=layer.num_heads,
                 num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.key_dim,
+                key_dim=layer.key_dim,
+                value_dim=layer.value_dim,
                 block_size=block_size,
                 dtype=kind,
                 device=target,

@@ -18,7 +18,7 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
                                 int64_t, int64_t, const void*, int64_t, int64_t, const float*,
                                 const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
-                           float, int, float, const float*, int);
+                           int, float, int, int, float, const float*, const float*, int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
@@ -156,32 +156,39 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
   const Cache& cache = step.layers[layer];
   const Batch& batch = step.batches[step.groups[layer]];
-  const int64_t num_heads = q.sizes[1], head_dim = q.sizes[2];
-  void* out = make({q.sizes[0], num_heads, head_dim}, q.dtype, result);
+  const int64_t num_heads = q.sizes[1], key_dim = q.sizes[2];
+  void* out = make({q.sizes[0], num_heads, cache.value_dim}, q.dtype, result);
   if (!out) return kFailed;
   const void* rows = q.data;
+  Tensor rotated = nullptr;
   int64_t token_stride = q.strides[0], head_stride = q.strides[1];
   int64_t bad;
   if (cos) {
     const View cosines(*cos), sines(*sin);
-    // The rotated queries are written where the results go: nothing else reads a token's query.
-    rows = out;
-    token_stride = num_heads * head_dim;
-    head_stride = head_dim;
+    // The rotated queries are written where the results go, if they have the same size: nothing
+    // else reads a token's query.
+    void* queries = out;
+    if (key_dim != cache.value_dim)
+      queries = make({q.sizes[0], num_heads, key_dim}, q.dtype, &rotated);
+    if (!queries) return kFailed;
+    rows = queries;
+    token_stride = num_heads * key_dim;
+    head_stride = key_dim;
     bad = octavo_rotate_and_write(
         &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
         k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
-        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, out, step.threads);
+        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, queries,
+        step.threads);
   } else {
     bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
                           v.strides[1], batch.slots, batch.num_tokens, step.threads);
   }
-  if (bad) return kFailed;
-  return octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
-                                out, scale, sliding_window ? *sliding_window : 0,
-                                soft_cap ? *soft_cap : 0, nullptr, step.threads)
-             ? kFailed
-             : 0;
+  if (!bad)
+    bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
+                                 out, cache.value_dim, scale, sliding_window ? *sliding_window : 0,
+                                 0, soft_cap ? *soft_cap : 0, nullptr, nullptr, step.threads);
+  if (rotated) aoti_torch_delete_tensor_object(rotated);
+  return bad ? kFailed : 0;
 }
 
 // octavo::packed_linear

@@ -1,14 +1,17 @@
 // One layer's cache, and the layout of K and V in its blocks.
 //
-// The tensor's shape is [num_blocks, num_kv_heads, block_size, head_dim], but a block's head is
-// stored as the products of attention read it, so that a step packs nothing. With P = kPack of the
-// type, the number of elements in a word of a dot product:
+// The tensors' shapes are [num_blocks, num_kv_heads, block_size, key_dim] and [..., value_dim], but a
+// block's head is stored as the products of attention read it, so that a step packs nothing. With P =
+// kPack of the type, the number of elements in a word of a dot product:
 //
-//   K: [head_dim / P][block_size][P], adjacent words of all keys;
-//   V: [block_size / P][head_dim][P], adjacent words of all dimensions.
+//   K: [key_dim / P][block_size][P], adjacent words of all keys;
+//   V: [block_size / P][value_dim][P], adjacent words of all dimensions.
 //
 // P is 2 for bfloat16 if the CPU has its dot product, else 1, where V has the tensor's layout.
 // Blocks are copied and swapped whole, so only write_kv and attention depend on this.
+//
+// A cache of latent attention has K alone: a key's first elements are its value, and attention
+// repacks them (repack.h).
 #pragma once
 
 #include <cstdint>
@@ -17,20 +20,25 @@
 
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
 
-// The same as in native.py. The stride is in elements.
+// The same as in native.py. Strides are from block to block, in elements.
 struct Cache {
   void* keys;
-  void* values;
-  int64_t block_stride;
+  void* values;  // or null: values are parts of keys
+  int64_t key_stride;
+  int64_t value_stride;
   int32_t num_blocks;
   int32_t num_kv_heads;
-  int32_t head_dim;
+  int32_t key_dim;
+  int32_t value_dim;  // or 0 without values
   int32_t block_size;
   int32_t dtype;
 
-  // Returns the first element of a block's head.
-  int64_t head_at(int64_t block, int64_t head) const {
-    return block * block_stride + head * block_size * head_dim;
+  // Return the first element of a block's head.
+  int64_t keys_at(int64_t block, int64_t head) const {
+    return block * key_stride + head * block_size * key_dim;
+  }
+  int64_t values_at(int64_t block, int64_t head) const {
+    return block * value_stride + head * block_size * value_dim;
   }
 };
 

@@ -19,7 +19,7 @@ SOURCES = (
 """In the order of their compile times, longest first."""
 HEADERS = (
     *("activation.h", "amx.h", "cache.h", "experts.h", "fetcher.h", "linear.h", "nibbles.h"),
-    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "row.h", "shims.h"),
+    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),
     *("state_calls.h", "states.h", "vector.h", "words.h"),
 )
 FLAGS = (

@@ -14,19 +14,24 @@ from torch import Tensor
 from octavo.kernels.cpu.fallback_draws import draw_tokens  # noqa: F401 - one of the operations
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.scores import score_tokens  # noqa: F401 - likewise
+from octavo.kernels.widths import width_of_values
 
 
 def write_kv(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor | None,
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    slot_mapping: Tensor,
 ) -> None:
     """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
     block_size = key_cache.shape[2]
-    kept = slot_mapping >= 0
-    if not bool(kept.all()):
-        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    key_cache[block, :, offset] = key
-    value_cache[block, :, offset] = value
+    kept = None if bool((slot_mapping >= 0).all()) else slot_mapping >= 0
+    slots = slot_mapping if kept is None else slot_mapping[kept]
+    block, offset = slots // block_size, slots % block_size
+    for x, cache in ((key, key_cache), (value, value_cache)):
+        if x is not None and cache is not None:
+            cache[block, :, offset] = x if kept is None else x[kept]
 
 
 def rotate_and_write(  # noqa: PLR0917 - as the others
@@ -56,33 +61,42 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    value_dim: int | None = None,
 ) -> Tensor:
     """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
-    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    num_tokens, num_heads, _ = query.shape
+    value_dim = width_of_values(key_cache, value_cache, value_dim)
+    out = query.new_zeros(num_tokens, num_heads, value_dim)
     starts = metadata.query_starts
     query_lens = (starts[1:] - starts[:-1]).where(metadata.seq_lens > 0, 0)
     for query_len in sorted(set(query_lens.tolist()) - {0}):
         seqs = torch.nonzero(query_lens == query_len).flatten()
         rows = starts[seqs, None] + torch.arange(query_len)
-        seq_lens = metadata.seq_lens[seqs]
-        max_len = int(seq_lens.max())
+        seq_lens, tables = metadata.seq_lens[seqs].long(), metadata.block_tables[seqs]
         q = query[rows].transpose(1, 2)
-        k = _gather(key_cache, metadata.block_tables[seqs], seq_lens, max_len)
-        v = _gather(value_cache, metadata.block_tables[seqs], seq_lens, max_len)
-        query_positions = seq_lens[:, None] - query_len + torch.arange(query_len)
-        # [num_seqs, 1, query_len, max_len], negative where the key is earlier.
-        distance = (torch.arange(max_len) - query_positions[:, :, None])[:, None]
-        seen = distance <= 0
-        if sliding_window is not None:
-            seen &= distance > -sliding_window
-        if soft_cap is None and alibi_slopes is None:
+        # [num_seqs, 1, query_len, 1]
+        own = (seq_lens[:, None] - query_len + torch.arange(query_len))[:, None, :, None]
+        first_seen = _first_seen(own, sliding_window, chunk)
+        begins = first_seen[:, 0, 0, 0]
+        keys = _positions(begins, seq_lens, key_cache.shape[2])
+        k = _gather(key_cache, tables, keys, begins, seq_lens)
+        if value_cache is None:
+            v = k[..., :value_dim]
+        else:
+            v = _gather(value_cache, tables, keys, begins, seq_lens)
+        # [num_seqs, 1, query_len, keys], negative where the key is earlier.
+        distance = keys[:, None, None] - own
+        seen = (distance <= 0) & (keys[:, None, None] >= first_seen)
+        if soft_cap is None and alibi_slopes is None and sinks is None:
             attended = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         else:
             k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -91,22 +105,49 @@ def paged_attention(
                 logits = soft_cap * torch.tanh(logits / soft_cap)
             if alibi_slopes is not None:
                 logits = logits + alibi_slopes.float()[:, None, None] * distance
-            attended = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ v
+            logits = logits.masked_fill(~seen, -torch.inf)
+            if sinks is not None:  # one more key, without a value
+                logits = torch.cat([logits, _sink_logits(sinks, logits)], -1)
+                v = F.pad(v, (0, 0, 0, 1))
+            attended = logits.softmax(-1) @ v
         out[rows] = attended.transpose(1, 2).to(out.dtype)
     return out
 
 
-def _gather(cache: Tensor, tables: Tensor, seq_lens: Tensor, max_len: int) -> Tensor:
-    """Return `[num_seqs, num_kv_heads, max_len, head_dim]`, with zeros past each sequence's end.
+def _first_seen(own: Tensor, sliding_window: int | None, chunk: int | None) -> Tensor:
+    """Return the first position that a query at each position of `own` sees."""
+    if sliding_window is not None:
+        return (own - sliding_window + 1).clamp(min=0)
+    return torch.zeros_like(own) if chunk is None else own - own % chunk
 
-    The mask is not enough there: NaN times a weight of zero is NaN.
+
+def _sink_logits(sinks: Tensor, logits: Tensor) -> Tensor:
+    """Return each head's sink, `[num_seqs, num_heads, query_len, 1]`."""
+    return sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+
+
+def _positions(begins: Tensor, ends: Tensor, block_size: int) -> Tensor:
+    """Return the positions to gather, `[num_seqs, n]`: from the block of each sequence's first."""
+    begins = begins - begins % block_size
+    blocks = -(-int((ends - begins).max()) // block_size)
+    return begins[:, None] + torch.arange(blocks * block_size)
+
+
+def _gather(
+    cache: Tensor, tables: Tensor, positions: Tensor, begins: Tensor, ends: Tensor
+) -> Tensor:
+    """Return keys or values at whole blocks of positions, `[num_seqs, num_kv_heads, n, dim]`.
+
+    They are zeros before each sequence's begin and past its end. The mask is not enough there: NaN
+    times a weight of zero is NaN.
     """
-    used = tables[:, : -(-max_len // cache.shape[2])].long()
-    # The padding of block tables may be any number.
-    used = used.clamp(0, cache.shape[0] - 1)
-    gathered = cache[used].transpose(1, 2).flatten(2, 3)[:, :, :max_len]
-    past_end = torch.arange(max_len) >= seq_lens[:, None]
-    return gathered.masked_fill(past_end[:, None, :, None], 0)
+    block_size = cache.shape[2]
+    places = (positions[:, ::block_size] // block_size).clamp(max=tables.shape[1] - 1)
+    # Entries of block tables that are not used may be any number.
+    used = tables.long().gather(1, places).clamp(0, cache.shape[0] - 1)
+    gathered = cache[used].transpose(1, 2).flatten(2, 3)
+    unseen = (positions < begins[:, None]) | (positions >= ends[:, None])
+    return gathered.masked_fill(unseen[:, None, :, None], 0)
 
 
 def argmax(rows: Tensor) -> Tensor:

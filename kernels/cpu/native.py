@@ -7,7 +7,7 @@ the first time, the batch when it changes.
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -33,9 +33,11 @@ from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
+from octavo.kernels.widths import width_of_values
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _UNIT = 8  # block and head sizes are multiples of it
+_MAX_KEY_DIM = 576  # as in write_kv.cpp
 
 
 class _Cache(Structure):
@@ -44,10 +46,12 @@ class _Cache(Structure):
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
-        ("block_stride", c_int64),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
         ("num_blocks", c_int32),
         ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
         ("block_size", c_int32),
         ("dtype", c_int32),
     )
@@ -94,43 +98,42 @@ class Spent(Structure):
 
 
 class _CheckedCache:
-    """A layer's checked cache and its struct. Does not keep the cache alive."""
+    """A layer's checked cache and its struct. Does not keep the cache alive.
+
+    Attributes:
+        value_dim: Elements of a value; 0 if values are parts of keys.
+    """
 
     __slots__ = (
-        *("dtype", "head_dim", "keys", "num_kv_heads", "num_slots"),
-        *("reference", "struct", "values"),
+        *("dtype", "key_dim", "keys", "num_kv_heads", "num_slots"),
+        *("reference", "struct", "value_dim", "values"),
     )
 
-    def __init__(self, key_cache: Tensor, value_cache: Tensor) -> None:
-        num_blocks, self.num_kv_heads, block_size, self.head_dim = key_cache.shape
+    def __init__(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
+        num_blocks, self.num_kv_heads, block_size, self.key_dim = key_cache.shape
         self.dtype = key_cache.dtype
         self.num_slots = num_blocks * block_size
-        if value_cache.dtype != self.dtype or self.dtype not in _DTYPES:
-            raise ValueError(
-                f"keys are {self.dtype} and values {value_cache.dtype}: they must be one of "
-                f"{', '.join(str(known) for known in _DTYPES)}, the same"
-            )
-        inner = (block_size * self.head_dim, self.head_dim, 1)
-        if key_cache.stride()[1:] != inner or value_cache.stride() != key_cache.stride():
-            raise ValueError(
-                f"a block must be contiguous: strides are {key_cache.stride()} of keys "
-                f"and {value_cache.stride()} of values"
-            )
-        if value_cache.shape != key_cache.shape:
-            raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
-        if block_size & (block_size - 1) or block_size < _UNIT or self.head_dim % _UNIT:
-            raise ValueError(
-                f"block size {block_size} must be a power of two from {_UNIT}, and head size "
-                f"{self.head_dim} a multiple of {_UNIT}"
-            )
-        self.keys, self.values = weakref.ref(key_cache), weakref.ref(value_cache)
+        self.value_dim = 0
+        _check_block(key_cache)
+        if value_cache is not None:
+            self.value_dim = value_cache.shape[3]
+            _check_block(value_cache)
+            if value_cache.dtype != self.dtype:
+                raise ValueError(f"keys are {self.dtype} and values {value_cache.dtype}")
+            if value_cache.shape[:3] != key_cache.shape[:3]:
+                raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
+        if self.key_dim > _MAX_KEY_DIM:
+            raise ValueError(f"keys of {self.key_dim} elements: {_MAX_KEY_DIM} is the most")
+        self.keys, self.values = weakref.ref(key_cache), _reference(value_cache)
         self.struct = _Cache(
             key_cache.data_ptr(),
-            value_cache.data_ptr(),
+            None if value_cache is None else value_cache.data_ptr(),
             key_cache.stride(0),
+            0 if value_cache is None else value_cache.stride(0),
             num_blocks,
             self.num_kv_heads,
-            self.head_dim,
+            self.key_dim,
+            self.value_dim,
             block_size,
             _DTYPES[self.dtype],
         )
@@ -275,8 +278,8 @@ class NativeKernels:
         rows = (c_void_p, c_int64, c_int64)
         self._attend = library.octavo_paged_attention
         self._attend.argtypes = (
-            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_void_p),
-            *(c_float, c_int, c_float, c_void_p, c_int),
+            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_void_p, c_int),
+            *(c_float, c_int, c_int, c_float, c_void_p, c_void_p, c_int),
         )
         self._attend.restype = c_int
         self._write = library.octavo_write_kv
@@ -327,17 +330,21 @@ class NativeKernels:
     def write_kv(
         self,
         key: Tensor,
-        value: Tensor,
+        value: Tensor | None,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         slot_mapping: Tensor,
     ) -> None:
         """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
         cache = self._check_cache(key_cache, value_cache)
         slots = self._check_slots(slot_mapping)
-        key, value = _fit(key, cache, slots), _fit(value, cache, slots)
+        key = _fit(key, cache, cache.key_dim, slots)
+        if value is not None:
+            value = _fit(value, cache, cache.value_dim, slots)
+        elif cache.value_dim:
+            raise ValueError("the cache has values and none are given")
         bad = self._write(
-            *(cache.reference, *_place(key), *_place(value)),
+            *(cache.reference, *_place(key), *((None, 0, 0) if value is None else _place(value))),
             *(slots.pointer, slots.count, torch.get_num_threads()),
         )
         _check_slot(bad, slot_mapping, cache)
@@ -356,11 +363,12 @@ class NativeKernels:
         """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
         cache = self._check_cache(key_cache, value_cache)
         slots = self._check_slots(slot_mapping)
-        key, value = _fit(key, cache, slots), _fit(value, cache, slots)
-        if len(query) != slots.count or query.shape[2] != cache.head_dim:
+        key = _fit(key, cache, cache.key_dim, slots)
+        value = _fit(value, cache, cache.value_dim, slots)
+        if len(query) != slots.count or query.shape[2] != cache.key_dim:
             raise ValueError(
                 f"query {list(query.shape)} does not fit {slots.count} slots of heads of "
-                f"{cache.head_dim}"
+                f"{cache.key_dim}"
             )
         _check_dtype(query, cache)
         query = _rows(query)
@@ -378,30 +386,32 @@ class NativeKernels:
         self,
         query: Tensor,
         key_cache: Tensor,
-        value_cache: Tensor,
+        value_cache: Tensor | None,
         metadata: AttentionMetadata,
         *,
         scale: float,
         sliding_window: int | None = None,
+        chunk: int | None = None,
         soft_cap: float | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        value_dim: int | None = None,
     ) -> Tensor:
         """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
         cache = self._check_cache(key_cache, value_cache)
         batch = self._check_batch(metadata)
-        shape = query.shape
-        _, num_heads, head_dim = shape
-        if head_dim != cache.head_dim or num_heads % cache.num_kv_heads:
+        num_tokens, num_heads, key_dim = query.shape
+        if key_dim != cache.key_dim or num_heads % cache.num_kv_heads:
             raise ValueError(
-                f"{num_heads} query heads of {head_dim} do not fit a cache of "
-                f"{cache.num_kv_heads} heads of {cache.head_dim}"
+                f"{num_heads} query heads of {key_dim} do not fit a cache of "
+                f"{cache.num_kv_heads} heads of {cache.key_dim}"
             )
         _check_dtype(query, cache)
         query = _rows(query)
         token_stride, head_stride, _ = query.stride()
-        out = torch.empty(shape, dtype=cache.dtype)
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.to(torch.float32).contiguous()
+        value_dim = width_of_values(key_cache, value_cache, value_dim)
+        out = torch.empty((num_tokens, num_heads, value_dim), dtype=cache.dtype)
+        slopes, logits = _of_heads(alibi_slopes), _of_heads(sinks)
         bad = self._attend(
             cache.reference,
             batch.reference,
@@ -410,10 +420,13 @@ class NativeKernels:
             head_stride,
             num_heads,
             out.data_ptr(),
+            value_dim,
             scale,
             sliding_window or 0,
+            chunk or 0,
             soft_cap or 0.0,
-            None if alibi_slopes is None else alibi_slopes.data_ptr(),
+            None if slopes is None else slopes.data_ptr(),
+            None if logits is None else logits.data_ptr(),
             torch.get_num_threads(),
         )
         if bad:
@@ -558,7 +571,7 @@ class NativeKernels:
             slots = self._slots = _CheckedSlots(slot_mapping)
         return slots
 
-    def _check_cache(self, key_cache: Tensor, value_cache: Tensor) -> _CheckedCache:
+    def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> _CheckedCache:
         """Return a layer's checked cache; check it the first time."""
         cache = self._caches.get(id(key_cache))
         if cache is None or cache.keys() is not key_cache or cache.values() is not value_cache:
@@ -602,16 +615,45 @@ def _place(rows: Tensor) -> tuple[int, int, int]:
     return rows.data_ptr(), token_stride, head_stride
 
 
-def _fit(tokens: Tensor, cache: _CheckedCache, slots: _CheckedSlots) -> Tensor:
-    """Return keys or values as C++ can read them.
+def _of_heads(numbers: Tensor | None) -> Tensor | None:
+    """Return a number for each head as C++ can read them."""
+    return None if numbers is None else numbers.to(torch.float32).contiguous()
+
+
+def _reference(cache: Tensor | None) -> Callable[[], Tensor | None]:
+    """Return a function that returns a tensor that it does not keep alive, or None."""
+    return _nothing if cache is None else weakref.ref(cache)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _check_block(cache: Tensor) -> None:
+    """Raise ValueError if C++ would read a cache's memory wrongly."""
+    _, _, block_size, dim = cache.shape
+    if cache.dtype not in _DTYPES:
+        known = ", ".join(map(str, _DTYPES))
+        raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
+    if cache.stride()[1:] != (block_size * dim, dim, 1):
+        raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
+    if block_size & (block_size - 1) or block_size < _UNIT or dim % _UNIT:
+        raise ValueError(
+            f"block size {block_size} must be a power of two from {_UNIT}, and head size "
+            f"{dim} a multiple of {_UNIT}"
+        )
+
+
+def _fit(tokens: Tensor, cache: _CheckedCache, dim: int, slots: _CheckedSlots) -> Tensor:
+    """Return keys or values, of `dim` elements, as C++ can read them.
 
     Raises:
         ValueError: They are not of the cache's shape and dtype.
     """
-    if tokens.shape != (slots.count, cache.num_kv_heads, cache.head_dim):
+    if tokens.shape != (slots.count, cache.num_kv_heads, dim):
         raise ValueError(
             f"keys or values {list(tokens.shape)} do not fit {slots.count} slots "
-            f"of a cache of {cache.num_kv_heads} heads of {cache.head_dim}"
+            f"of a cache of {cache.num_kv_heads} heads of {dim}"
         )
     _check_dtype(tokens, cache)
     return _rows(tokens)

@@ -6,7 +6,8 @@
 // gives their addresses, and both products read them in place (see cache.h). The softmax is online,
 // in float32 and base 2 (FlashAttention-2, Dao 2023, section 3.1). If there are too few items for
 // the threads, long ranges of keys are split and the parts merged (Flash-Decoding, Dao et al.
-// 2023).
+// 2023). In latent attention (DeepSeek-V2, 2024, section 2.1.2, with absorbed products) a key's first
+// elements are its value: each tile's are repacked once for all query heads.
 //
 // Packing K and V in every step, from a plain cache, took longer: 491 us per layer instead of 399
 // for 48 decodes at 200 tokens, 409 instead of 325 for 4 at 2048, 3.89 ms instead of 3.79 for 512
@@ -30,6 +31,7 @@
 #include "fetcher.h"
 #include "plan.h"
 #include "product.h"
+#include "repack.h"
 #include "vector.h"
 
 namespace {
@@ -52,25 +54,32 @@ struct Attention {
   int64_t query_head_stride;
   void* out;
   const float* alibi_slopes;  // or null
+  const float* sinks;         // or null
   int num_heads;
-  int sliding_window;  // or 0
+  int value_dim;
+  Sight sight;
   float scale;
   float soft_cap;  // or 0
+
+  // Values are parts of keys.
+  bool latent() const { return !cache.values; }
+  // Returns the elements of a row of values, padded to whole vectors.
+  int value_width() const { return (value_dim + kLanes - 1) / kLanes * kLanes; }
 };
 
-// One thread's buffers for an item. Rows are padded to `width`.
+// One thread's buffers for an item.
 template <class T>
 struct Scratch {
   using Stored = typename T::Stored;
 
-  explicit Scratch(int head_dim)
-      : head_dim(head_dim),
-        width((head_dim + kLanes - 1) / kLanes * kLanes),
-        query(allocate<uint32_t>(kMaxRows * width)),
-        keys(allocate<Stored>(kTile * width)),
-        values(allocate<Stored>(kTile * width)),
+  Scratch(int key_dim, int value_width)
+      : key_dim(key_dim),
+        value_width(value_width),
+        query(allocate<uint32_t>(kMaxRows * key_dim)),
+        keys(allocate<Stored>(kTile * key_dim)),
+        values(allocate<Stored>(kTile * value_width)),
         logits(allocate<float>(kMaxRows * kTile)),
-        out(allocate<float>(kMaxRows * width)) {}
+        out(allocate<float>(kMaxRows * value_width)) {}
   ~Scratch() {
     for (void* memory : {(void*)query, (void*)keys, (void*)values, (void*)logits, (void*)out})
       ::operator delete(memory, std::align_val_t(64));
@@ -78,12 +87,12 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  const int head_dim, width;
-  uint32_t* query;  // [rows][words of a head]
-  Stored* keys;     // [words of a head][kTile][kPack], if copied
-  Stored* values;   // [kTile / kPack][width][kPack], if copied
-  float* logits;    // [rows][kTile]; the weights overwrite them, as T's words
-  float* out;       // [rows][width]
+  const int key_dim, value_width;  // the greatest that there is room for
+  uint32_t* query;                 // [rows][words of a key]
+  Stored* keys;                    // [words of a key][kTile][kPack], if copied
+  Stored* values;                  // [kTile / kPack][value_width][kPack], if copied
+  float* logits;                   // [rows][kTile]; the weights overwrite them, as T's words
+  float* out;                      // [rows][value_width]
   float maximum[kMaxRows], total[kMaxRows], rescale[kMaxRows];
 
  private:
@@ -97,9 +106,15 @@ struct Scratch {
 // This thread's, kept for the next layer: allocating and clearing 50 KiB in each layer would take a
 // sixth of the attention of one sequence of 200.
 template <class T>
-Scratch<T>& scratch_for(int head_dim) {
+Scratch<T>& scratch_for(int key_dim, int value_width) {
   thread_local std::unique_ptr<Scratch<T>> kept;
-  if (!kept || kept->head_dim != head_dim) kept = std::make_unique<Scratch<T>>(head_dim);
+  if (!kept || kept->key_dim < key_dim || kept->value_width < value_width) {
+    if (kept) {
+      key_dim = std::max(key_dim, kept->key_dim);
+      value_width = std::max(value_width, kept->value_width);
+    }
+    kept = std::make_unique<Scratch<T>>(key_dim, value_width);
+  }
   return *kept;
 }
 
@@ -140,9 +155,11 @@ class Worker {
  public:
   Worker(const Attention& p, float* parts)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
-        words_(p.cache.head_dim / kPack), block_shift_(__builtin_ctz(p.cache.block_size)),
-        copies_keys_(p.cache.block_size % kLanes), copies_values_(p.cache.head_dim % kLanes),
-        scratch_(scratch_for<T>(p.cache.head_dim)), parts_(parts) {}
+        words_(p.cache.key_dim / kPack), width_(p.value_width()),
+        block_shift_(__builtin_ctz(p.cache.block_size)),
+        copies_keys_(p.cache.block_size % kLanes),
+        copies_values_(p.latent() || p.value_dim % kLanes),
+        scratch_(scratch_for<T>(p.cache.key_dim, width_)), parts_(parts) {}
 
   // Finds the first item's keys; each `run` finds the next item's.
   void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
@@ -162,8 +179,11 @@ class Worker {
         coming_.count = 0;
       multiply_keys(item.rows);
       const int vectors = (tile_.count + kLanes - 1) / kLanes;
-      for (int row = 0; row < item.rows; row++)
-        softmax(row, head_of(item, row), context + token_of(item, row) - begin, vectors);
+      for (int row = 0; row < item.rows; row++) {
+        const int position = context + token_of(item, row);
+        softmax(row, head_of(item, row), position - begin, p_.sight.first_key(position) - begin,
+                vectors);
+      }
       multiply_values(item.rows);
       std::swap(tile_, coming_);
     }
@@ -179,15 +199,15 @@ class Worker {
     const Item& item = merge.item;
     clear(item.rows);
     for (int part = merge.part; part < merge.part + merge.parts; part++) {
-      const float* saved = parts_ + part * part_size(cache_.head_dim);
-      for (int row = 0; row < item.rows; row++, saved += scratch_.width + 2) {
+      const float* saved = parts_ + part * part_size(width_);
+      for (int row = 0; row < item.rows; row++, saved += width_ + 2) {
         float maximum = std::max(scratch_.maximum[row], saved[0]);
         float old_share = std::exp2(scratch_.maximum[row] - maximum);
         float new_share = std::exp2(saved[0] - maximum);
         scratch_.maximum[row] = maximum;
         scratch_.total[row] = scratch_.total[row] * old_share + saved[1] * new_share;
-        float* out = scratch_.out + row * scratch_.width;
-        for (int i = 0; i < scratch_.width; i++)
+        float* out = scratch_.out + row * width_;
+        for (int i = 0; i < width_; i++)
           out[i] = out[i] * old_share + saved[2 + i] * new_share;
       }
     }
@@ -195,9 +215,7 @@ class Worker {
   }
 
   // The floats of a partial result.
-  static int64_t part_size(int head_dim) {
-    return int64_t(kMaxRows) * ((head_dim + kLanes - 1) / kLanes * kLanes + 2);
-  }
+  static int64_t part_size(int value_width) { return int64_t(kMaxRows) * (value_width + 2); }
 
  private:
   int token_of(const Item& item, int row) const { return (item.row_begin + row) / group_; }
@@ -208,7 +226,7 @@ class Worker {
   void clear(int rows) {
     std::fill_n(scratch_.maximum, rows, kNoLogit);
     std::fill_n(scratch_.total, rows, 0.f);
-    std::fill_n(scratch_.out, rows * scratch_.width, 0.f);
+    std::fill_n(scratch_.out, rows * width_, 0.f);
   }
 
   void load_queries(const Item& item) {
@@ -238,9 +256,11 @@ class Worker {
     for (int i = 0; tile.count && i < kRuns; i++) {
       const int key = i * kRun < tile.count ? begin + i * kRun : begin;
       const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
-      const int64_t at = cache_.head_at(table[block], item.kv_head);
-      tile.keys[i] = static_cast<const Stored*>(cache_.keys) + at + offset * kPack;
-      tile.values[i] = static_cast<const Stored*>(cache_.values) + at + offset * cache_.head_dim;
+      tile.keys[i] = static_cast<const Stored*>(cache_.keys) +
+                     cache_.keys_at(table[block], item.kv_head) + offset * kPack;
+      if (!p_.latent())
+        tile.values[i] = static_cast<const Stored*>(cache_.values) +
+                         cache_.values_at(table[block], item.kv_head) + offset * p_.value_dim;
     }
   }
 
@@ -249,10 +269,11 @@ class Worker {
     if (copies_keys_) copy_keys();
     const void* pieces[kRuns];
     int count = 0;
-    for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
-    const int lines = kRun * cache_.head_dim * int(sizeof(Stored)) / kLine;
+    if (!p_.latent())
+      for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
+    const int lines = (kRun * p_.value_dim * int(sizeof(Stored)) + kLine - 1) / kLine;
     Fetcher fetcher(pieces, count, lines, kLine, words_);
-    KeyMatrix<T> keys{tile_.keys, (copies_keys_ ? kTile : cache_.block_size) * kPack};
+    KeyMatrix<T> keys{tile_.keys, key_stride()};
     Product<T, KeyMatrix<T>> product(words_, scratch_.query, words_, keys, scratch_.logits, kTile,
                     nullptr, fetcher);
     const int vectors = (tile_.count + kLanes - 1) / kLanes;
@@ -261,7 +282,9 @@ class Worker {
 
   // Adds the tile's weighted V, and prefetches the next tile's K.
   void multiply_values(int rows) {
-    if (copies_values_)
+    if (p_.latent())
+      repack_values();
+    else if (copies_values_)
       for (int run = 0; run < kRuns; run++) copy_values(run);
     if (tile_.count % kPack) drop_second();
     const void* pieces[kRuns];
@@ -272,9 +295,12 @@ class Worker {
     Fetcher fetcher(pieces, count, words_, cache_.block_size * kPack * sizeof(Stored), depth);
     ValueMatrix<T> values{tile_.values, value_stride()};
     Product<T, ValueMatrix<T>> product(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile,
-                    values, scratch_.out, scratch_.width, scratch_.rescale, fetcher);
-    product.run(rows, scratch_.width / kLanes);
+                    values, scratch_.out, width_, scratch_.rescale, fetcher);
+    product.run(rows, width_ / kLanes);
   }
+
+  // From a word of the tile's keys to the next.
+  int key_stride() const { return (copies_keys_ ? kTile : cache_.block_size) * kPack; }
 
   // Joins runs shorter than a vector.
   void copy_keys() {
@@ -288,31 +314,39 @@ class Worker {
   }
 
   // If rows of V are not whole vectors, copies are padded.
-  int value_stride() const { return (copies_values_ ? scratch_.width : cache_.head_dim) * kPack; }
+  int value_stride() const { return (copies_values_ ? width_ : p_.value_dim) * kPack; }
 
   void copy_values(int run) {
     const Stored* from = tile_.values[run];
-    Stored* to = scratch_.values + run * kRun * scratch_.width;
+    Stored* to = copied_values(run);
     tile_.values[run] = to;
-    for (int i = 0; i < kRun / kPack; i++, from += cache_.head_dim * kPack, to += value_stride())
-      std::memcpy(to, from, cache_.head_dim * kPack * sizeof *to);
+    for (int i = 0; i < kRun / kPack; i++, from += p_.value_dim * kPack, to += value_stride())
+      std::memcpy(to, from, p_.value_dim * kPack * sizeof *to);
   }
+
+  // Copies values from the keys that they are parts of.
+  void repack_values() {
+    for (int run = 0; run < kRuns; run++) tile_.values[run] = copied_values(run);
+    for (int run = 0; run * kRun < tile_.count; run += kMinBlock / kRun)
+      repack<T>(tile_.keys[run], key_stride(), p_.value_dim, copied_values(run), value_stride());
+  }
+
+  Stored* copied_values(int run) const { return scratch_.values + run * kRun * width_; }
 
   // Clears the second key of the last pair, which is past the end.
   void drop_second() {
     const int run = tile_.count / kRun, pair = tile_.count % kRun / kPack;
     if (!copies_values_) copy_values(run);
-    Stored* row = scratch_.values + run * kRun * scratch_.width + pair * value_stride();
-    for (int i = 0; i < cache_.head_dim; i++) row[i * kPack + 1] = 0;
+    Stored* row = copied_values(run) + pair * value_stride();
+    for (int i = 0; i < p_.value_dim; i++) row[i * kPack + 1] = 0;
   }
 
   // Converts a row of logits to weights, relative to the greatest logit so far. `position` is the
-  // query's, counted from the tile's first key.
-  void softmax(int row, int head, int position, int vectors) {
+  // query's, and `first` that of the first key that it sees, counted from the tile's first key.
+  void softmax(int row, int head, int position, int first, int vectors) {
     Ints lane;
     for (int i = 0; i < kLanes; i++) lane[i] = i;
     float* logits = scratch_.logits + row * kTile;
-    const int first = p_.sliding_window ? position - p_.sliding_window + 1 : 0;
     const float slope = p_.alibi_slopes ? p_.alibi_slopes[head] * kLog2E : 0.f;
     Floats x[kTile / kLanes];
     Floats greatest = broadcast(scratch_.maximum[row]);
@@ -355,34 +389,43 @@ class Worker {
     for (int row = 0; row < item.rows; row++) {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       Stored* to = static_cast<Stored*>(p_.out) +
-                   (token * p_.num_heads + head_of(item, row)) * cache_.head_dim;
-      float total = scratch_.total[row];
-      float inverse = total > 0 ? 1 / total : 0;  // a row without keys gives zeros
-      for (int at = 0; at < cache_.head_dim; at += kLanes) {
-        Floats v = load<Floats>(scratch_.out + row * scratch_.width + at) * inverse;
-        if (cache_.head_dim - at >= kLanes) {
+                   (token * p_.num_heads + head_of(item, row)) * p_.value_dim;
+      const float factor = weigh(row, head_of(item, row));
+      for (int at = 0; at < p_.value_dim; at += kLanes) {
+        Floats v = load<Floats>(scratch_.out + row * width_ + at) * factor;
+        if (p_.value_dim - at >= kLanes) {
           T::store_floats(to + at, v);
         } else {
           Stored tail[kLanes];
           T::store_floats(tail, v);
-          std::memcpy(to + at, tail, (cache_.head_dim - at) * sizeof *tail);
+          std::memcpy(to + at, tail, (p_.value_dim - at) * sizeof *tail);
         }
       }
     }
   }
 
+  // Returns the factor of a row's sums: 1 / the softmax's denominator, of which a sink is a part.
+  float weigh(int row, int head) const {
+    const float maximum = scratch_.maximum[row], total = scratch_.total[row];
+    if (!(total > 0)) return 0;  // a row without keys gives zeros
+    if (!p_.sinks) return 1 / total;
+    const float sink = p_.sinks[head] * kLog2E, greatest = std::max(maximum, sink);
+    const float share = std::exp2(maximum - greatest);
+    return share / (total * share + std::exp2(sink - greatest));
+  }
+
   void save_part(const Item& item) {
-    float* to = parts_ + item.part * part_size(cache_.head_dim);
-    for (int row = 0; row < item.rows; row++, to += scratch_.width + 2) {
+    float* to = parts_ + item.part * part_size(width_);
+    for (int row = 0; row < item.rows; row++, to += width_ + 2) {
       to[0] = scratch_.maximum[row];
       to[1] = scratch_.total[row];
-      std::copy_n(scratch_.out + row * scratch_.width, scratch_.width, to + 2);
+      std::copy_n(scratch_.out + row * width_, width_, to + 2);
     }
   }
 
   const Attention& p_;
   const Cache& cache_;
-  const int group_, words_, block_shift_;
+  const int group_, words_, width_, block_shift_;
   const bool copies_keys_, copies_values_;  // if they are not in whole vectors
   Scratch<T>& scratch_;
   float* const parts_;
@@ -394,8 +437,9 @@ void attend(const Attention& p, const Plan& plan, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   std::unique_ptr<float[]> parts;
   std::atomic<int> queue{0};
-  if (plan.parts) parts.reset(new float[plan.parts * Worker<T>::part_size(p.cache.head_dim)]);
-  const bool parallel = items > 1 && plan.work * p.cache.head_dim >= kMinParallelWork;
+  if (plan.parts) parts.reset(new float[plan.parts * Worker<T>::part_size(p.value_width())]);
+  const int dims = (p.cache.key_dim + p.value_dim) / 2;
+  const bool parallel = items > 1 && plan.work * dims >= kMinParallelWork;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Worker<T> worker(p, parts.get());
@@ -415,13 +459,15 @@ void attend(const Attention& p, const Plan& plan, int threads) {
   }
 }
 
-// Returns 0, or 1 + a sequence whose block table names a block that does not exist.
-int find_bad_table(const Batch& batch, const Cache& cache) {
+// Returns 0, or 1 + a sequence whose block table names a block that does not exist, among those that
+// its queries see.
+int find_bad_table(const Batch& batch, const Cache& cache, Sight sight) {
   for (int seq = 0; seq < batch.num_seqs; seq++) {
     const int32_t* table = batch.block_tables + seq * batch.table_stride;
     const int blocks = (batch.seq_lens[seq] + cache.block_size - 1) / cache.block_size;
     if (blocks > batch.table_width) return 1 + seq;
-    for (int i = 0; i < blocks; i++)
+    const int context = std::max(0, batch.seq_lens[seq] - batch.query_count(seq));
+    for (int i = begin_at(sight.first_key(context)) / cache.block_size; i < blocks; i++)
       if (uint32_t(table[i]) >= uint32_t(cache.num_blocks)) return 1 + seq;
   }
   return 0;
@@ -432,13 +478,16 @@ int find_bad_table(const Batch& batch, const Cache& cache) {
 // Returns 0, or 1 + the index of a sequence with a bad block table.
 extern "C" int octavo_paged_attention(
     const Cache* cache, const Batch* batch, const void* query, int64_t query_token_stride,
-    int64_t query_head_stride, int num_heads, void* out, float scale, int sliding_window,
-    float soft_cap, const float* alibi_slopes, int threads) {
-  if (int bad = find_bad_table(*batch, *cache)) return bad;
-  const Attention attention{*cache, *batch, query, query_token_stride, query_head_stride, out,
-                            alibi_slopes, num_heads, sliding_window, scale, soft_cap};
+    int64_t query_head_stride, int num_heads, void* out, int value_dim, float scale,
+    int sliding_window, int chunk, float soft_cap, const float* alibi_slopes, const float* sinks,
+    int threads) {
+  const Sight sight{sliding_window, chunk};
+  if (int bad = find_bad_table(*batch, *cache, sight)) return bad;
+  const Attention attention{*cache,    *batch, query,     query_token_stride, query_head_stride,
+                            out,       alibi_slopes, sinks, num_heads, value_dim, sight, scale,
+                            soft_cap};
   const int group = num_heads / cache->num_kv_heads;
-  Plan plan = make_plan(*batch, group, cache->num_kv_heads, sliding_window);
+  Plan plan = make_plan(*batch, group, cache->num_kv_heads, sight);
   split_items(plan, threads);
   with_type(*cache, [&](auto type) { attend<decltype(type)>(attention, plan, threads); });
   return 0;

@@ -11,6 +11,7 @@ constexpr int kTile = 64;       // keys per step of the online softmax
 constexpr int kMaxRows = 48;    // query rows per item
 constexpr int kMinSplit = 256;  // minimum keys per item
 constexpr int kItemsPerThread = 4;
+constexpr int kFirstKey = std::max(kLanes, kMinBlock);  // items begin at multiples of it
 
 // A batch's sequences, as a group of layers has them; the same as in native.py.
 struct Batch {
@@ -26,12 +27,26 @@ struct Batch {
   int query_count(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
 };
 
+// The keys that a query sees, up to its own: all, those of a window, or those of its chunk.
+struct Sight {
+  int sliding_window;  // number of keys, or 0
+  int chunk;           // keys per chunk, or 0
+
+  int first_key(int position) const {
+    if (sliding_window) return std::max(0, position - sliding_window + 1);
+    return chunk ? position - position % chunk : 0;
+  }
+};
+
+// Returns where an item begins whose first query sees keys from `first_key`.
+inline int begin_at(int first_key) { return first_key - first_key % kFirstKey; }
+
 // A row r is token r / group and head r % group of the sequence's tokens and of the
 // query heads that share the KV head.
 struct Item {
   int seq, kv_head;
   int row_begin, rows;
-  int key_begin, key_end;  // begins on a whole vector of keys
+  int key_begin, key_end;
   int part;                // index of the partial result; -1: the result is complete
 };
 
@@ -49,7 +64,7 @@ struct Plan {
 };
 
 // Divides the batch into items, the last (longest) rows of a sequence first.
-inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int sliding_window) {
+inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sight) {
   Plan plan;
   for (int seq = 0; seq < batch.num_seqs; seq++) {
     const int queries = batch.query_count(seq);
@@ -60,8 +75,7 @@ inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, int slidi
       Item item{seq, 0, piece * kMaxRows, std::min(kMaxRows, rows - piece * kMaxRows), 0, 0, -1};
       const int first = context + item.row_begin / group;
       const int last = context + (item.row_begin + item.rows - 1) / group;
-      if (sliding_window) item.key_begin = std::max(0, first - sliding_window + 1);
-      item.key_begin -= item.key_begin % kLanes;
+      item.key_begin = begin_at(sight.first_key(std::max(0, first)));
       item.key_end = std::max(item.key_begin, last + 1);
       plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
       for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++)

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kMinParallelElements = 1 << 13;  // with fewer elements, threads cost more
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxKeyDim = 576;  // as in ops.py
 
 // Tokens in the model's layout: a token's head is contiguous. Strides are in elements.
 template <class Stored>
@@ -25,8 +25,8 @@ template <class T, class Stored = typename T::Stored>
 void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key) {
   constexpr int kPack = T::kPack;
   Stored* to = static_cast<Stored*>(cache.keys) +
-               cache.head_at(slot / cache.block_size, head) + slot % cache.block_size * kPack;
-  for (int64_t at = 0; at < cache.head_dim; at += kPack)
+               cache.keys_at(slot / cache.block_size, head) + slot % cache.block_size * kPack;
+  for (int64_t at = 0; at < cache.key_dim; at += kPack)
     std::memcpy(to + at * cache.block_size, key + at, kPack * sizeof *key);
 }
 
@@ -35,9 +35,9 @@ void write_value(const Cache& cache, int64_t slot, int64_t head, const Stored* v
   constexpr int kPack = T::kPack;
   const int64_t offset = slot % cache.block_size;
   Stored* to = static_cast<Stored*>(cache.values) +
-               cache.head_at(slot / cache.block_size, head) +
-               offset / kPack * kPack * cache.head_dim + offset % kPack;
-  for (int64_t at = 0; at < cache.head_dim; at++) to[at * kPack] = value[at];
+               cache.values_at(slot / cache.block_size, head) +
+               offset / kPack * kPack * cache.value_dim + offset % kPack;
+  for (int64_t at = 0; at < cache.value_dim; at++) to[at * kPack] = value[at];
 }
 
 // A token's angles: the cosine and sine of each pair.
@@ -85,7 +85,7 @@ int64_t bad_slot(const Cache& cache, const int64_t* slots, int64_t num_tokens) {
 }  // namespace
 
 // Returns 0, or 1 + the index of the first slot that is past the cache's end; then
-// nothing has been written. Negative slots are skipped.
+// nothing has been written. Negative slots are skipped, and values if the cache has none.
 extern "C" int64_t octavo_write_kv(
     const Cache* cache, const void* key, int64_t key_token_stride, int64_t key_head_stride,
     const void* value, int64_t value_token_stride, int64_t value_head_stride,
@@ -97,13 +97,13 @@ extern "C" int64_t octavo_write_kv(
     Rows<Stored> keys{static_cast<const Stored*>(key), key_token_stride, key_head_stride};
     Rows<Stored> values{static_cast<const Stored*>(value), value_token_stride,
                         value_head_stride};
-    const int64_t elements = num_tokens * cache->num_kv_heads * cache->head_dim;
+    const int64_t elements = num_tokens * cache->num_kv_heads * cache->key_dim;
 #pragma omp parallel for num_threads(threads) if (elements >= kMinParallelElements)
     for (int64_t token = 0; token < num_tokens; token++) {
       if (slots[token] < 0) continue;
       for (int64_t head = 0; head < cache->num_kv_heads; head++) {
         write_key<T>(*cache, slots[token], head, keys.at(token, head));
-        write_value<T>(*cache, slots[token], head, values.at(token, head));
+        if (cache->values) write_value<T>(*cache, slots[token], head, values.at(token, head));
       }
     }
   });
@@ -121,7 +121,7 @@ extern "C" int64_t octavo_rotate_and_write(
   with_type(*cache, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
-    const int dim = cache->head_dim;
+    const int dim = cache->key_dim;
     Rows<Stored> queries{static_cast<const Stored*>(query), query_token_stride,
                          query_head_stride};
     Rows<Stored> keys{static_cast<const Stored*>(key), key_token_stride, key_head_stride};
@@ -136,10 +136,10 @@ extern "C" int64_t octavo_rotate_and_write(
         rotate<T>(queries.at(token, head), dim / 2, angles, to + head * dim);
       if (slots[token] < 0) continue;
       for (int64_t head = 0; head < cache->num_kv_heads; head++) {
-        Stored rotated[kMaxHeadDim];
+        Stored rotated[kMaxKeyDim];
         rotate<T>(keys.at(token, head), dim / 2, angles, rotated);
         write_key<T>(*cache, slots[token], head, rotated);
-        write_value<T>(*cache, slots[token], head, values.at(token, head));
+        if (cache->values) write_value<T>(*cache, slots[token], head, values.at(token, head));
       }
     }
   });

@@ -1,8 +1,9 @@
 """Merges the results of the programs that split a sequence's keys.
 
 Each piece is attention over its own keys and the logarithm of its softmax's total. The result is
-the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). A program merges some
-of an item's query rows; it does nothing if the keys were not split.
+the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). Sinks are part of no
+piece: they join the totals here. A program merges some of an item's query rows; it does nothing if
+the keys were not split.
 """
 
 # Triton compiles its kernels' source, where types are its own.
@@ -14,7 +15,15 @@ import triton.language as tl
 from octavo.kernels.triton.shares import share_of
 
 
-@triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "sliding_window", "splits"])
+@triton.jit
+def add_sink(maximum, total, sink):
+    """Add a logit to softmaxes; return their totals, the others' shares, and the new maxima."""
+    greatest = tl.maximum(maximum, sink)
+    share = tl.exp2(maximum - greatest)
+    return total * share + tl.exp2(sink - greatest), share, greatest
+
+
+@triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "span", "splits"])
 def merge_splits(  # noqa: PLR0917
     out,
     partial_out,
@@ -22,17 +31,21 @@ def merge_splits(  # noqa: PLR0917
     items,
     query_starts,
     seq_lens,
-    sliding_window,
+    sinks,
+    span,
     splits,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
     ROWS: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
     MERGED_ROWS: tl.constexpr,  # per program
     PIECES: tl.constexpr,  # merged at a time
 ):
@@ -40,19 +53,20 @@ def merge_splits(  # noqa: PLR0917
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     _, query_start, query_len, _, first_row, _, _, _, pieces = share_of(
-        items, item, query_starts, seq_lens, sliding_window, splits,
-        GROUP, ROWS, KEYS, LEAST_TILES, HAS_WINDOW,
+        items, item, query_starts, seq_lens, span, splits,
+        GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
     first_local = tl.program_id(2) * MERGED_ROWS
     if (pieces > 1) & (first_row + first_local < query_len * GROUP):
         local = first_local + tl.arange(0, MERGED_ROWS)
         row = first_row + local
         real_row = (row < query_len * GROUP) & (local < PARTIAL_ROWS)
-        dim = tl.arange(0, PADDED_DIM)
-        real_dim = dim < HEAD_DIM
+        head = kv_head * GROUP + row % GROUP
+        dim = tl.arange(0, PADDED_VALUE)
+        real_dim = dim < VALUE_DIM
         maximum = tl.full([MERGED_ROWS], -1e30, tl.float32)
         total = tl.zeros([MERGED_ROWS], tl.float32)
-        merged = tl.zeros([MERGED_ROWS, PADDED_DIM], tl.float32)
+        merged = tl.zeros([MERGED_ROWS, PADDED_VALUE], tl.float32)
         first_place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits * PARTIAL_ROWS
         for begin in range(0, pieces, PIECES):
             piece = begin + tl.arange(0, PIECES)
@@ -60,7 +74,7 @@ def merge_splits(  # noqa: PLR0917
             real = (piece < pieces)[None, :] & real_row[:, None]
             lse = tl.load(partial_lse + place, mask=real, other=float("-inf"))
             part = tl.load(
-                partial_out + place[:, :, None] * HEAD_DIM + dim[None, None, :],
+                partial_out + place[:, :, None] * VALUE_DIM + dim[None, None, :],
                 mask=real[:, :, None] & real_dim[None, None, :],
                 other=0.0,
             )
@@ -71,10 +85,13 @@ def merge_splits(  # noqa: PLR0917
             total = total * rescale + tl.sum(weights, 1)
             merged = merged * rescale[:, None] + tl.sum(part * weights[:, :, None], 1)
             maximum = new_maximum
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=real_row, other=float("-inf")) * LOG2_E
+            total, share, maximum = add_sink(maximum, total, sink)
+            merged *= share[:, None]
         merged = merged / tl.where(total > 0, total, 1.0)[:, None]
-        head = kv_head * GROUP + row % GROUP
         flat_token = (query_start + row // GROUP).to(tl.int64)
-        to = (flat_token * NUM_HEADS + head) * HEAD_DIM
+        to = (flat_token * NUM_HEADS + head) * VALUE_DIM
         tl.store(
             out + to[:, None] + dim[None, :],
             merged.to(out.dtype.element_ty),

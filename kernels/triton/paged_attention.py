@@ -8,6 +8,10 @@ launch. Keys are read in tiles through the block table (PagedAttention, Kwon et 
 section 4.1), with an online softmax in float32 (FlashAttention-2, Dao 2023, section 3.1). Tiles
 hidden by causality or the window are skipped; only those partly hidden are masked.
 
+In latent attention (DeepSeek-V2, 2024, section 2.1.2, with absorbed products) a tile of keys is
+loaded once: its first elements are the values. Keys whose width is far from a power of two are
+multiplied in two parts, so that little is padded.
+
 If there are too few sequences to fill the GPU, several programs split their keys (Flash-Decoding,
 Dao et al. 2023), and merge_splits.py merges the results.
 """
@@ -24,19 +28,29 @@ from torch import Tensor
 
 from octavo.kernels.gpu import Gpu, describe_gpu
 from octavo.kernels.metadata import AttentionMetadata
-from octavo.kernels.triton.merge_splits import merge_splits
+from octavo.kernels.triton.merge_splits import add_sink, merge_splits
 from octavo.kernels.triton.plan import plan_of
-from octavo.kernels.triton.shares import share_of
+from octavo.kernels.triton.shares import first_seen, share_of
 from octavo.kernels.triton.splits import LEAST_KEYS, choose_splits
-from octavo.kernels.triton.tiles import WIDE_WARP, Kind, choose_tiles, count_resident
+from octavo.kernels.triton.tiles import (
+    WIDE,
+    WIDE_WARP,
+    Heads,
+    Kind,
+    choose_tiles,
+    count_resident,
+)
+from octavo.kernels.widths import width_of_values
 
 _SMALL = 2048
 """A tile of at most this many rows times keys needs at most 16 registers in four warps."""
 _LOG2_E = 1.4426950408889634
 _MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
 """Rows and pieces that a program merges at a time: decodes have many pieces, chunks few."""
+_WIDE_MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 8), "chunk": (2, 4)}
+"""The same for values of more than 256 elements, of which registers hold fewer."""
 # Arguments that change between steps must not compile another variant.
-_VARYING = ["items", "partial_out", "partial_lse", "table_stride", "sliding_window", "splits"]
+_VARYING = ["items", "partial_out", "partial_lse", "table_stride", "span", "splits"]
 
 
 @triton.jit
@@ -58,16 +72,16 @@ def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.conste
 
 @triton.jit
 def _fetch(  # noqa: PLR0917
-    cache, place, real_key, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, MASKED: tl.constexpr
+    cache, place, real_key, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Load keys or values from a head's cache."""
-    dim = tl.arange(0, PADDED_DIM)
-    real_dim = dim < HEAD_DIM
+    """Load `DIM` elements of keys or values from a head's cache."""
+    dim = tl.arange(0, PADDED)
+    real_dim = dim < DIM
     from_cache = cache + place[:, None] + dim[None, :]
     if MASKED:
-        # Slots past the end may hold anything, so they are not loaded.
+        # Slots that no row sees may hold anything, so they are not loaded.
         tile = tl.load(from_cache, mask=real_key[:, None] & real_dim[None, :], other=0.0)
-    elif PADDED_DIM > HEAD_DIM:
+    elif PADDED > DIM:
         tile = tl.load(from_cache, mask=real_dim[None, :], other=0.0)
     else:
         tile = tl.load(from_cache)
@@ -81,39 +95,99 @@ def _cuts(  # noqa: PLR0917
     context,
     first_row,
     seq_len,
-    sliding_window,
+    span,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     """Return where keys begin, where those seen by all rows begin and end, and where keys end."""
-    # All rows see keys up to the first row's position and within the last row's window.
+    # All rows see keys up to the first row's position and from the first that the last row sees.
     clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
     clear_begin = begin
-    if HAS_WINDOW:
+    if HAS_SPAN:
         last = tl.minimum(context + (first_row + ROWS - 1) // GROUP, seq_len - 1)
-        clear_begin = tl.cdiv(tl.maximum(last - sliding_window + 1, 0), KEYS) * KEYS
+        clear_begin = tl.cdiv(first_seen(last, span, CHUNKED), KEYS) * KEYS
         clear_begin = tl.minimum(tl.maximum(clear_begin, begin), end)
     clear_end = tl.minimum(tl.maximum(clear_end, clear_begin), end)
     return begin, clear_begin, clear_end, end
 
 
 @triton.jit
-def _queries(from_queries, real, factor, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return rows of queries as operands of products, and the factor of each row's products."""
-    q = tl.load(from_queries, mask=real, other=0.0)
+def _queries(  # noqa: PLR0917
+    queries,
+    real_row,
+    factor,
+    MAIN: tl.constexpr,
+    PADDED_MAIN: tl.constexpr,
+    REST: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return rows of queries as operands of both products, and the factor of each row's products.
+
+    Without a rest, the second operand is the first.
+    """
+    dim = tl.arange(0, PADDED_MAIN)
+    real = real_row[:, None] & (dim < MAIN)[None, :]
+    q = tl.load(queries[:, None] + dim[None, :], mask=real, other=0.0)
+    rest = q
+    if REST > 0:
+        dim = tl.arange(0, PADDED_REST)
+        real = real_row[:, None] & (dim < REST)[None, :]
+        rest = tl.load(queries[:, None] + MAIN + dim[None, :], mask=real, other=0.0)
     factors = tl.full([q.shape[0]], factor, tl.float32)
     if q.dtype != DTYPE:
         # float16 has a small range, so each row is scaled to a maximum of 1.
-        q = q.to(tl.float32)
+        q, rest = q.to(tl.float32), rest.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
+        if REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(rest), 1))
         largest = tl.where(largest > 0, largest, 1.0)
-        q = (q / largest[:, None]).to(DTYPE)
+        q, rest = (q / largest[:, None]).to(DTYPE), (rest / largest[:, None]).to(DTYPE)
         factors *= largest
     if UPCAST:
-        q = q.to(tl.float32)
-    return q, factors
+        q, rest = q.to(tl.float32), rest.to(tl.float32)
+    return q, rest, factors
+
+
+@triton.jit
+def _logits(  # noqa: PLR0917
+    products,
+    key,
+    real_key,
+    position,
+    slope,
+    factor,
+    soft_cap,
+    span,
+    MASKED: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """Return logits of products, minus infinity where masked, and their factors to base 2."""
+    logits = products
+    to_log2 = factor * LOG2_E
+    if HAS_CAP or HAS_ALIBI:
+        logits *= factor[:, None]
+        to_log2 = tl.full(factor.shape, LOG2_E, tl.float32)
+    if HAS_CAP:
+        # tanh(x) is 2 * sigmoid(2x) - 1
+        logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
+    distance = key[None, :] - position[:, None]
+    if HAS_ALIBI:
+        logits += slope[:, None] * distance.to(tl.float32)
+    if MASKED:
+        seen = (distance <= 0) & real_key[None, :]
+        if HAS_SPAN:
+            seen = seen & (key[None, :] >= first_seen(position, span, CHUNKED)[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
+    return logits, to_log2
 
 
 @triton.jit
@@ -123,7 +197,9 @@ def _walk(  # noqa: PLR0917
     attended,
     begin,
     end,
+    first_key,  # that any row sees
     q,
+    q_rest,
     position,
     slope,
     factor,
@@ -131,15 +207,23 @@ def _walk(  # noqa: PLR0917
     value_cache,
     table,
     soft_cap,
-    sliding_window,
-    block_stride,
+    span,
+    key_stride,
+    value_stride,
     DTYPE: tl.constexpr,  # of the products' operands
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr,
+    PADDED_MAIN: tl.constexpr,
+    PADDED_REST: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    LATENT: tl.constexpr,
+    SAME_PLACES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,  # some rows do not see some of the keys
-    HAS_WINDOW: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -154,31 +238,31 @@ def _walk(  # noqa: PLR0917
         slot = tl.arange(0, KEYS) % BLOCK_SIZE
         if BLOCK_SIZE > KEYS:
             slot += tile_begin % BLOCK_SIZE
-        place = block.to(tl.int64) * block_stride + slot * HEAD_DIM
+        place = block.to(tl.int64) * key_stride + slot * KEY_DIM
+        value_place = place
+        if not SAME_PLACES:
+            value_place = block.to(tl.int64) * value_stride + slot * VALUE_DIM
         block = _blocks_of(table, tile_begin + KEYS, end, KEYS, BLOCK_SIZE)
         real_key = key < end
-        # Keys are loaded like values, from the same offsets; the product transposes them.
-        k = _fetch(key_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
-        v = _fetch(value_cache, place, real_key, HEAD_DIM, PADDED_DIM, MASKED)
+        if HAS_SPAN:
+            real_key = real_key & (key >= first_key)
+        # Keys are loaded like values; the product transposes them.
+        k = _fetch(key_cache, place, real_key, MAIN, PADDED_MAIN, MASKED)
+        if LATENT:
+            v = k
+        else:
+            v = _fetch(value_cache, value_place, real_key, VALUE_DIM, PADDED_VALUE, MASKED)
 
         # "ieee": float32 models get float32 products, not TF32.
-        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        to_log2 = factor * LOG2_E
-        if HAS_CAP or HAS_ALIBI:
-            logits *= factor[:, None]
-            to_log2 = tl.full(factor.shape, LOG2_E, tl.float32)
-        if HAS_CAP:
-            # tanh(x) is 2 * sigmoid(2x) - 1
-            logits = soft_cap * (2.0 * tl.sigmoid(2.0 * (logits / soft_cap)) - 1.0)
-        distance = key[None, :] - position[:, None]
-        if HAS_ALIBI:
-            logits += slope[:, None] * distance.to(tl.float32)
-        if MASKED:
-            seen = (distance <= 0) & real_key[None, :]
-            if HAS_WINDOW:
-                seen = seen & (distance > -sliding_window)
-            logits = tl.where(seen, logits, float("-inf"))
-
+        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if KEY_DIM > MAIN:
+            rest = _fetch(key_cache + MAIN, place, real_key, KEY_DIM - MAIN, PADDED_REST, MASKED)
+            rest = tl.trans(rest.to(q.dtype))
+            products = tl.dot(q_rest, rest, products, input_precision="ieee")
+        logits, to_log2 = _logits(
+            products, key, real_key, position, slope, factor, soft_cap, span,
+            MASKED, HAS_SPAN, CHUNKED, HAS_CAP, HAS_ALIBI, LOG2_E,
+        )  # fmt: skip
         new_maximum = tl.maximum(maximum, tl.max(logits, 1) * to_log2)
         weights = tl.exp2(logits * to_log2[:, None] - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
@@ -197,6 +281,27 @@ def _walk(  # noqa: PLR0917
     return maximum, total, attended
 
 
+@triton.jit
+def _weigh(  # noqa: PLR0917
+    maximum,
+    total,
+    sinks,
+    real,
+    value_scale,
+    HAS_SINKS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    """Return the factors of rows' sums, and the logarithms to base 2 of their softmaxes' totals."""
+    factor = value_scale
+    if HAS_SINKS:
+        sink = tl.load(sinks, mask=real, other=float("-inf")) * LOG2_E
+        total, share, maximum = add_sink(maximum, total, sink)
+        factor *= share
+    # A row that attends to no key gives zeros.
+    divisor = tl.where(total > 0, total, 1.0)
+    return factor / divisor, tl.where(total > 0, maximum + tl.log2(divisor), float("-inf"))
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _paged_attention_kernel(  # noqa: PLR0917
     query,
@@ -210,28 +315,38 @@ def _paged_attention_kernel(  # noqa: PLR0917
     seq_lens,
     block_tables,
     alibi_slopes,  # any tensor if unused
+    sinks,  # likewise
     factor,  # of the products, positive: the logits' scale times the keys' scale
     value_scale,  # factor of the values
     soft_cap,
-    sliding_window,
+    span,  # of a window or a chunk
     splits,
     query_token_stride,
     query_head_stride,
-    block_stride,
+    key_stride,  # from block to block
+    value_stride,
     table_stride,
     DTYPE: tl.constexpr,  # of the products' operands
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,  # the next power of two to HEAD_DIM
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    MAIN: tl.constexpr,  # elements of a key in the first part; see tiles.py
+    PADDED_MAIN: tl.constexpr,  # next powers of two
+    PADDED_REST: tl.constexpr,
+    PADDED_VALUE: tl.constexpr,
+    LATENT: tl.constexpr,  # the first part of a key is its value
+    SAME_PLACES: tl.constexpr,  # values are at their keys' offsets
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # query rows per tile
     PARTIAL_ROWS: tl.constexpr,  # rows of a tile that may be real
     KEYS: tl.constexpr,  # keys per tile
     LEAST_TILES: tl.constexpr,  # tiles of keys per piece
-    HAS_WINDOW: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,  # the span is a chunk's, not a window's
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     LOG2_E: tl.constexpr,
     SMALL: tl.constexpr,
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
@@ -240,8 +355,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces = share_of(
-        items, item, query_starts, seq_lens, sliding_window, splits,
-        GROUP, ROWS, KEYS, LEAST_TILES, HAS_WINDOW,
+        items, item, query_starts, seq_lens, span, splits,
+        GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
     # If there are no keys at all, the first program writes zeros.
     if split < tl.maximum(pieces, 1):
@@ -252,53 +367,59 @@ def _paged_attention_kernel(  # noqa: PLR0917
         real_row = token < query_len
         context = seq_len - query_len
         position = context + token
-        dim = tl.arange(0, PADDED_DIM)
         flat_token = (query_start + token).to(tl.int64)
-        from_query = flat_token * query_token_stride + head * query_head_stride
-        real = real_row[:, None] & (dim < HEAD_DIM)[None, :]
-        from_queries = query + from_query[:, None] + dim[None, :]
-        q, factors = _queries(from_queries, real, factor, DTYPE, UPCAST)
+        queries = query + flat_token * query_token_stride + head * query_head_stride
+        q, q_rest, factors = _queries(
+            queries, real_row, factor, MAIN, PADDED_MAIN, KEY_DIM - MAIN, PADDED_REST, DTYPE, UPCAST
+        )
         slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + head, mask=real_row, other=0.0)
         table = block_tables + seq.to(tl.int64) * table_stride
-        from_head = kv_head * (BLOCK_SIZE * HEAD_DIM)
+        key_cache += kv_head * (BLOCK_SIZE * KEY_DIM)
+        value_cache += kv_head * (BLOCK_SIZE * VALUE_DIM)
 
         begin += split * piece * KEYS
         end = tl.minimum(begin + piece * KEYS, end)
         cuts = _cuts(
-            begin, end, context, first_row, seq_len, sliding_window, GROUP, ROWS, KEYS, HAS_WINDOW
+            begin, end, context, first_row, seq_len, span, GROUP, ROWS, KEYS, HAS_SPAN, CHUNKED
         )
+        first_key = 0
+        if HAS_SPAN:
+            first_key = first_seen(context + first_row // GROUP, span, CHUNKED)
         # Starts finite, so that a row that sees no key of a tile gives no NaN.
         maximum = tl.full([ROWS], -1e30, tl.float32)
         # In small tiles each (row, key) has its own sum, and these are added at the end: adding
         # them for each tile would synchronize the warps.
         spread: tl.constexpr = ROWS * KEYS <= SMALL
         total = tl.zeros([ROWS, KEYS] if spread else [ROWS], tl.float32)
-        attended = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        # Without a window, all rows see the first keys.
-        for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
+        attended = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
+        # Without a span, all rows see the first keys.
+        for part in tl.static_range(0 if HAS_SPAN else 1, 3):
             maximum, total, attended = _walk(
-                maximum, total, attended, cuts[part], cuts[part + 1], q, position, slope, factors,
-                key_cache + from_head, value_cache + from_head, table,
-                soft_cap, sliding_window, block_stride,
-                DTYPE, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEYS, part != 1,
-                HAS_WINDOW, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
+                maximum, total, attended, cuts[part], cuts[part + 1], first_key,
+                q, q_rest, position, slope, factors, key_cache, value_cache, table,
+                soft_cap, span, key_stride, value_stride,
+                DTYPE, KEY_DIM, VALUE_DIM, MAIN, PADDED_MAIN, PADDED_REST, PADDED_VALUE,
+                LATENT, SAME_PLACES, BLOCK_SIZE, KEYS, part != 1,
+                HAS_SPAN, CHUNKED, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
             )  # fmt: skip
 
         if spread:
             total = tl.sum(total, 1)
-        # A row that attends to no key gives zeros.
-        divisor = tl.where(total > 0, total, 1.0)
-        attended *= (value_scale / divisor)[:, None]
+        # Where keys are split, the merge adds the sinks.
+        whole = token < tl.where(pieces > 1, 0, query_len)
+        weight, lse = _weigh(maximum, total, sinks + head, whole, value_scale, HAS_SINKS, LOG2_E)
+        attended *= weight[:, None]
+        dim = tl.arange(0, PADDED_VALUE)
+        real = real_row[:, None] & (dim < VALUE_DIM)[None, :]
         if pieces > 1:
             place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits + split
             place = place * PARTIAL_ROWS + local
-            lse = tl.where(total > 0, maximum + tl.log2(divisor), float("-inf"))
             tl.store(partial_lse + place, lse, mask=real_row)
-            tl.store(partial_out + place[:, None] * HEAD_DIM + dim[None, :], attended, mask=real)
+            tl.store(partial_out + place[:, None] * VALUE_DIM + dim[None, :], attended, mask=real)
         else:
-            to = (flat_token * NUM_HEADS + head) * HEAD_DIM
+            to = (flat_token * NUM_HEADS + head) * VALUE_DIM
             rounded = attended.to(out.dtype.element_ty)
             tl.store(out + to[:, None] + dim[None, :], rounded, mask=real)
 
@@ -309,26 +430,32 @@ class _Call:
 
     query: Tensor
     key_cache: Tensor
-    value_cache: Tensor
+    value_cache: Tensor | None
     out: Tensor
     metadata: AttentionMetadata
+    heads: Heads
     factor: float
     value_scale: float
     sliding_window: int | None
+    chunk: int | None
     soft_cap: float | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
 
 
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     sliding_window: int | None = None,
+    chunk: int | None = None,
     soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    value_dim: int | None = None,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
@@ -337,21 +464,27 @@ def paged_attention(
         raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
     if query.stride(-1) != 1:
         query = query.contiguous()
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    num_tokens, num_heads, key_dim = query.shape
+    value_dim = width_of_values(key_cache, value_cache, value_dim)
+    heads = Heads(num_heads // key_cache.shape[1], key_dim, value_dim, latent=value_cache is None)
+    out = query.new_empty(num_tokens, num_heads, value_dim)
     if not len(query):
         return out
-    plan = plan_of(metadata, query, key_cache)
+    plan = plan_of(metadata, query, key_cache, heads)
     call = _Call(
         query,
         key_cache,
         value_cache,
         out,
         metadata,
+        heads,
         scale * key_scale,
-        value_scale,
+        key_scale if value_cache is None else value_scale,
         sliding_window,
+        chunk,
         soft_cap,
         None if alibi_slopes is None else alibi_slopes.float().contiguous(),
+        None if sinks is None else sinks.float().contiguous(),
     )
     if plan.num_decode_items:
         items = plan.items[: plan.num_decode_items]
@@ -381,74 +514,80 @@ def small_tile(gpu: Gpu) -> int:
     return 0 if gpu.is_amd and gpu.warp_size < WIDE_WARP else _SMALL
 
 
+def merged_at_once(kind: Kind, heads: Heads) -> tuple[int, int]:
+    """Return the rows and the pieces that a program merges at a time."""
+    return (_MERGED if heads.padded_value <= WIDE else _WIDE_MERGED)[kind]
+
+
 def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
     """Launch attention for `items`, the longest of which has `longest` keys."""
-    query, metadata = call.query, call.metadata
-    _, num_heads, head_dim = query.shape
+    query, metadata, heads = call.query, call.metadata, call.heads
     _, num_kv_heads, block_size, _ = call.key_cache.shape
-    group = num_heads // num_kv_heads
+    dtypes = {"dtype": query.dtype, "cache_dtype": call.key_cache.dtype}
     where = describe_gpu(query.device)
-    tiles = choose_tiles(
-        kind,
-        where,
-        group=group,
-        head_dim=head_dim,
-        dtype=query.dtype,
-        cache_dtype=call.key_cache.dtype,
-    )
-    seen = min(longest, call.sliding_window or longest)
+    tiles = choose_tiles(kind, where, heads, **dtypes)
+    span = call.sliding_window or call.chunk
+    seen = min(longest, span or longest)
     least_tiles = LEAST_KEYS // tiles.keys if splits is None else 1
     if splits is None:
-        resident = count_resident(
-            tiles,
-            where,
-            head_dim=head_dim,
-            dtype=query.dtype,
-            cache_dtype=call.key_cache.dtype,
-        )
+        resident = count_resident(tiles, where, heads, **dtypes)
         programs = len(items) * num_kv_heads
         splits = choose_splits(programs, seen, resident * where.multiprocessors)
-    partial_rows = min(tiles.rows, group) if kind == "decode" else tiles.rows
+    partial_rows = min(tiles.rows, heads.group) if kind == "decode" else tiles.rows
     shape = (len(items), num_kv_heads, splits if splits > 1 else 0, partial_rows)
     partial_lse = query.new_empty(shape, dtype=torch.float32)
-    partial_out = query.new_empty((*shape, head_dim), dtype=torch.float32)
+    partial_out = query.new_empty((*shape, heads.value_dim), dtype=torch.float32)
+    unused = metadata.seq_lens
     shared: dict[str, object] = {
         "items": items,
         "query_starts": metadata.query_starts,
         "seq_lens": metadata.seq_lens,
         "partial_out": partial_out,
         "partial_lse": partial_lse,
-        "sliding_window": call.sliding_window or 0,
+        "sinks": unused if call.sinks is None else call.sinks,
+        "span": span or 0,
         "splits": splits,
-        "NUM_HEADS": num_heads,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "NUM_HEADS": query.shape[1],
+        "GROUP": heads.group,
+        "VALUE_DIM": heads.value_dim,
+        "PADDED_VALUE": heads.padded_value,
         "ROWS": tiles.rows,
         "PARTIAL_ROWS": partial_rows,
         "KEYS": tiles.keys,
         "LEAST_TILES": least_tiles,
-        "HAS_WINDOW": call.sliding_window is not None,
+        "HAS_SPAN": span is not None,
+        "CHUNKED": call.chunk is not None,
+        "HAS_SINKS": call.sinks is not None,
+        "LOG2_E": _LOG2_E,
     }
+    # Without values the kernel reads none; it takes any tensor for them.
+    values = call.key_cache if call.value_cache is None else call.value_cache
     _paged_attention_kernel[len(items), num_kv_heads, splits](
         query=query,
         key_cache=call.key_cache,
-        value_cache=call.value_cache,
+        value_cache=values,
         out=call.out,
         block_tables=metadata.block_tables,
-        alibi_slopes=metadata.seq_lens if call.alibi_slopes is None else call.alibi_slopes,
+        alibi_slopes=unused if call.alibi_slopes is None else call.alibi_slopes,
         factor=call.factor,
         value_scale=call.value_scale,
         soft_cap=call.soft_cap or 0.0,
         query_token_stride=query.stride(0),
         query_head_stride=query.stride(1),
-        block_stride=call.key_cache.stride(0),
+        key_stride=call.key_cache.stride(0),
+        value_stride=values.stride(0),
         table_stride=metadata.block_tables.stride(0),
         DTYPE=_operands(query.dtype, call.key_cache.dtype),
+        KEY_DIM=heads.key_dim,
+        MAIN=heads.main,
+        PADDED_MAIN=heads.padded_main,
+        PADDED_REST=heads.padded_rest,
+        LATENT=heads.latent,
+        SAME_PLACES=heads.key_dim == heads.value_dim
+        and call.key_cache.stride(0) == values.stride(0),
         BLOCK_SIZE=block_size,
         HAS_CAP=call.soft_cap is not None,
         HAS_ALIBI=call.alibi_slopes is not None,
-        LOG2_E=_LOG2_E,
         SMALL=small_tile(where),
         # The interpreter would multiply a bfloat16's bits as an integer.
         UPCAST=triton.knobs.runtime.interpret,
@@ -458,7 +597,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         **shared,
     )
     if splits > 1:
-        rows, pieces = _MERGED[kind]
+        rows, pieces = merged_at_once(kind, heads)
         merge_splits[len(items), num_kv_heads, triton.cdiv(partial_rows, rows)](
             out=call.out, MERGED_ROWS=rows, PIECES=pieces, enable_fp_fusion=True, **shared
         )

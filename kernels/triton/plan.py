@@ -6,7 +6,7 @@ import torch
 from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
-from octavo.kernels.triton.tiles import choose_tiles
+from octavo.kernels.triton.tiles import Heads, choose_tiles
 
 
 def plan_attention(
@@ -15,23 +15,31 @@ def plan_attention(
     *,
     num_heads: int,
     num_kv_heads: int,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool = False,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
     splits: int | None = None,
 ) -> AttentionPlan:
     """Return a batch's plan; see `octavo.kernels.ops.plan_attention`."""
-    group = num_heads // num_kv_heads
+    heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
+    return _plan(query_lens, seq_lens, heads, dtype, cache_dtype, device, splits)
+
+
+def _plan(  # noqa: PLR0917
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    heads: Heads,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+    splits: int | None,
+) -> AttentionPlan:
+    gpu, group = describe_gpu(device), heads.group
     decode_rows, chunk_rows = (
-        choose_tiles(
-            kind,
-            describe_gpu(device),
-            group=group,
-            head_dim=head_dim,
-            dtype=dtype,
-            cache_dtype=cache_dtype,
-        ).rows
+        choose_tiles(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype).rows
         for kind in ("decode", "chunk")
     )
     decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
@@ -59,18 +67,17 @@ def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
 
 
 def plan_of(
-    metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor
+    metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor, heads: Heads
 ) -> AttentionPlan:
     """Return the batch's plan; if it has none, make one, for which the host waits for the GPU."""
     if metadata.plan is not None:
         return metadata.plan
-    return plan_attention(
+    return _plan(
         metadata.query_starts.diff().cpu().numpy(),
         metadata.seq_lens.cpu().numpy(),
-        num_heads=query.shape[1],
-        num_kv_heads=key_cache.shape[1],
-        head_dim=query.shape[2],
-        dtype=query.dtype,
-        cache_dtype=key_cache.dtype,
-        device=query.device,
+        heads,
+        query.dtype,
+        key_cache.dtype,
+        query.device,
+        None,
     )

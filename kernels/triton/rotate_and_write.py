@@ -1,7 +1,7 @@
 """Rotates queries and keys (RoPE) and writes keys and values into the paged cache.
 
 The rotary embedding (RoFormer, Su et al. 2021) pairs element i of a head with element i +
-head_dim / 2. One program per token reads and writes once what three kernels would read and write
+key_dim / 2. One program per token reads and writes once what three kernels would read and write
 repeatedly.
 """
 
@@ -63,17 +63,21 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
     value_token_stride,
     value_head_stride,
     angle_stride,
-    block_stride,
+    key_block_stride,
+    value_block_stride,
     block_size,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr,  # next powers of two
     PADDED_KV_HEADS: tl.constexpr,
-    PADDED_HALF: tl.constexpr,
+    PADDED_HALF: tl.constexpr,  # of a key
+    PADDED_VALUE_HALF: tl.constexpr,
     LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):
-    half: tl.constexpr = HEAD_DIM // 2
+    half: tl.constexpr = KEY_DIM // 2
+    value_half: tl.constexpr = VALUE_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PADDED_HALF)
     real_pair = pair < half
@@ -85,25 +89,31 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
     real = (head < NUM_HEADS)[:, None] & real_pair[None, :]
     low, high = _halves(query, token, query_token_stride, query_head_stride, head, pair, real, half)
     low, high = _rotated(low, high, c, s)
-    to = out + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + pair[None, :]
+    to = out + (token * NUM_HEADS + head[:, None]) * KEY_DIM + pair[None, :]
     tl.store(to, low, mask=real)
     tl.store(to + half, high, mask=real)
 
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
         kv_head = tl.arange(0, PADDED_KV_HEADS)
-        real_kv = (kv_head < NUM_KV_HEADS)[:, None] & real_pair[None, :]
-        place = slot // block_size * block_stride + pair[None, :]
-        place += (kv_head[:, None] * block_size + slot % block_size) * HEAD_DIM
+        real_head = (kv_head < NUM_KV_HEADS)[:, None]
+        real_key = real_head & real_pair[None, :]
+        block = slot // block_size
+        row = kv_head[:, None] * block_size + slot % block_size
+        place = block * key_block_stride + row * KEY_DIM + pair[None, :]
         k_low, k_high = _halves(
-            key, token, key_token_stride, key_head_stride, kv_head, pair, real_kv, half
+            key, token, key_token_stride, key_head_stride, kv_head, pair, real_key, half
         )
         k_low, k_high = _rotated(k_low, k_high, c, s)
-        _store(k_low, k_high, key_cache, place, key_scale, real_kv, half, LARGEST)
+        _store(k_low, k_high, key_cache, place, key_scale, real_key, half, LARGEST)
+        within = tl.arange(0, PADDED_VALUE_HALF)
+        real_value = real_head & (within < value_half)[None, :]
+        place = block * value_block_stride + row * VALUE_DIM + within[None, :]
         v_low, v_high = _halves(
-            value, token, value_token_stride, value_head_stride, kv_head, pair, real_kv, half
-        )
-        _store(v_low, v_high, value_cache, place, value_scale, real_kv, half, LARGEST)
+            value, token, value_token_stride, value_head_stride,
+            kv_head, within, real_value, value_half,
+        )  # fmt: skip
+        _store(v_low, v_high, value_cache, place, value_scale, real_value, value_half, LARGEST)
 
 
 def rotate_and_write(  # noqa: PLR0917
@@ -121,12 +131,12 @@ def rotate_and_write(  # noqa: PLR0917
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[1]
+    num_tokens, num_heads, key_dim = query.shape
+    _, num_kv_heads, value_dim = value.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
-    padded_heads, padded_half = map(triton.next_power_of_2, (num_heads, head_dim // 2))
+    padded_heads, padded_half = map(triton.next_power_of_2, (num_heads, key_dim // 2))
     _rotate_and_write_kernel[(num_tokens,)](
         query,
         key,
@@ -147,13 +157,16 @@ def rotate_and_write(  # noqa: PLR0917
         value.stride(1),
         cos.stride(0),
         key_cache.stride(0),
+        value_cache.stride(0),
         key_cache.shape[2],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
         PADDED_HEADS=padded_heads,
         PADDED_KV_HEADS=triton.next_power_of_2(num_kv_heads),
         PADDED_HALF=padded_half,
+        PADDED_VALUE_HALF=triton.next_power_of_2(value_dim // 2),
         LARGEST=largest(key_cache),
         num_warps=warps_for(padded_heads * padded_half, describe_gpu(query.device)),
         enable_fp_fusion=True,

@@ -8,25 +8,33 @@ import triton.language as tl
 
 
 @triton.jit
+def first_seen(position, span, CHUNKED: tl.constexpr):
+    """Return the first key that a query at `position` sees, of a chunk or window of `span` keys."""
+    first = position - position % span if CHUNKED else position - span + 1
+    return tl.maximum(first, 0)
+
+
+@triton.jit
 def share_of(  # noqa: PLR0917
     items,
     item,
     query_starts,
     seq_lens,
-    sliding_window,
+    span,
     splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST_TILES: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SPAN: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     """Read an item of the plan.
 
     Returns:
         The sequence; the flat index of its first query; its number of queries; its number of
-        tokens; the item's first row; the begin and end of the keys that its rows see; the tiles of
-        keys per piece; the number of pieces, at most `splits`.
+        tokens; the item's first row; the begin and end of the tiles of keys that its rows see; the
+        tiles of keys per piece; the number of pieces, at most `splits`.
     """
     seq = tl.load(items + item * 2)
     first_row = tl.load(items + item * 2 + 1) * ROWS
@@ -36,9 +44,8 @@ def share_of(  # noqa: PLR0917
     context = seq_len - query_len
     end = tl.minimum(context + (first_row + ROWS - 1) // GROUP + 1, seq_len)
     begin = 0
-    if HAS_WINDOW:
-        first_seen = context + first_row // GROUP - sliding_window + 1
-        begin = tl.maximum(first_seen, 0) // KEYS * KEYS
+    if HAS_SPAN:
+        begin = first_seen(context + first_row // GROUP, span, CHUNKED) // KEYS * KEYS
     tiles = tl.cdiv(tl.maximum(end - begin, 0), KEYS)
     piece = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
     return seq, query_start, query_len, seq_len, first_row, begin, end, piece, tl.cdiv(tiles, piece)

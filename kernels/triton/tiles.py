@@ -23,6 +23,66 @@ LEAST_ROWS = 16
 TUNED = Path(__file__).with_name("tuned.json")
 
 
+WIDE = 256
+"""Most elements of a key that is multiplied at once, if they are not a power of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of a layer.
+
+    Attributes:
+        group: Query heads per KV head.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
+        latent: Whether a key's first elements are its value.
+    """
+
+    group: int
+    key_dim: int
+    value_dim: int
+    latent: bool = False
+
+    @property
+    def main(self) -> int:
+        """Elements of a key in the first part of its product."""
+        if self.latent:
+            return self.value_dim
+        if self.key_dim <= WIDE:
+            return self.key_dim
+        return 1 << self.key_dim.bit_length() - 1
+
+    @property
+    def padded_main(self) -> int:
+        """Elements of the first part, padded for matrix units."""
+        return _padded(self.main)
+
+    @property
+    def padded_rest(self) -> int:
+        """Elements of a key's second part, padded; 0 if there is none."""
+        return _padded(self.key_dim - self.main) if self.key_dim > self.main else 0
+
+    @property
+    def padded_value(self) -> int:
+        """Elements of a value, padded."""
+        return _padded(self.value_dim)
+
+    @property
+    def padded_key(self) -> int:
+        """Elements of both parts of a key, padded."""
+        return self.padded_main + self.padded_rest
+
+    @property
+    def padded(self) -> int:
+        """Elements of a key or of a value, a power of two; what the rules go by."""
+        return max(self.padded_main, self.padded_value)
+
+
+def _padded(dim: int) -> int:
+    power: int = triton.next_power_of_2(dim)
+    return max(LEAST_ROWS, power)
+
+
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """Tile sizes of a program.
@@ -48,6 +108,9 @@ MAX_REGISTERS = 256
 FEW_REGISTERS = 128
 """Maximum registers of a thread for float32 tiles with few rows, on NVIDIA's GPUs."""
 
+WIDE_REGISTERS = 512
+"""Maximum registers of a thread for heads of more than `WIDE` elements, on AMD's GPUs."""
+
 FLOAT32 = torch.float32.itemsize
 WIDE_WARP = 64
 """Threads per warp of AMD's data-centre GPUs (CDNA); its others (RDNA) have 32, as NVIDIA's."""
@@ -62,33 +125,34 @@ PADDED_PART = 32
 
 @cache
 def choose_tiles(
-    kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+    kind: Kind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> Tiles:
     """Return the sizes for a kind of work.
 
     Args:
         kind: "decode" of one token per sequence, or "chunk" of a prompt.
         gpu: The GPU.
-        group: Query heads per KV head.
-        head_dim: Elements per head.
+        heads: The layer's heads.
         dtype: Of queries.
         cache_dtype: Of keys and values.
     """
-    padded = triton.next_power_of_2(head_dim)
-    rows = max(LEAST_ROWS, triton.next_power_of_2(group))
-    case = tuning_key(
-        kind, gpu, group=group, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
-    )
-    tuned = _tuned().get(case)
+    tuned = _tuned().get(tuning_key(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype))
     if tuned is not None:
         return tuned
+    rows = _padded(heads.group)
     size = max(dtype.itemsize, cache_dtype.itemsize)
-    rules = _amd_tiles if gpu.is_amd else _nvidia_tiles
-    tiles = rules(kind, gpu, rows=rows, padded=padded, size=size)
+    wide = max(heads.padded, heads.padded_key if kind == "decode" else 0) > WIDE
+    if wide:
+        few = kind == "decode" and rows == LEAST_ROWS
+        tiles = _wide_tiles(gpu, few=few, latent=heads.latent, sizes=(size, cache_dtype.itemsize))
+    else:
+        rules = _amd_tiles if gpu.is_amd else _nvidia_tiles
+        tiles = rules(kind, gpu, rows=rows, padded=heads.padded, size=size)
     shared_bytes = gpu.shared_bytes
-    if kind == "decode":
+    alone = wide and (gpu.is_amd or tiles.warps > FEW_WARPS)
+    if kind == "decode" and not alone:
         shared_bytes = (shared_bytes + gpu.reserved_bytes) // RESIDENT - gpu.reserved_bytes
-    while tiles.stages > 1 and _needed(tiles, gpu, padded, dtype, cache_dtype) > shared_bytes:
+    while tiles.stages > 1 and _needed(tiles, gpu, heads, dtype, cache_dtype) > shared_bytes:
         tiles = replace(tiles, stages=tiles.stages - 1)
     return tiles
 
@@ -100,7 +164,7 @@ def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) ->
         kind: As for `choose_tiles`.
         gpu: Likewise.
         rows: Rows that a token of the group fills.
-        padded: Elements per head, a power of two.
+        padded: Elements of a key or a value, a power of two.
         size: Bytes of an element of queries or of the cache, whichever is larger.
     """
     row_bytes = padded * size
@@ -156,28 +220,58 @@ def _narrow_amd_tiles(kind: Kind, *, rows: int, padded: int, size: int) -> Tiles
     return Tiles(32 if padded > 64 else 64, keys, warps=8, stages=1)
 
 
+def _wide_tiles(gpu: Gpu, *, few: bool, latent: bool, sizes: tuple[int, int]) -> Tiles:
+    """Return the rules' sizes for heads of more than `WIDE` elements.
+
+    Queries and sums fill the registers, so programs of many rows have a multiprocessor each. In
+    shared memory, latent keys need half as much as keys and values.
+
+    Args:
+        gpu: The GPU.
+        few: Whether a decode's rows are the least.
+        latent: Whether there are no values.
+        sizes: Bytes of an element: of queries or of the cache, whichever is larger; of the cache.
+    """
+    size, cached = sizes
+    if gpu.is_amd and gpu.warp_size < WIDE_WARP:
+        return Tiles(LEAST_ROWS, 16, warps=16, stages=1)
+    if size == FLOAT32:
+        return Tiles(LEAST_ROWS, 16, *((4, 1) if gpu.is_amd else (8, 2)))
+    # Converting fp8 takes registers, too.
+    if gpu.is_amd:
+        if few or cached == 1:
+            return Tiles(LEAST_ROWS, 16, warps=4, stages=2)
+        return Tiles(32, 16, warps=8, stages=2)
+    if few:
+        return Tiles(LEAST_ROWS, 32 if latent and cached > 1 else 16, warps=4, stages=6)
+    return Tiles(32, 32, warps=8, stages=4)
+
+
 def count_resident(
-    tiles: Tiles, gpu: Gpu, *, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+    tiles: Tiles, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> int:
     """Return a lower bound of the programs that a multiprocessor runs concurrently.
 
     Decodes leave room for a second program; prompt chunks have more warps and use all registers.
     """
-    padded = triton.next_power_of_2(head_dim)
-    needed = _needed(tiles, gpu, padded, dtype, cache_dtype)
+    needed = _needed(tiles, gpu, heads, dtype, cache_dtype)
     by_memory = (gpu.shared_bytes + gpu.reserved_bytes) // (needed + gpu.reserved_bytes)
     few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS and not gpu.is_amd
-    registers = gpu.warp_size * tiles.warps * (FEW_REGISTERS if few else MAX_REGISTERS)
+    registers = FEW_REGISTERS if few else MAX_REGISTERS
+    if gpu.is_amd and heads.padded_key > WIDE:
+        registers = WIDE_REGISTERS
+    registers *= gpu.warp_size * tiles.warps
     return max(1, min(by_memory, gpu.registers // registers))
 
 
 def _needed(
-    tiles: Tiles, gpu: Gpu, padded: int, dtype: torch.dtype, cache_dtype: torch.dtype
+    tiles: Tiles, gpu: Gpu, heads: Heads, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> int:
     """Return a program's bytes of shared memory: queries, weights and the pipeline's tiles."""
-    queries = tiles.rows * padded * dtype.itemsize
+    queries = tiles.rows * heads.padded_key * dtype.itemsize
     weights = tiles.rows * tiles.keys * dtype.itemsize
-    tile = 2 * tiles.keys * padded * cache_dtype.itemsize
+    elements = heads.padded_key + (0 if heads.latent else heads.padded_value)
+    tile = tiles.keys * elements * cache_dtype.itemsize
     if gpu.is_amd:
         return _needed_on_amd(tiles, gpu, queries, weights, tile)
     # Products that read their operands from shared memory need one more tile.
@@ -206,12 +300,14 @@ def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int
 
 
 def tuning_key(
-    kind: Kind, gpu: Gpu, *, group: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype
+    kind: Kind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> str:
     """Return the key of a case in tuned.json; groups that fill the same rows are one case."""
-    rows = max(LEAST_ROWS, triton.next_power_of_2(group))
     names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))
-    return "/".join((gpu.name, kind, str(rows), str(head_dim), *names))
+    sizes = str(heads.key_dim)
+    if heads.latent or heads.key_dim != heads.value_dim:
+        sizes += f"{'>' if heads.latent else '+'}{heads.value_dim}"
+    return "/".join((gpu.name, kind, str(_padded(heads.group)), sizes, *names))
 
 
 def use_tiles(case: str, tiles: Tiles | None) -> None:

@@ -38,6 +38,32 @@ def warps_for(elements: int, gpu: Gpu) -> int:
 
 
 @triton.jit
+def _write(  # noqa: PLR0917
+    x,
+    cache,
+    token,
+    slot,
+    scale,
+    token_stride,
+    head_stride,
+    block_stride,
+    block_size,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    LARGEST: tl.constexpr,
+):
+    """Write a token's heads to its slot."""
+    element = tl.arange(0, PADDED)
+    head = element // DIM
+    within = element % DIM
+    real = element < HEADS * DIM
+    place = slot // block_size * block_stride + (head * block_size + slot % block_size) * DIM
+    found = tl.load(x + token * token_stride + head * head_stride + within, mask=real)
+    tl.store(cache + place + within, stored(found, cache, scale, LARGEST), mask=real)
+
+
+@triton.jit
 def _write_kv_kernel(  # noqa: PLR0917
     key,
     value,
@@ -50,47 +76,53 @@ def _write_kv_kernel(  # noqa: PLR0917
     key_head_stride,
     value_token_stride,
     value_head_stride,
-    block_stride,
+    key_block_stride,
+    value_block_stride,
     block_size,
     NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED: tl.constexpr,  # the next power of two to NUM_KV_HEADS * HEAD_DIM
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,  # 0 without values
+    PADDED_KEYS: tl.constexpr,  # the next power of two to NUM_KV_HEADS * KEY_DIM
+    PADDED_VALUES: tl.constexpr,
     LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
-        block = slot // block_size
-        offset = slot % block_size
-        element = tl.arange(0, PADDED)
-        head = element // HEAD_DIM
-        within = element % HEAD_DIM
-        real = element < NUM_KV_HEADS * HEAD_DIM
-        place = block * block_stride + (head * block_size + offset) * HEAD_DIM + within
-        from_key = key + token * key_token_stride + head * key_head_stride + within
-        from_value = value + token * value_token_stride + head * value_head_stride + within
-        k = stored(tl.load(from_key, mask=real), key_cache, key_scale, LARGEST)
-        v = stored(tl.load(from_value, mask=real), value_cache, value_scale, LARGEST)
-        tl.store(key_cache + place, k, mask=real)
-        tl.store(value_cache + place, v, mask=real)
+        _write(
+            key, key_cache, token, slot, key_scale, key_token_stride, key_head_stride,
+            key_block_stride, block_size, NUM_KV_HEADS, KEY_DIM, PADDED_KEYS, LARGEST,
+        )  # fmt: skip
+        if VALUE_DIM > 0:
+            _write(
+                value, value_cache, token, slot, value_scale, value_token_stride, value_head_stride,
+                value_block_stride, block_size, NUM_KV_HEADS, VALUE_DIM, PADDED_VALUES, LARGEST,
+            )  # fmt: skip
 
 
 def write_kv(
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     slot_mapping: Tensor,
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
-    num_tokens, num_kv_heads, head_dim = key.shape
+    num_tokens, num_kv_heads, key_dim = key.shape
     if num_tokens == 0:
         return
+    value_dim = 0
+    if value is None or value_cache is None:
+        value, value_cache = key, key_cache  # the kernel reads neither
+    else:
+        value_dim = value.shape[2]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
-    padded = triton.next_power_of_2(num_kv_heads * head_dim)
+    padded, padded_values = (
+        triton.next_power_of_2(num_kv_heads * dim) for dim in (key_dim, value_dim or key_dim)
+    )
     _write_kv_kernel[(num_tokens,)](
         key,
         value,
@@ -104,10 +136,13 @@ def write_kv(
         value.stride(0),
         value.stride(1),
         key_cache.stride(0),
+        value_cache.stride(0),
         key_cache.shape[2],
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        PADDED=padded,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        PADDED_KEYS=padded,
+        PADDED_VALUES=padded_values,
         LARGEST=largest(key_cache),
-        num_warps=warps_for(padded, describe_gpu(key.device)),
+        num_warps=warps_for(max(padded, padded_values), describe_gpu(key.device)),
     )

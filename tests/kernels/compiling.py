@@ -1,6 +1,6 @@
 """Compiles the kernels for GPUs that are not here: Triton brings the assemblers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,14 @@ from octavo.kernels.triton.experts import (
     choose_expert_tiles,
 )
 from octavo.kernels.triton.merge_splits import merge_splits
-from octavo.kernels.triton.paged_attention import _operands, _paged_attention_kernel, small_tile
+from octavo.kernels.triton.paged_attention import (
+    _operands,
+    _paged_attention_kernel,
+    merged_at_once,
+    small_tile,
+)
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
-from octavo.kernels.triton.tiles import Tiles, choose_tiles
+from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles
 from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for
 
 KIB = 1024
@@ -43,15 +48,23 @@ class Shape:
     """What attention is compiled for."""
 
     group: int = 4
-    head_dim: int = 128
+    head_dim: int = 128  # of queries and keys
+    value_dim: int | None = None  # that of keys if None
+    latent: bool = False
     dtype: torch.dtype = BF16
     cache_dtype: torch.dtype = BF16
     block_size: int = 16
     features: str = ""
     small_cache: bool = False  # less than 2 GiB, for which AMD's GPUs have shorter addresses
 
+    @property
+    def heads(self) -> Heads:
+        """As tiles are chosen by."""
+        return Heads(self.group, self.head_dim, self.value_dim or self.head_dim, self.latent)
+
 
 COMMON = Shape()
+LATENT = Shape(group=16, head_dim=576, value_dim=512, latent=True)
 VARIANTS = [
     Shape(group=1),
     Shape(group=7, head_dim=64),
@@ -67,6 +80,15 @@ VARIANTS = [
     Shape(dtype=FP32, cache_dtype=FP32, features="window"),
     Shape(dtype=FP32, cache_dtype=FP32, head_dim=256),
     Shape(dtype=FP16, cache_dtype=FP16),
+    Shape(features="chunk sinks"),
+    Shape(head_dim=8),
+    Shape(head_dim=192, value_dim=128),
+    Shape(group=8, head_dim=512),
+    LATENT,
+    replace(LATENT, group=128),
+    replace(LATENT, cache_dtype=E5M2),
+    Shape(dtype=FP32, cache_dtype=FP32, group=8, head_dim=512),
+    Shape(group=40, head_dim=288, value_dim=256, latent=True),
 ]
 
 
@@ -108,36 +130,37 @@ def compile_for(
 
 def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel, Tiles]:
     """Compile attention with the tiles that a GPU would choose; return them, too."""
-    dtype, cache_dtype, head_dim, group = (
-        shape.dtype,
-        shape.cache_dtype,
-        shape.head_dim,
-        shape.group,
-    )
-    tiles = choose_tiles(
-        kind, gpu, group=group, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
-    )
+    dtype, cache_dtype, heads = shape.dtype, shape.cache_dtype, shape.heads
+    tiles = choose_tiles(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype)
     types = dict.fromkeys(("query", "out"), "*" + NAMES[dtype])
     types |= dict.fromkeys(CACHES, "*" + NAMES[cache_dtype])
-    types |= dict.fromkeys(("partial_out", "partial_lse", "alibi_slopes"), "*fp32")
+    types |= dict.fromkeys(("partial_out", "partial_lse", "alibi_slopes", "sinks"), "*fp32")
     types |= dict.fromkeys(("items", "query_starts", "seq_lens", "block_tables"), "*i32")
     types |= dict.fromkeys(("factor", "value_scale", "soft_cap"), "fp32")
     aligned = ("query", "out", *CACHES, "block_tables")
-    strides = ("query_token_stride", "query_head_stride", "block_stride")
+    strides = ("query_token_stride", "query_head_stride", "key_stride", "value_stride")
     constants = {
         "DTYPE": _operands(dtype, cache_dtype),
-        "NUM_HEADS": 8 * group,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "NUM_HEADS": 8 * heads.group,
+        "GROUP": heads.group,
+        "KEY_DIM": heads.key_dim,
+        "VALUE_DIM": heads.value_dim,
+        "MAIN": heads.main,
+        "PADDED_MAIN": heads.padded_main,
+        "PADDED_REST": heads.padded_rest,
+        "PADDED_VALUE": heads.padded_value,
+        "LATENT": heads.latent,
+        "SAME_PLACES": heads.key_dim == heads.value_dim,
         "BLOCK_SIZE": shape.block_size,
         "ROWS": tiles.rows,
-        "PARTIAL_ROWS": min(tiles.rows, group),
+        "PARTIAL_ROWS": min(tiles.rows, heads.group),
         "KEYS": tiles.keys,
         "LEAST_TILES": 4,
-        "HAS_WINDOW": "window" in shape.features,
+        "HAS_SPAN": "window" in shape.features or "chunk" in shape.features,
+        "CHUNKED": "chunk" in shape.features,
         "HAS_CAP": "cap" in shape.features,
         "HAS_ALIBI": "alibi" in shape.features,
+        "HAS_SINKS": "sinks" in shape.features,
         "LOG2_E": 1.44,
         "SMALL": small_tile(gpu),
         "UPCAST": False,
@@ -155,15 +178,23 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
     return made, tiles
 
 
-def compile_merges(gpu: Gpu) -> list[CompiledKernel]:
-    """Compile what merges the pieces of decodes and of chunks."""
-    types = {"out": "*bf16"} | dict.fromkeys(("partial_out", "partial_lse"), "*fp32")
+def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:
+    """Compile what merges the pieces of decodes and of chunks, with values of `dim` elements."""
+    types = {"out": "*bf16"} | dict.fromkeys(("partial_out", "partial_lse", "sinks"), "*fp32")
     types |= dict.fromkeys(("items", "query_starts", "seq_lens"), "*i32")
-    constants = {"NUM_HEADS": 32, "GROUP": 4, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": 16}
-    constants |= {"PARTIAL_ROWS": 16, "KEYS": 64, "LEAST_TILES": 4, "HAS_WINDOW": True}
+    constants: dict[str, Any] = {"NUM_HEADS": 32, "GROUP": 4, "VALUE_DIM": dim}
+    constants |= {"PADDED_VALUE": dim, "ROWS": 16, "PARTIAL_ROWS": 16, "KEYS": 64}
+    constants |= {"LEAST_TILES": 4, "HAS_SPAN": True, "CHUNKED": False, "HAS_SINKS": True}
+    kinds: tuple[Kind, ...] = ("decode", "chunk")
+    sizes = [merged_at_once(kind, Heads(4, dim, dim)) for kind in kinds]
     return [
-        compile_for(gpu, merge_splits, types, constants | {"MERGED_ROWS": rows, "PIECES": pieces})
-        for rows, pieces in ((1, 32), (8, 4))
+        compile_for(
+            gpu,
+            merge_splits,
+            types,
+            constants | {"LOG2_E": 1.44, "MERGED_ROWS": rows, "PIECES": pieces},
+        )
+        for rows, pieces in sizes
     ]
 
 
@@ -173,7 +204,8 @@ def compile_write(gpu: Gpu, cache_dtype: torch.dtype) -> CompiledKernel:
     types |= dict.fromkeys(CACHES, "*" + NAMES[cache_dtype])
     types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
     largest = torch.finfo(cache_dtype).max
-    constants = {"NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED": 256, "LARGEST": largest}
+    constants = {"NUM_KV_HEADS": 3, "KEY_DIM": 80, "VALUE_DIM": 80, "LARGEST": largest}
+    constants |= {"PADDED_KEYS": 256, "PADDED_VALUES": 256}
     return compile_for(gpu, _write_kv_kernel, types, constants, warps=warps_for(256, gpu))
 
 
@@ -182,8 +214,9 @@ def compile_rotation(gpu: Gpu) -> CompiledKernel:
     pointers = ("query", "key", "value", "out", "cos", "sin", *CACHES)
     types = dict.fromkeys(pointers, "*bf16") | {"slot_mapping": "*i64"}
     types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
-    constants = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "HEAD_DIM": 80, "PADDED_HEADS": 16}
-    constants |= {"PADDED_KV_HEADS": 4, "PADDED_HALF": 64, "LARGEST": 3e38}
+    constants = {"NUM_HEADS": 9, "NUM_KV_HEADS": 3, "KEY_DIM": 80, "VALUE_DIM": 80}
+    constants |= {"PADDED_HEADS": 16, "PADDED_KV_HEADS": 4, "PADDED_HALF": 64}
+    constants |= {"PADDED_VALUE_HALF": 64, "LARGEST": 3e38}
     warps = warps_for(16 * 64, gpu)
     return compile_for(gpu, _rotate_and_write_kernel, types, constants, warps=warps)
 
@@ -201,10 +234,11 @@ def compile_wide_writes(gpu: Gpu, dtype: torch.dtype) -> list[CompiledKernel]:
     scales = dict.fromkeys(("key_scale", "value_scale"), "fp32") | {"slot_mapping": "*i64"}
     pointers = ("query", "key", "value", "cos", "sin", "out", *CACHES)
     types = dict.fromkeys(pointers, name) | scales
-    constants = {"HEAD_DIM": 128, "NUM_KV_HEADS": heads, "LARGEST": 3e38}
-    padded = {"PADDED_HEADS": heads, "PADDED_KV_HEADS": heads, "PADDED_HALF": 64}
+    constants = {"KEY_DIM": 128, "VALUE_DIM": 128, "NUM_KV_HEADS": heads, "LARGEST": 3e38}
+    padded = {"PADDED_HEADS": heads, "PADDED_KV_HEADS": heads}
+    padded |= {"PADDED_HALF": 64, "PADDED_VALUE_HALF": 64}
     rotating = constants | {"NUM_HEADS": heads} | padded
-    writing = constants | {"PADDED": heads * 128}
+    writing = constants | {"PADDED_KEYS": heads * 128, "PADDED_VALUES": heads * 128}
     made = []
     for kernel, given, elements in (
         (_rotate_and_write_kernel, rotating, heads * 64),

@@ -29,16 +29,32 @@ class Case:
     lengths: list[tuple[int, int]]  # (queries, tokens) of each sequence
     num_kv_heads: int = 1
     group: int = 1
-    head_dim: int = 32
+    head_dim: int = 32  # of queries and keys
+    value_dim: int | None = None  # that of keys if None
+    latent: bool = False
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     seed: int = 0
     scale: float | None = None
     cache_dtype: torch.dtype | None = None  # that of queries if None
     garbage: float = math.nan  # in slots past a sequence's end; free blocks are NaN
+    releases: bool = True  # blocks before what a sequence's queries see are free
+
+    @property
+    def width_of_values(self) -> int:
+        return self.value_dim or self.head_dim
+
+    def first_seen(self, position: int) -> int:
+        """The first key that a query sees."""
+        position = max(position, 0)  # padding has a query without a token
+        if self.sliding_window is not None:
+            return max(0, position - self.sliding_window + 1)
+        return 0 if self.chunk is None else position - position % self.chunk
 
     @property
     def kept_as(self) -> torch.dtype:
@@ -56,7 +72,7 @@ class Batch:
 
     query: torch.Tensor
     key_cache: torch.Tensor
-    value_cache: torch.Tensor
+    value_cache: torch.Tensor | None
     metadata: AttentionMetadata
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -83,20 +99,49 @@ def _cases(
         chunk = st.integers(0, min(most, 40)) | st.integers(0, most)
         return draw(st.just(1) | chunk), tokens
 
+    width = st.integers(1, 32).map(lambda units: 8 * units)
+    head_dim = draw(width | st.sampled_from([320, 512, 576]))
+    latent = draw(st.integers(0, 3)) == 0
+    others = width.filter(lambda dim: dim <= head_dim) if latent else width | st.just(512)
+    window, chunk = draw(
+        st.tuples(st.none() | st.integers(1, 100), st.none())
+        | st.tuples(st.none(), st.integers(1, 100))
+    )
     return Case(
         lengths=[sequence() for _ in range(draw(st.integers(1, most_sequences)))],
         num_kv_heads=draw(st.integers(1, 3)),
         group=group,
-        head_dim=8 * draw(st.integers(4, 32)),
+        head_dim=head_dim,
+        value_dim=draw((st.none() if head_dim <= 512 else others) | others),
+        latent=latent,
         block_size=draw(st.sampled_from([8, 16, 32, 64, 128, 256])),
         dtype=draw(st.sampled_from(list(TOLERANCES))),
-        sliding_window=draw(st.none() | st.integers(1, 100)),
+        sliding_window=window,
+        chunk=chunk,
         soft_cap=draw(st.none() | st.floats(0.5, 30)),
         alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         cache_dtype=draw(st.sampled_from([None, *fp8])),
         garbage=draw(st.sampled_from([math.nan, math.inf, 300.0])),
     )
+
+
+def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns a layer's caches in `[num_blocks, layers, elements]`: the second, so strided."""
+    heads, size = case.num_kv_heads, case.block_size
+    of_keys = heads * size * case.head_dim
+    layer = memory[:, 1]
+    keys = layer[:, :of_keys].unflatten(1, (heads, size, case.head_dim))
+    if case.latent:
+        return keys, None
+    return keys, layer[:, of_keys:].unflatten(1, (heads, size, case.width_of_values))
+
+
+def _elements(case: Case) -> int:
+    """Returns the elements of a block of one layer."""
+    width = case.head_dim + (0 if case.latent else case.width_of_values)
+    return case.num_kv_heads * case.block_size * width
 
 
 def _build(case: Case, device: str = "cpu") -> Batch:
@@ -108,35 +153,44 @@ def _build(case: Case, device: str = "cpu") -> Batch:
     width = max(counts) + 1
     # Padding names any block, free ones among them.
     tables = [[shuffled.randrange(num_blocks) for _ in range(width)] for _ in counts]
-    # Two layers, of which the second is used: blocks are strided.
-    shape = (num_blocks, 2, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    cache = torch.full(shape, torch.nan)
-    for table, count, (_, tokens) in zip(tables, counts, case.lengths, strict=True):
+    key_cache, value_cache = _carve(torch.full((num_blocks, 2, _elements(case)), torch.nan), case)
+    for table, count, (queries, tokens) in zip(tables, counts, case.lengths, strict=True):
         table[:count] = [blocks.pop() for _ in range(count)]
-        for position in range(tokens):
-            place = (table[position // case.block_size], 1, slice(None), slice(None))
-            cache[(*place, position % case.block_size)] = torch.randn(
-                (2, case.num_kv_heads, case.head_dim), generator=generator
-            )
+        first_seen = case.first_seen(tokens - queries) if case.releases else 0
+        released = first_seen // 16 * 16 // case.block_size
+        for index in range(released, count):
+            filled = min(case.block_size, tokens - index * case.block_size)
+            for cache in (key_cache, value_cache):
+                if cache is not None:
+                    shape = (case.num_kv_heads, filled, cache.shape[3])
+                    cache[table[index], :, :filled] = torch.randn(shape, generator=generator)
+        # Blocks that no query sees are free; their entries are any number.
+        table[:released] = shuffled.choices([-1, 2**31 - 1, blocks[0]], k=released)
     if case.cache_dtype is not None:
-        cache /= torch.tensor([KEY_SCALE, VALUE_SCALE]).view(2, 1, 1, 1)
-    cache = cache.to(case.kept_as).to(device)
+        key_cache /= KEY_SCALE
+        if value_cache is not None:
+            value_cache /= VALUE_SCALE
     num_heads = case.num_kv_heads * case.group
     queries = [queries for queries, _ in case.lengths]
     # A view of a wider tensor, as a fused projection gives.
     fused = torch.randn((sum(queries), num_heads + 2, case.head_dim), generator=generator)
+    sinks = 2 * torch.randn(num_heads, generator=generator)
     options: dict[str, Any] = {
         "scale": case.head_dim**-0.5 if case.scale is None else case.scale,
         "sliding_window": case.sliding_window,
+        "chunk": case.chunk,
         "soft_cap": case.soft_cap,
         "alibi_slopes": 2.0 ** -torch.arange(1, num_heads + 1) if case.alibi else None,
+        "sinks": sinks if case.sinks else None,
+        "value_dim": case.width_of_values if case.latent else None,
     } | case.scales
-    if case.alibi:
-        options["alibi_slopes"] = options["alibi_slopes"].to(device)
+    for name in ("alibi_slopes", "sinks"):
+        if options[name] is not None:
+            options[name] = options[name].to(device)
     return Batch(
         query=fused.to(case.dtype).to(device)[:, :num_heads],
-        key_cache=cache[:, 1, 0],
-        value_cache=cache[:, 1, 1],
+        key_cache=key_cache.to(case.kept_as).to(device),
+        value_cache=None if value_cache is None else value_cache.to(case.kept_as).to(device),
         metadata=AttentionMetadata(
             query_starts=torch.tensor([0, *queries]).cumsum(0).int().to(device),
             seq_lens=torch.tensor([n for _, n in case.lengths], dtype=torch.int32).to(device),
@@ -151,46 +205,58 @@ def _build(case: Case, device: str = "cpu") -> Batch:
 
 def _in_order_of(
     kernels: ModuleType, case: Case, batch: Batch
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns a batch's caches with blocks in the order that an implementation keeps.
 
     The order is its own: what is written here is what a model would have written.
     """
-    shape = (batch.key_cache.shape[0], 2, *batch.key_cache.shape[1:])
-    both = torch.full(shape, torch.nan, device=batch.query.device).to(batch.key_cache.dtype)
-    key_cache, value_cache = both[:, 0], both[:, 1]
-    keys, values = (
-        (cache.float() * scale).to(case.dtype).transpose(1, 2).flatten(0, 1)
+    shape = (batch.key_cache.shape[0], 2, _elements(case))
+    memory = torch.full(shape, torch.nan, device=batch.query.device).to(case.kept_as)
+    caches = _carve(memory, case)
+    (slots,) = torch.where(
+        ~batch.key_cache.float().transpose(1, 2).flatten(0, 1).isnan().any(2).any(1)
+    )
+    memory[slots // case.block_size] = torch.tensor(case.garbage).to(memory)
+    tokens = (
+        None
+        if cache is None
+        else (cache.float() * scale).to(case.dtype).transpose(1, 2).flatten(0, 1)[slots]
         for cache, scale in (
             (batch.key_cache, case.scales.get("key_scale", 1.0)),
             (batch.value_cache, case.scales.get("value_scale", 1.0)),
         )
     )
-    (slots,) = torch.where(~keys.isnan().any(2).any(1))
-    both[slots // case.block_size] = torch.tensor(case.garbage).to(both)
-    kernels.write_kv(keys[slots], values[slots], key_cache, value_cache, slots, **case.scales)
-    return key_cache, value_cache
+    kernels.write_kv(*tokens, *caches, slots, **case.scales)
+    return caches
 
 
-def _order(kernels: ModuleType, case: Case, device: str) -> torch.Tensor:
+def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
     """Returns where in a block's head an implementation keeps each element.
 
-    `[2, block_size, head_dim]`, for keys and values: found by writing each one's offset
-    in the block, then its place in the head.
+    `[block_size, dim]` for keys and for values: found by writing each one's offset in the block,
+    then its place in the head.
     """
-    shape = (case.block_size, 1, case.head_dim)
-    size = math.prod(shape)
+    dims = [case.head_dim] if case.latent else [case.head_dim, case.width_of_values]
+    sizes = [case.block_size * dim for dim in dims]
     if case.cache_dtype is not None:  # too few numbers; only GPUs have it, and in plain order
-        return torch.arange(size).view(1, *shape[::2]).expand(2, -1, -1)
+        return [torch.arange(n).view(-1, dim) for n, dim in zip(sizes, dims, strict=True)]
     slots = torch.arange(case.block_size, device=device)
-    offsets, places = slots[:, None, None], torch.arange(case.head_dim, device=device)
-    numbers = torch.zeros((2, size), dtype=torch.int64, device=device)
-    for digit in (offsets, places):
-        tokens = digit.to(case.dtype).expand(shape).contiguous()
-        cache = tokens.new_zeros((1, 2, 1, case.block_size, case.head_dim))
-        kernels.write_kv(tokens, tokens, cache[:, 0], cache[:, 1], slots)
-        numbers = numbers * case.head_dim + cache.view(2, size).long()
-    return numbers.argsort(1).view(2, case.block_size, case.head_dim)
+    numbers = [torch.zeros(n, dtype=torch.int64, device=device) for n in sizes]
+    # Digits that any dtype holds exactly.
+    for digit in range(3):
+        tokens, caches = [], []
+        for dim in dims:
+            places = torch.arange(dim, device=device)
+            digits = (slots[:, None, None], places // 256, places % 256)[digit]
+            tokens.append(digits.to(case.dtype).expand(-1 if digit == 0 else len(slots), 1, dim))
+            caches.append(tokens[-1].new_zeros((1, 1, case.block_size, dim)))
+        none = [None] * case.latent
+        kernels.write_kv(*tokens, *none, *caches, *none, slots)
+        numbers = [
+            number * 256 + cache.flatten().long()
+            for number, cache in zip(numbers, caches, strict=True)
+        ]
+    return [number.argsort().view(-1, dim) for number, dim in zip(numbers, dims, strict=True)]
 
 
 def _check_attention(
@@ -205,7 +271,9 @@ def _check_attention(
             np.array([tokens for _, tokens in case.lengths]),
             num_heads=case.num_kv_heads * case.group,
             num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
+            key_dim=case.head_dim,
+            value_dim=case.width_of_values,
+            latent=case.latent,
             dtype=case.dtype,
             cache_dtype=case.kept_as,
             device=batch.query.device,
@@ -217,11 +285,11 @@ def _check_attention(
     expected = reference.paged_attention(
         batch.query.float(),
         batch.key_cache.float(),
-        batch.value_cache.float(),
+        None if batch.value_cache is None else batch.value_cache.float(),
         batch.metadata,
         **batch.options,
     )
-    assert out.shape == batch.query.shape
+    assert out.shape == (*batch.query.shape[:2], case.width_of_values)
     assert out.dtype == case.dtype
     assert out.is_contiguous()
     tolerance = TOLERANCES[case.dtype]
@@ -238,30 +306,32 @@ def _check_write(
     generator = torch.Generator().manual_seed(case.seed)
     num_blocks, num_tokens = 5, sum(queries for queries, _ in case.lengths)
     num_tokens = min(num_tokens, num_blocks * case.block_size)
-    shape = (num_blocks, 3, 2, case.num_kv_heads, case.block_size, case.head_dim)
-    cache = torch.randn(shape, generator=generator).to(case.kept_as).to(device)
-    expected = cache.clone()
+    shape = (num_blocks, 3, _elements(case))
+    memory = torch.randn(shape, generator=generator).to(case.kept_as).to(device)
+    expected = memory.clone()
     slots = torch.randperm(num_blocks * case.block_size, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
     slots = slots.to(device)
-    fused = torch.randn((num_tokens, 3 * case.num_kv_heads, case.head_dim), generator=generator)
-    if case.cache_dtype and not rounds:
-        fused = fused.to(case.cache_dtype).float()
-    fused[:: max(1, num_tokens // 3)] *= 3e4  # more than e4m3 holds
-    _, key, value = fused.to(case.dtype).to(device).chunk(3, 1)
-    kernels.write_kv(key, value, cache[:, 1, 0], cache[:, 1, 1], slots, **case.scales)
-    plain = torch.empty((2, num_blocks * case.block_size, *key.shape[1:]), device=device)
-    plain = plain.to(case.kept_as).view(2, num_blocks, case.block_size, *key.shape[1:])
-    plain = plain.transpose(2, 3).contiguous()
-    reference.write_kv(key, value, plain[0], plain[1], slots, **case.scales)
-    heads = expected.flatten(4)
+    tokens: list[torch.Tensor | None] = []
+    for dim in (case.head_dim, case.width_of_values):
+        fused = torch.randn((num_tokens, 2 * case.num_kv_heads, dim), generator=generator)
+        if case.cache_dtype and not rounds:
+            fused = fused.to(case.cache_dtype).float()
+        fused[:: max(1, num_tokens // 3)] *= 3e4  # more than e4m3 holds
+        tokens.append(fused.to(case.dtype).to(device)[:, case.num_kv_heads :])
+    if case.latent:
+        tokens[1] = None
+    kernels.write_kv(*tokens, *_carve(memory, case), slots, **case.scales)
+    plain = _carve(torch.zeros_like(expected), case)
+    reference.write_kv(*tokens, *plain, slots, **case.scales)
     places = _order(kernels, case, device)
-    for slot in slots.tolist():
-        block, offset = divmod(slot, case.block_size)
-        if slot >= 0:
-            for kind in range(2):
-                heads[block, 1, kind][:, places[kind, offset]] = plain[kind, block, :, offset]
-    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+    for cache, rows, place in zip(_carve(expected, case), plain, places, strict=False):
+        heads = cache.flatten(2)
+        for slot in slots.tolist():
+            block, offset = divmod(slot, case.block_size)
+            if slot >= 0:
+                heads[block][:, place[offset]] = rows[block, :, offset]
+    assert torch.equal(memory.view(torch.uint8), expected.view(torch.uint8))
 
 
 def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
@@ -344,6 +414,8 @@ class Harness:
     tolerances: dict[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
     cases: Callable[..., st.SearchStrategy[Case]] = _cases
     build: Callable[..., Batch] = _build
+    carve: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _carve
+    elements: Callable[[Case], int] = _elements
     check_attention: Callable[..., None] = _check_attention
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies

@@ -15,7 +15,7 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
                                 int64_t, int64_t, const void*, int64_t, int64_t, const float*,
                                 const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
-                           float, int, float, const float*, int);
+                           int, float, int, int, float, const float*, const float*, int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_draw_tokens(const float*, int64_t, int64_t, int64_t, const double*, const int64_t*,
                         const double*, const double*, const double*, int64_t*, int);
@@ -25,7 +25,7 @@ void octavo_score_tokens(const float*, int64_t, int64_t, int64_t, const int64_t*
 
 namespace {
 
-constexpr int kTokens = 77, kKvHeads = 2, kGroup = 3, kBlock = 16, kThreads = 2;
+constexpr int kTokens = 77, kKvHeads = 2, kGroup = 3, kBlock = 16, kChunk = 70, kThreads = 2;
 constexpr int kHeads = kKvHeads * kGroup, kBlocks = (kTokens + kBlock - 1) / kBlock;
 
 int failures = 0;
@@ -67,41 +67,48 @@ std::vector<float> rotated(std::vector<float> x, int heads, int dim, const std::
   return x;
 }
 
-// One sequence whose last token's query, and all others', attend to all that is before them.
+// One sequence whose last token's query, and all others', attend to all that is before them in their
+// chunk. If `latent`, the first elements of keys are values.
 template <class T>
-void check_attention(int dtype, int dim, double tolerance) {
+void check_attention(int dtype, int dim, int value_dim, bool latent, double tolerance) {
   std::mt19937 random(dim);
   const Numbers<T> q(kTokens * kHeads * dim, random), k(kTokens * kKvHeads * dim, random),
-      v(kTokens * kKvHeads * dim, random);
+      v(kTokens * kKvHeads * value_dim, random);
   std::vector<float> cos(kTokens * dim), sin(kTokens * dim);
   for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(.1 * i), sin[i] = std::sin(.1 * i);
-  const int64_t half = int64_t(kKvHeads) * kBlock * dim;
-  std::vector<typename T::Stored> memory(kBlocks * 2 * half), queries(kTokens * kHeads * dim),
-      out(queries.size());
+  const int64_t of_keys = int64_t(kKvHeads) * kBlock * dim,
+                of_block = of_keys + (latent ? 0 : int64_t(kKvHeads) * kBlock * value_dim);
+  std::vector<typename T::Stored> memory(kBlocks * of_block), queries(kTokens * kHeads * dim),
+      out(kTokens * kHeads * value_dim + kLanes);
   std::vector<int64_t> slots(kTokens);
   std::vector<int32_t> table(kBlocks);
   for (int block = 0; block < kBlocks; block++) table[block] = (block * 3 + 1) % kBlocks;
   for (int i = 0; i < kTokens; i++) slots[i] = table[i / kBlock] * kBlock + i % kBlock;
-  const Cache cache{memory.data(), memory.data() + half, 2 * half, kBlocks,
-                    kKvHeads,      dim,                  kBlock,   dtype};
+  const Cache cache{memory.data(), latent ? nullptr : memory.data() + of_keys,
+                    of_block,      of_block,
+                    kBlocks,       kKvHeads,
+                    dim,           latent ? 0 : value_dim,
+                    kBlock,        dtype};
   if (octavo_rotate_and_write(&cache, q.stored.data(), kHeads * dim, dim, kHeads, k.stored.data(),
-                              kKvHeads * dim, dim, v.stored.data(), kKvHeads * dim, dim,
-                              cos.data(), sin.data(), dim, slots.data(), kTokens, queries.data(),
+                              kKvHeads * dim, dim, v.stored.data(), kKvHeads * value_dim,
+                              value_dim, cos.data(), sin.data(), dim, slots.data(), kTokens, queries.data(),
                               kThreads))
     expect("a slot", 1, 0, 0);
   const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens};
   const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1};
   const float scale = 1 / std::sqrt(float(dim));
+  std::vector<float> sinks(kHeads);
+  for (float& sink : sinks) sink = std::normal_distribution<float>()(random);
   if (octavo_paged_attention(&cache, &batch, queries.data(), kHeads * dim, dim, kHeads, out.data(),
-                             scale, 0, 0, nullptr, kThreads))
+                             value_dim, scale, 0, kChunk, 0, nullptr, sinks.data(), kThreads))
     expect("a block", 1, 0, 0);
   const auto query = rotated(q.values, kHeads, dim, cos, sin);
   const auto key = rotated(k.values, kKvHeads, dim, cos, sin);
   for (int token = 0; token < kTokens; token++)
     for (int head = 0; head < kHeads; head++) {
-      std::vector<double> weights(token + 1), expected(dim);
-      double total = 0;
-      for (int at = 0; at <= token; at++) {
+      std::vector<double> weights(token + 1), expected(value_dim + kLanes);
+      double total = std::exp(double(sinks[head]));
+      for (int at = token - token % kChunk; at <= token; at++) {
         double dot = 0;
         for (int i = 0; i < dim; i++)
           dot += double(query[(token * kHeads + head) * dim + i]) *
@@ -109,11 +116,14 @@ void check_attention(int dtype, int dim, double tolerance) {
         total += weights[at] = std::exp(dot * scale);
       }
       for (int at = 0; at <= token; at++)
-        for (int i = 0; i < dim; i++)
-          expected[i] += weights[at] / total * v.values[(at * kKvHeads + head / kGroup) * dim + i];
-      for (int i = 0; i < dim; i += kLanes) {
-        const Floats found = T::load_floats(&out[(token * kHeads + head) * dim + i]);
-        for (int lane = 0; lane < kLanes; lane++)
+        for (int i = 0; i < value_dim; i++) {
+          const int place = at * kKvHeads + head / kGroup;
+          const float value = latent ? key[place * dim + i] : v.values[place * value_dim + i];
+          expected[i] += weights[at] / total * value;
+        }
+      for (int i = 0; i < value_dim; i += kLanes) {
+        const Floats found = T::load_floats(&out[(token * kHeads + head) * value_dim + i]);
+        for (int lane = 0; lane < kLanes && i + lane < value_dim; lane++)
           expect("attention", found[lane], expected[i + lane], tolerance);
       }
     }
@@ -149,10 +159,15 @@ void check_tokens() {
 }  // namespace
 
 int main() {
-  for (const int dim : {32, 64, 80}) {
-    check_attention<Float32>(0, dim, 2e-5);
-    check_attention<Float16>(1, dim, 3e-3);
-    check_attention<BFloat16>(2, dim, 2e-2);
+  struct Widths {
+    int key, value;
+    bool latent;
+  };
+  for (const auto [key, value, latent] :
+       {Widths{32, 32, false}, {64, 64, false}, {80, 24, false}, {8, 136, false}, {72, 40, true}}) {
+    check_attention<Float32>(0, key, value, latent, 2e-5);
+    check_attention<Float16>(1, key, value, latent, 3e-3);
+    check_attention<BFloat16>(2, key, value, latent, 2e-2);
   }
   check_tokens();
   std::printf("%d lanes, %d failures\n", kLanes, failures);

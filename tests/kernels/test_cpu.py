@@ -160,7 +160,7 @@ def test_scores_of_no_numbers_are_no_numbers(native):
 @settings(fixtures_are_shared, max_examples=20)
 def test_rotate_and_write(harness, kernels, data):
     """As to rotate and to write, one after the other."""
-    case = data.draw(harness.cases(longest=20))
+    case = data.draw(harness.cases(longest=20).filter(lambda case: not case.latent))
     tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
     generator = torch.Generator().manual_seed(case.seed)
 
@@ -168,17 +168,16 @@ def test_rotate_and_write(harness, kernels, data):
         return torch.randn(shape, generator=generator).to(case.dtype)
 
     heads = case.num_kv_heads * case.group
-    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
-    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
+    fused = numbers(tokens, heads + case.num_kv_heads, case.head_dim)
+    query, key = fused.split([heads, case.num_kv_heads], 1)
+    value = numbers(tokens, case.num_kv_heads + 1, case.width_of_values)[:, 1:]
     cos, sin = torch.randn(2, tokens, case.head_dim, generator=generator)
     slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens]
     slots[::5] = -1
-    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim)
+    ours = numbers(4, 2, harness.elements(case))
     theirs = ours.clone()
-    found = kernels.rotate_and_write(
-        *(query, key, value, cos, sin, ours[:, 0], ours[:, 1], slots),
-    )
-    kernels.write_kv(rotate(key, cos, sin), value, theirs[:, 0], theirs[:, 1], slots)
+    found = kernels.rotate_and_write(query, key, value, cos, sin, *harness.carve(ours, case), slots)
+    kernels.write_kv(rotate(key, cos, sin), value, *harness.carve(theirs, case), slots)
     tolerance = harness.tolerances[case.dtype]
     expected = rotate(query, cos, sin)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -209,6 +208,34 @@ def test_many_sequences(harness, kernels, dtype, block_size, window):
     harness.check_attention(
         kernels, harness.case(lengths=lengths, dtype=dtype, sliding_window=window, **sizes)
     )
+
+
+LATENT = {"group": 16, "head_dim": 576, "value_dim": 512, "latent": True}
+
+
+@pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 8), (torch.bfloat16, 16)])
+def test_latent_attention(harness, kernels, dtype, block_size):
+    """Split among threads, too."""
+    case = harness.case(
+        lengths=[(1, 700), (1, 1), (7, 77)], dtype=dtype, block_size=block_size, **LATENT
+    )
+    harness.check_attention(kernels, case)
+
+
+@pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, 16), (torch.bfloat16, 1000)])
+def test_sinks_and_chunks_split_among_threads(harness, kernels, dtype, chunk):
+    """A sink counts once, however many parts are merged."""
+    lengths = [(1, 3000), (3, 1002), (1, 1000), (1, 40)]
+    harness.check_attention(
+        kernels, harness.case(lengths=lengths, group=3, dtype=dtype, chunk=chunk, sinks=True)
+    )
+
+
+def test_layers_of_several_widths(harness, kernels):
+    """They share their threads' buffers."""
+    for head_dim, value_dim in ((64, 64), (512, 512), (40, 128), (576, 24), (64, 64)):
+        sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": torch.bfloat16}
+        harness.check_attention(kernels, harness.case(lengths=[(1, 99), (9, 20)], **sizes))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -243,6 +270,16 @@ def test_nothing_to_attend_to(harness, kernels):
 
 @needs_compiler
 class TestNative:
+    def test_does_not_look_at_blocks_that_no_query_sees(self, harness, native):
+        for limit in ({"sliding_window": 16}, {"chunk": 32}):
+            batch = harness.build(harness.case(lengths=[(1, 64)], **limit))
+            given = (batch.query, batch.key_cache, batch.value_cache, batch.metadata)
+            batch.metadata.block_tables[0, :2] = -5
+            native.paged_attention(*given, **batch.options)
+            batch.metadata.block_tables[0, 3] = -5
+            with pytest.raises(IndexError, match="sequence 0"):
+                native.paged_attention(*given, **batch.options)
+
     def test_refuses_a_block_that_does_not_exist(self, harness, native):
         for bad in (99, -1):
             batch = harness.build(harness.case(lengths=[(1, 5), (1, 40)]))
@@ -276,6 +313,10 @@ class TestNative:
                 batch.query, batch.key_cache[:, :, ::2], batch.value_cache[:, :, ::2],
                 batch.metadata, scale=1.0,
             )  # fmt: skip
+        with pytest.raises(ValueError, match="and none are given"):
+            native.write_kv(
+                batch.query[:, :1], None, *operands[:2], torch.zeros(1, dtype=torch.int64)
+            )
         with pytest.raises(ValueError, match="query heads of 16"):
             native.paged_attention(batch.query[..., :16], *operands, scale=1.0)
 

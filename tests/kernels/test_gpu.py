@@ -112,6 +112,7 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
 ):
     pytest.importorskip("triton")
     there_is(properties, **changes)
-    model = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "dtype": torch.bfloat16}
+    model = {"num_heads": 9, "num_kv_heads": 3, "key_dim": 64, "value_dim": 64}
+    model["dtype"] = torch.bfloat16
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         ops.check_supported(**model, block_size=16, device=DEVICE, cache_dtype=cache_dtype)

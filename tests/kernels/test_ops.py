@@ -9,7 +9,8 @@ from octavo.kernels.backend import Backend, find_backend
 SUPPORTED = {
     "num_heads": 9,
     "num_kv_heads": 3,
-    "head_dim": 64,
+    "key_dim": 64,
+    "value_dim": 64,
     "block_size": 16,
     "dtype": torch.bfloat16,
     "device": "cpu",
@@ -22,9 +23,9 @@ SUPPORTED = {
         {},
         {"block_size": 8},
         {"block_size": 256},
-        {"head_dim": 32},
-        {"head_dim": 80},
-        {"head_dim": 256},
+        {"key_dim": 8, "value_dim": 8},
+        {"key_dim": 80},
+        {"key_dim": 576, "value_dim": 512},
         {"num_heads": 3},
         {"dtype": torch.float32, "device": torch.device("cuda", 0)},
     ],
@@ -39,9 +40,10 @@ def test_supported(change):
         ({"block_size": 4}, "block size 4"),
         ({"block_size": 24}, "block size 24"),
         ({"block_size": 512}, "block size 512"),
-        ({"head_dim": 16}, "head size 16"),
-        ({"head_dim": 264}, "head size 264"),
-        ({"head_dim": 65}, "head size 65"),
+        ({"key_dim": 0}, "key size 0"),
+        ({"key_dim": 584}, "key size 584 .* from 8 to 576"),
+        ({"value_dim": 520}, "value size 520 .* from 8 to 512"),
+        ({"key_dim": 65}, "key size 65"),
         ({"num_kv_heads": 2}, "9 query heads cannot be shared evenly by 2"),
         ({"num_kv_heads": 0}, "by 0 KV heads"),
         ({"dtype": torch.float64}, "float64"),
@@ -77,6 +79,18 @@ def test_no_pairs_is_nothing_to_do():
     ops.copy_blocks(cache, none)
     ops.swap_blocks(cache, cache.clone(), none)
     assert cache.all()
+
+
+def test_what_paged_attention_cannot_do_is_refused(harness):
+    batch = harness.build(harness.case(lengths=[(1, 5)]))
+    given = (batch.query, batch.key_cache, batch.value_cache, batch.metadata)
+    with pytest.raises(ValueError, match=r"either a window \(4\) or chunks \(8\)"):
+        ops.paged_attention(*given, scale=1.0, sliding_window=4, chunk=8)
+    with pytest.raises(ValueError, match="value_dim is 16 and values have 32"):
+        ops.paged_attention(*given, scale=1.0, value_dim=16)
+    for width in (None, 0, 12, 40):
+        with pytest.raises(ValueError, match=f"value_dim is {width}: .* at most the 32"):
+            ops.paged_attention(*given[:2], None, given[3], scale=1.0, value_dim=width)
 
 
 def test_operations_find_their_backend(harness):

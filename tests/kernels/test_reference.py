@@ -46,9 +46,8 @@ def attend(batch):
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_agrees_with_scaled_dot_product_attention(harness, group, window):
-    case = harness.case(
-        lengths=[(1, 40), (17, 17), (9, 33)], num_kv_heads=2, group=group, sliding_window=window
-    )
+    sizes = {"num_kv_heads": 2, "group": group, "sliding_window": window}
+    case = harness.case(lengths=[(1, 40), (17, 17), (9, 33)], releases=False, **sizes)
     batch = harness.build(case)
     out = attend(batch)
     for seq, (queries, tokens) in enumerate(case.lengths):
@@ -80,6 +79,42 @@ def test_cap_and_bias_by_hand(harness):
                 weights.append(math.exp(logit))
             mixed = sum(w * v[head // 2, p] for p, w in enumerate(weights)) / sum(weights)
             torch.testing.assert_close(out[query, head], mixed, atol=1e-5, rtol=1e-5)
+
+
+def test_a_query_sees_its_chunk(harness):
+    case = harness.case(lengths=[(30, 45)], group=2, chunk=20, releases=False)
+    batch = harness.build(case)
+    q, k, v, _ = contiguous(batch, 0)
+    own, keys = torch.arange(15, 45)[:, None], torch.arange(45)
+    seen = (keys <= own) & (keys // 20 == own // 20)
+    expected = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+    torch.testing.assert_close(attend(batch), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)
+
+
+def test_a_sink_is_a_key_without_a_value(harness):
+    case = harness.case(lengths=[(3, 9)], num_kv_heads=2, group=2, sinks=True)
+    batch = harness.build(case)
+    q, k, v, _ = contiguous(batch, 0)
+    k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+    seen = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    logits = (case.head_dim**-0.5 * q @ k.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+    sinks = batch.options["sinks"][:, None, None].expand(-1, 3, 1)
+    weights = torch.cat([sinks, logits], -1).softmax(-1)
+    expected = weights @ torch.cat([torch.zeros(4, 1, case.head_dim), v], 1)
+    torch.testing.assert_close(attend(batch), expected.transpose(0, 1))
+
+
+def test_a_latent_keys_first_elements_are_its_value(harness):
+    sizes = {"group": 4, "head_dim": 48, "value_dim": 32}
+    latent = harness.build(harness.case(lengths=[(5, 20)], latent=True, **sizes))
+    values = latent.key_cache[..., :32]
+    options = latent.options | {"value_dim": None}
+    expected = reference.paged_attention(
+        latent.query, latent.key_cache, values, latent.metadata, **options
+    )
+    out = attend(latent)
+    assert out.shape == (5, 4, 32)
+    torch.testing.assert_close(out, expected)
 
 
 def test_chunks_give_what_the_whole_gives(harness):

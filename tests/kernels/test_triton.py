@@ -57,22 +57,24 @@ def check_rotation(harness, kernels, case):
         return torch.randn(shape, generator=generator).to(case.dtype).to(DEVICE)
 
     heads = case.num_kv_heads * case.group
-    fused = numbers(tokens, heads + 2 * case.num_kv_heads, case.head_dim)
-    query, key, value = fused.split([heads, case.num_kv_heads, case.num_kv_heads], 1)
+    fused = numbers(tokens, heads + case.num_kv_heads, case.head_dim)
+    query, key = fused.split([heads, case.num_kv_heads], 1)
+    value = numbers(tokens, case.num_kv_heads + 1, case.width_of_values)[:, 1:]
     angles = numbers(2, tokens, case.head_dim)
     if case.cache_dtype is not None:
         # Quarter turns of what fp8 holds: nothing is rounded, which the interpreter does amiss.
-        fused.copy_(fused.to(case.cache_dtype))
+        for x in (fused, value):
+            x.copy_(x.to(case.cache_dtype))
         quarters = torch.randint(4, angles.shape[1:], generator=generator).to(DEVICE)
         angles = torch.tensor([[1, 0, -1, 0], [0, 1, 0, -1]], device=DEVICE)[:, quarters]
         angles = angles.to(case.dtype)
     slots = torch.randperm(4 * case.block_size, generator=generator)[:tokens].to(DEVICE)
     slots[::5] = -1
-    ours = numbers(4, 2, case.num_kv_heads, case.block_size, case.head_dim).to(case.kept_as)
+    ours = numbers(4, 2, harness.elements(case)).to(case.kept_as)
     theirs = ours.clone()
     found, expected = (
         run.rotate_and_write(
-            query, key, value, *angles, cache[:, 0], cache[:, 1], slots, **case.scales
+            query, key, value, *angles, *harness.carve(cache, case), slots, **case.scales
         )
         for run, cache in ((kernels, ours), (reference, theirs))
     )
@@ -101,7 +103,8 @@ def test_sweep(harness, kernels, data):
     harness.check_attention(kernels, case, DEVICE, splits)
     harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
     harness.check_copies(kernels, case, DEVICE)
-    check_rotation(harness, kernels, case)
+    if not case.latent:
+        check_rotation(harness, kernels, case)
     rows = data.draw(harness.rows_to_draw_from((1, 2, 100, 1025, 3000), 6))
     harness.check_draws(kernels, *rows, DEVICE)
 
@@ -117,7 +120,8 @@ def test_write(harness, kernels, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
 def test_rotate_and_write(harness, kernels, data):
-    check_rotation(harness, kernels, data.draw(harness.cases(longest=20, fp8=FP8)))
+    cases = harness.cases(longest=20, fp8=FP8).filter(lambda case: not case.latent)
+    check_rotation(harness, kernels, data.draw(cases))
 
 
 @given(data=st.data())
@@ -222,6 +226,20 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
     for window in (None, 40):
         case = harness.case(lengths=lengths, num_kv_heads=2, group=2, sliding_window=window)
         harness.check_attention(kernels, case, DEVICE, splits)
+
+
+def test_latent_attention(harness, kernels):
+    case = harness.case(
+        lengths=[(1, 90), (3, 40)], group=16, head_dim=576, value_dim=512, latent=True
+    )
+    harness.check_attention(kernels, case, DEVICE, splits=3)
+
+
+@pytest.mark.parametrize(("chunk", "splits"), [(16, 1), (100, 4)])
+def test_sinks_and_chunks(harness, kernels, chunk, splits):
+    """A sink counts once, however many pieces are merged."""
+    case = harness.case(lengths=[(1, 190), (30, 110)], group=2, chunk=chunk, sinks=True)
+    harness.check_attention(kernels, case, DEVICE, splits)
 
 
 def test_more_heads_to_a_kv_head_than_a_tile_has_rows(harness, kernels):

@@ -24,6 +24,7 @@ from tests.kernels.compiling import (  # noqa: E402
     E5M2,
     FP32,
     KIB,
+    LATENT,
     VARIANTS,
     compile_attention,
     compile_copies,
@@ -90,6 +91,7 @@ FAST = [
     (H100, "chunk", COMMON, 410),
     (A100, "decode", COMMON, 330),
     (A100, "chunk", COMMON, 390),
+    (H100, "decode", LATENT, 1000),
 ]
 SLOW = [
     (gpu, kind, shape)
@@ -123,11 +125,13 @@ def check_attention(gpu, kind, case, path):
         product = IN_PLACE.get(gpu, "mma.sync") if tiles.rows >= 64 else "mma.sync"
         assert product in code
     threads = 32 * tiles.warps
-    shape = {key: getattr(case, key) for key in ("head_dim", "dtype", "cache_dtype")}
-    resident = count_resident(tiles, gpu, **shape)
+    dtypes = {key: getattr(case, key) for key in ("dtype", "cache_dtype")}
+    resident = count_resident(tiles, gpu, case.heads, **dtypes)
     assert resident * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
     assert resident * taken["REG"] * threads <= 64 * KIB
-    if kind == "decode":  # two programs side by side, for each of which a KiB is reserved
+    if (
+        kind == "decode" and case.head_dim <= 256
+    ):  # two programs side by side, for each of which a KiB is reserved
         assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
 
 
@@ -135,7 +139,8 @@ def check_attention(gpu, kind, case, path):
 # it compiles for, and what the A100 does all do.
 @pytest.mark.parametrize("gpu", [A100, H100], ids=lambda gpu: gpu.name)
 def test_the_others(gpu, tmp_path):
-    made = compile_merges(gpu) + [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]
+    made = compile_merges(gpu) + compile_merges(gpu, 512)
+    made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]
     made += [compile_rotation(gpu), compile_copies(gpu)]
     assert [resources(kernel, tmp_path / "cubin")["STACK"] for kernel in made] == [0] * len(made)
 

@@ -98,9 +98,10 @@ def compile_anew(monkeypatch, tmp_path):
 def may_spill(gpu, shape):
     """Return whether the widest heads need more registers than a thread of this GPU has.
 
-    Triton 3.9 fits them into registers unless they are float32; 3.7 does not.
+    Triton 3.9 fits 256 elements into registers unless they are float32; 3.7 does not.
     """
-    return gpu is RX_7900 and shape.head_dim == 256 and (OLD or shape.dtype == FP32)
+    wide = shape.head_dim > 256 or (shape.head_dim == 256 and (OLD or shape.dtype == FP32))
+    return gpu is RX_7900 and wide
 
 
 def name_of(value):
@@ -130,12 +131,12 @@ def check_attention(gpu, kind, shape, record):
         assert CONVERSIONS[shape.cache_dtype] in text
     threads = gpu.warp_size * tiles.warps
     assert threads <= MAX_THREADS
-    sizes = {key: getattr(shape, key) for key in ("head_dim", "dtype", "cache_dtype")}
-    resident = count_resident(tiles, gpu, **sizes)
+    dtypes = {key: getattr(shape, key) for key in ("dtype", "cache_dtype")}
+    resident = count_resident(tiles, gpu, shape.heads, **dtypes)
     assert resident * made.metadata.shared <= gpu.shared_bytes
     if "alibi" not in shape.features:  # with everything it takes a few registers more
         assert resident * code.registers * threads <= gpu.registers
-    if kind == "decode" and (shape.head_dim, gpu) != (256, RX_7900):
+    if kind == "decode" and shape.head_dim <= (255 if gpu is RX_7900 else 256):
         assert 2 * made.metadata.shared <= gpu.shared_bytes
 
 
@@ -177,7 +178,12 @@ ONE_IS_FAST = [MI300X, *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in GP
 
 @pytest.mark.parametrize("gpu", ONE_IS_FAST, ids=name_of)
 def test_the_others(gpu, record_property):
-    made = [*compile_merges(gpu), compile_rotation(gpu), compile_copies(gpu)]
+    made = [
+        *compile_merges(gpu),
+        *compile_merges(gpu, 512),
+        compile_rotation(gpu),
+        compile_copies(gpu),
+    ]
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2, gpu.e4m3) if dtype is not None]
     codes = [read(kernel) for kernel in made]
     record_property("code", str(codes))

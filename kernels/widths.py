@@ -1,0 +1,29 @@
+"""The widths of keys and values, which may differ."""
+
+from torch import Tensor
+
+
+def width_of_values(key_cache: Tensor, value_cache: Tensor | None, value_dim: int | None) -> int:
+    """Return the elements of a value.
+
+    Args:
+        key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`.
+        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`; None if a key's first
+            elements are its value.
+        value_dim: How many of them; None if there is a value cache.
+
+    Raises:
+        ValueError: `value_dim` does not fit the caches.
+    """
+    if value_cache is not None:
+        width = value_cache.shape[3]
+        if value_dim not in {None, width}:
+            raise ValueError(f"value_dim is {value_dim} and values have {width} elements")
+        return width
+    key_dim = key_cache.shape[3]
+    if value_dim is None or not 0 < value_dim <= key_dim or value_dim % 8:
+        raise ValueError(
+            f"value_dim is {value_dim}: without a value cache it must be a multiple of 8, at most"
+            f" the {key_dim} elements of a key"
+        )
+    return value_dim
