@@ -9,6 +9,7 @@ reference run, transformers' own.
 # ruff: noqa: PLR0917
 
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +89,7 @@ def _either(name: str, ours: Function, theirs: Function) -> Function:
 def _bound(
     function: Function, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> dict[str, Any]:
-    names = function.__wrapped__.__code__.co_varnames  # type: ignore[attr-defined]
+    names = inspect.signature(function).parameters
     return dict(zip(names, arguments, strict=False)) | keywords
 
 

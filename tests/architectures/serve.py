@@ -27,7 +27,7 @@ from tests.architectures.tiny import (
 from tests.engine.stepper import Stepper
 
 BLOCK_SIZE = 8
-CROWDINGS = (1.6, 1.3, 2.0)
+CROWDINGS = (1.6, 1.4, 1.3, 2.0)
 """Blocks, as multiples of what the longest request takes: too few for all. With the first at which
 requests are preempted in both ways, they are served."""
 BATCHED_TOKENS = 24
