@@ -12,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import conv1d, embedding
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -33,6 +35,10 @@ CONVOLUTION_CHANNELS, SCAN_CHANNELS = 1024, 256
 """Channels per row of a state: rows of some kilobytes fill blocks of any size well."""
 TOKENS = 3
 """Tokens of the probe's prompt."""
+SHIFT = 5
+"""The position of the first of them in the second run."""
+LINEAR = "linear_attention"
+"""In a config's `layer_types`: one of the layers that keep a state."""
 
 NAMED_REFUSALS = {
     "s_aux": "it uses attention sinks",
@@ -64,6 +70,7 @@ class _Probe:
     keepers: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
     running: list[torch.nn.Module] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
+    looked_up: list[torch.Tensor] = field(default_factory=list)
 
 
 _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
@@ -87,21 +94,80 @@ def probe(
     Raises:
         NotImplementedError: No kernel computes a layer's attention.
     """
-    found = _Probe(max_position)
-    token = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
     replace_functions(model)
+    found = _run(model, max_position)
+    counted = [rows for rows in found.looked_up if _count(rows)]
+    if counted:
+        shift = min(SHIFT, max_position - TOKENS)
+        shifted = _run(model, max_position, shift).looked_up
+        if not all(any(torch.equal(rows + shift, other) for other in shifted) for rows in counted):
+            raise NotImplementedError("it numbers the positions of its tokens itself")
+    if not found.layers and not found.states:
+        raise NotImplementedError("it does not call transformers' attention interface")
+    if not found.states and LINEAR in (getattr(model.config, "layer_types", None) or ()):
+        raise NotImplementedError("its linear attention keeps a state in its own code")
+    for module, numbers in found.keepers.items():
+        number_states(module, numbers)
+    return tuple(found.layers), tuple(found.states)
+
+
+def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) -> _Probe:
+    """Run a few tokens through a model; return what it showed.
+
+    Args:
+        model: The model.
+        max_position: Its context.
+        shift: The first token's position. Default: what the model takes for it.
+    """
+    found = _Probe(max_position)
+    tokens = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
+    positions: dict[str, Any] = {}
+    if shift is not None:
+        positions["position_ids"] = shift + torch.arange(TOKENS, device=model.device)[None]
     recorder = partial(_record_state, found)
     with attention_of(model, PROBE), _following(model, found), recording(recorder):
         reset = _probe.set(found)
         try:
-            model(input_ids=token, use_cache=False)
+            with _Calls(found):
+                model(input_ids=tokens, use_cache=False, **positions)
         finally:
             _probe.reset(reset)
-    if not found.layers and not found.states:
-        raise NotImplementedError("it does not call transformers' attention interface")
-    for module, numbers in found.keepers.items():
-        number_states(module, numbers)
-    return tuple(found.layers), tuple(found.states)
+    return found
+
+
+class _Calls(TorchFunctionMode):
+    """Notes which rows of embeddings a model looks up, and refuses convolutions.
+
+    Args:
+        found: Where to note them.
+    """
+
+    def __init__(self, found: _Probe) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self,
+        function: Any,  # noqa: ANN401 - torch has no public type for it
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Call a function; note the rows if it looks up embeddings.
+
+        Raises:
+            NotImplementedError: It is a convolution, which needs a state that Octavo does not keep.
+        """
+        if function is conv1d:
+            raise NotImplementedError("it convolves over tokens in its own code")
+        if function is embedding:
+            self._found.looked_up.append(args[0].flatten().clone())
+        return function(*args, **(kwargs or {}))
+
+
+def _count(rows: torch.Tensor) -> bool:
+    """Return whether rows count the tokens, as only positions do: the tokens are all the same."""
+    return len(rows) == TOKENS and bool((rows.diff() == 1).all())
 
 
 @contextmanager

@@ -46,10 +46,16 @@ def ignore_rope(patch):
 def ignore_states(patch):
     patch.setattr(probe_module, "recording", lambda _: nullcontext())
     patch.setattr(state_functions, "any_step", lambda: None)
+    ignore_convolutions(patch)
 
 
-def nothing(patch):
-    """Only the self-check knows it."""
+def ignore_positions(patch):
+    ignore_masks(patch)
+    patch.setattr(probe_module, "_count", lambda _: False)
+
+
+def ignore_convolutions(patch):
+    patch.setattr(probe_module, "conv1d", None)
 
 
 _LLAMA_4 = BY_NAME["llama4_text"]
@@ -65,12 +71,12 @@ CHUNKED = "self-check failed: in chunks"
         pytest.param("phimoe", ignore_masks, ALONE, id="window in the mask, rope"),
         pytest.param("gemma2", ignore_masks, ALONE, id="windows of some layers"),
         pytest.param("doge", ignore_masks, ALONE, id="computed mask"),
-        pytest.param("bart", ignore_masks, PACKED, id="positions not taken"),
+        pytest.param("bart", ignore_positions, PACKED, id="positions not taken"),
         pytest.param("diffllama", ignore_keywords, CHUNKED, id="attention called twice"),
         pytest.param("hrm_text", ignore_keywords, CHUNKED, id="layers run twice"),
-        pytest.param("roberta", nothing, ALONE, id="positions of its own"),
+        pytest.param("roberta", ignore_positions, ALONE, id="positions of its own"),
         pytest.param("falcon_h1", ignore_states, PACKED, id="recurrent state"),
-        pytest.param("zaya", nothing, PACKED, id="convolved state"),
+        pytest.param("zaya", ignore_convolutions, PACKED, id="convolved state"),
         pytest.param("phi3, longrope", ignore_rope, CHUNKED, id="longrope"),
         pytest.param("phimoe, longrope", ignore_rope, CHUNKED, id="longrope, scale of its own"),
     ],
@@ -109,6 +115,10 @@ def test_rope_that_neighbours_change_is_found_by_one_at_the_end_of_the_context(
         ("gpt_oss", "attention sinks"),
         ("inkling_text", "position bias"),
         ("llama4_text", "counts itself"),
+        ("bart", "numbers the positions of its tokens itself"),
+        ("roberta", "numbers the positions of its tokens itself"),
+        ("minimax", "keeps a state in its own code"),
+        ("zaya", "convolves over tokens"),
     ],
 )
 def test_what_there_is_no_kernel_for_is_refused_by_name(name, why, tmp_path):
