@@ -19,6 +19,12 @@ from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.common.topology import format_list, read_nodes
 from octavo.engine import generation_config
+from octavo.engine.capacity import (
+    batch_size,
+    count_blocks,
+    count_swap_blocks,
+    longest_sequence,
+)
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.generation_config import Defaults
 from octavo.engine.kv_cache import KVCacheManager
@@ -26,14 +32,10 @@ from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import (
     GIB,
     CacheTensors,
-    blocks_in,
-    default_cache_gib,
-    default_swap_gib,
     free_memory,
-    memory_bytes,
+    memory_of,
     peak_memory,
 )
-from octavo.engine.memory.swap import staging_memory
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
@@ -46,13 +48,6 @@ from octavo.engine.threads import Threads, choose_threads
 from octavo.kernels.ops import device_warning, kernel_path
 
 log = structlog.get_logger(__name__)
-
-CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
-GPU_SEQS, GPU_BATCHED_TOKENS = 256, 8192
-
-
-class StartupError(Exception):
-    """The engine cannot start with these settings; the message says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +106,7 @@ def build(settings: EngineSettings) -> Parts:
         compiled=loaded.compiled,
         seconds=round(time.perf_counter() - began, 2),
     )
-    max_num_seqs, batched = _batch_size(settings, loaded.device)
+    max_num_seqs, batched = batch_size(settings, loaded.device)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
@@ -122,10 +117,13 @@ def build(settings: EngineSettings) -> Parts:
     taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
     del probe
     reserved = loaded.reserved_bytes
-    num_swap_blocks = _num_swap_blocks(settings, block_bytes, reserved)
-    num_blocks = _num_blocks(settings, loaded, block_bytes, num_swap_blocks, taken)
+    num_swap_blocks = count_swap_blocks(settings, block_bytes, reserved)
+    num_blocks = count_blocks(settings, loaded.device, block_bytes, num_swap_blocks, taken=taken)
     budget = BlockBudget(num_blocks, layout.groups, batched)
-    max_model_len = _max_model_len(settings, loaded, budget)
+    most = loaded.shape.max_position
+    max_model_len = longest_sequence(settings, most, budget)
+    if settings.max_model_len is None and max_model_len < most:
+        log.warning("context limited by the cache", model=most, max_model_len=max_model_len)
     executor = Executor(loaded, _allocate(layout, loaded, num_blocks, num_swap_blocks))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs:
@@ -214,16 +212,6 @@ def _set_threads() -> Threads:
     return threads
 
 
-def _batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int]:
-    """Return the maximum sequences and tokens of a step: as set, or the device's default."""
-    seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
-    default_seqs, default_tokens = (
-        (GPU_SEQS, GPU_BATCHED_TOKENS) if device.type == "cuda" else (CPU_SEQS, CPU_BATCHED_TOKENS)
-    )
-    seqs = seqs or min(default_seqs, tokens or default_seqs)
-    return seqs, tokens or max(seqs, default_tokens)
-
-
 def _allocate(
     layout: CacheLayout, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
 ) -> CacheTensors:
@@ -296,7 +284,7 @@ def _memory_taken(
     if not settings.cuda_graphs:
         return taken
     most = settings.max_model_len or loaded.shape.max_position
-    blocks = memory_bytes(loaded.device) // block_bytes
+    blocks = memory_of(loaded.device).total // block_bytes
     capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
     try:
         graphs = probe.measure_decodes(
@@ -321,69 +309,6 @@ def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -
         log.warning(
             "no CUDA graphs: decode steps launch each kernel, which is slower", error=str(error)
         )
-
-
-def _num_blocks(
-    settings: EngineSettings,
-    loaded: LoadedStep,
-    block_bytes: int,
-    num_swap_blocks: int,
-    taken: int,
-) -> int:
-    if settings.num_blocks is not None:
-        return settings.num_blocks
-    gib = settings.cache_memory
-    if gib is None:
-        gib = default_cache_gib(loaded.device, settings.gpu_memory_utilization, taken)
-        if loaded.device.type == "cuda":
-            gib -= staging_memory(num_swap_blocks, block_bytes) / GIB
-    available = memory_bytes(loaded.device) / GIB
-    if gib > available:
-        raise StartupError(
-            f"--cache-memory is {gib:g} GiB, but this process may use {available:.1f} GiB of the"
-            " device's memory: lower it"
-        )
-    blocks = blocks_in(gib, block_bytes)
-    if blocks < 1:
-        raise StartupError(
-            f"a KV-cache block needs {block_bytes / GIB:.4f} GiB, but the cache has {gib:.4f}:"
-            " raise --cache-memory or lower --block-size"
-        )
-    return blocks
-
-
-def _num_swap_blocks(settings: EngineSettings, block_bytes: int, reserved: int) -> int:
-    gib = settings.swap_space
-    if gib is None:
-        gib = default_swap_gib(reserved)
-    available = memory_bytes(torch.device("cpu")) / GIB
-    if gib > available:
-        raise StartupError(
-            f"--swap-space is {gib:g} GiB, but this process may use {available:.1f} GiB of memory:"
-            " lower it"
-        )
-    return blocks_in(gib, block_bytes)
-
-
-def _max_model_len(settings: EngineSettings, loaded: LoadedStep, budget: BlockBudget) -> int:
-    """Return the context that the model, the settings and the cache all allow."""
-    most = loaded.shape.max_position
-    capacity = budget.capacity(most)
-    asked = settings.max_model_len
-    if asked is None:
-        if capacity < most:
-            log.warning("context limited by the cache", model=most, max_model_len=capacity)
-        return min(most, capacity)
-    if asked > most:
-        raise StartupError(
-            f"--max-model-len is {asked}, but the model's context is {most} tokens: lower it"
-        )
-    if asked > capacity:
-        raise StartupError(
-            f"--max-model-len is {asked}, but the cache holds {capacity} tokens: raise"
-            " --cache-memory or --num-blocks, or lower --max-model-len"
-        )
-    return asked
 
 
 def _device_name(device: torch.device) -> str:

@@ -36,7 +36,7 @@ from benchmarks.gpu.static_batches import StaticBatches
 from benchmarks.gpu.timing import Timer
 from octavo import AsyncClient
 from octavo.cli.local_server import local_server
-from octavo.engine.memory.cache_tensors import memory_bytes
+from octavo.engine.memory.cache_tensors import memory_of
 
 MODELS = {layout.model: layout for layout in (LLAMA_7B, LLAMA_13B)}
 RESULTS = Path(__file__).parents[1] / "results"
@@ -98,7 +98,7 @@ def _measure(layout: Layout, device: torch.device, sizes: Sizes) -> dict[str, An
     """Serves first: what `generate` leaves in memory is in nobody's way."""
     copy, product = measure_device(Timer(device, runs=20), tiny=device.type == "cpu")
     ceilings = Ceilings(
-        copy.moved / copy.seconds, product.flops / product.seconds, memory_bytes(device)
+        copy.moved / copy.seconds, product.flops / product.seconds, memory_of(device).total
     )
     wanted = [
         make_requests(sizes.outputs // n, n=n, vocab_size=layout.vocab_size, most=sizes.longest)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from octavo.common import resources
+from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory import huge_pages
 from octavo.engine.memory.cache_layout import CacheLayout, Place
@@ -135,17 +136,25 @@ def blocks_in(gib: float, block_bytes: int) -> int:
     return int(gib * GIB) // block_bytes
 
 
-def default_cache_gib(device: torch.device, utilisation: float, taken: int) -> float:
+def default_cache_gib(
+    device: torch.device, utilisation: float, taken: int, memory: Memory | None = None
+) -> float:
     """Return the default size of the KV cache in GiB.
 
     On a GPU this is `utilisation` of its memory less `taken` bytes, which is everything but the
     cache. On a CPU, whose memory is shared, it is `HOST_SHARE` of the free memory less `taken`
     bytes, which are free but will be needed; at most 4 GiB.
+
+    Args:
+        device: Where the cache is.
+        utilisation: See above.
+        taken: See above.
+        memory: The device's memory. Default: as it is now.
     """
+    memory = memory or memory_of(device)
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return max(0.0, (utilisation * total - taken) / GIB)
-    return min(4.0, _share_of_host(taken))
+        return max(0.0, (utilisation * memory.total - taken) / GIB)
+    return min(4.0, _share(memory, taken))
 
 
 def peak_memory(device: torch.device) -> int:
@@ -168,16 +177,17 @@ def default_swap_gib(taken: int = 0) -> float:
     Args:
         taken: The host's bytes that are free but will be needed.
     """
-    return min(2.0, _share_of_host(taken))
+    return min(2.0, _share(resources.memory(), taken))
 
 
-def _share_of_host(taken: int) -> float:
-    """Return `HOST_SHARE` of the host's free memory less `taken` bytes, in GiB."""
-    return HOST_SHARE * max(0, resources.memory().available - taken) / GIB
+def _share(memory: Memory, taken: int) -> float:
+    """Return `HOST_SHARE` of the free memory less `taken` bytes, in GiB."""
+    return HOST_SHARE * max(0, memory.available - taken) / GIB
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Return the bytes of a device's memory that this process may use."""
+def memory_of(device: torch.device) -> Memory:
+    """Return the memory of a device that this process may use."""
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return resources.memory().total
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return Memory(total, torch.cuda.mem_get_info(device)[0])
+    return resources.memory()

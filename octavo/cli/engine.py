@@ -42,8 +42,8 @@ async def run_engine(
     Raises:
         StartError: the settings do not fit each other, the model or the machine.
     """
+    from octavo.engine.capacity import StartupError  # noqa: PLC0415
     from octavo.engine.server import serve  # noqa: PLC0415 - torch takes seconds
-    from octavo.engine.startup import StartupError  # noqa: PLC0415
 
     try:
         await serve(settings, on_ready=on_ready, socket=socket)

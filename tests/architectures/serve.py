@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from octavo.common.layer_groups import blocks_held
 from octavo.common.models.errors import ModelError
+from octavo.engine.capacity import StartupError
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode, PreemptionPolicy
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import StartupError, build
+from octavo.engine.startup import build
 from tests.architectures.entries import Entry
 from tests.architectures.tiny import (
     FIRST_TOKEN,

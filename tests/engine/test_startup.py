@@ -8,12 +8,13 @@ from pydantic import ValidationError
 
 from octavo.common import resources
 from octavo.common.resources import Memory
+from octavo.engine.capacity import StartupError
 from octavo.engine.compilation import Compiler, load_step
 from octavo.engine.compilation.load_step import compiler_bytes
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import StartupError, build, largest_batch
+from octavo.engine.startup import build, largest_batch
 from tests.plain import shape
 
 LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192), 16, torch.float32, torch.float32)

@@ -15,12 +15,13 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from octavo.common.models.cache import cache_dir
 from octavo.common.models.errors import ModelError
+from octavo.engine.capacity import StartupError
 from octavo.engine.compilation import Compiler, Recipe, locate
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest
 from octavo.engine.compilation.cache_cleanup import USE, prune
 from octavo.engine.models.checks.self_check import Reference
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import StartupError, build
+from octavo.engine.startup import build
 from octavo.kernels.integrity import fingerprint
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
@@ -180,7 +181,8 @@ import sys
 import threading
 from octavo.engine.settings import EngineSettings
 from octavo.engine.models.checks.self_check import Reference
-from octavo.engine.startup import StartupError, build
+from octavo.engine.capacity import StartupError
+from octavo.engine.startup import build
 from octavo.kernels.integrity import fingerprint
 settings = dict(num_blocks=64, swap_space=0, compile="wait", dtype="bfloat16")
 settings["quantization"] = "int4"

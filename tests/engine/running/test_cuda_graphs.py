@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from octavo.engine import startup
+from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, graph_sizes
@@ -203,7 +203,7 @@ def gpu(monkeypatch):
 def blocks(settings, loaded=Loaded):
     block_bytes = 2 * MIB
     taken = startup._memory_taken(Probe(gpu), loaded, settings, 256, block_bytes)
-    return startup._num_blocks(settings, loaded, block_bytes, 0, taken)
+    return capacity.count_blocks(settings, loaded.device, block_bytes, 0, taken=taken)
 
 
 @pytest.mark.usefixtures("gpu")
