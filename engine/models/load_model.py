@@ -16,6 +16,7 @@ from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.device import choose_device
+from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
@@ -50,6 +51,25 @@ class LoadedModel:
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
     check: SelfCheck
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyModel:
+    """A model without its weights.
+
+    Attributes:
+        model: The model; see `empty_model.py`.
+        shape: As `LoadedModel`, like those below.
+        dtype: Likewise.
+        cache_dtype: Likewise.
+        device: Where it would run.
+    """
+
+    model: PreTrainedModel
+    shape: ModelShape
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -131,17 +151,9 @@ def load(
     model.train(mode=False)
     with _as_unsupported(path):
         shape = _inspect(model, max_model_len)
-        for layer in set(shape.layers):
-            check_supported(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                key_dim=layer.key_dim,
-                value_dim=layer.value_dim,
-                block_size=block_size,
-                dtype=kind,
-                device=target,
-                cache_dtype=cache_kind,
-            )
+        _check_kernels(shape, block_size, kind, cache_kind, target)
+        if scheme is not None:
+            _check_quantizable(model, path, quantization, target)
         with attention_of(model, "eager"):
             expected = reference(model, shape)
         if target.type == "cpu":
@@ -151,12 +163,9 @@ def load(
 
             replace_conv1d(model)
             if scheme is not None:
-                check_quantizable(model, path, quantization)
                 scheme.quantize(model, shape, path)
             pack_linears(model)
             pack_experts(model)
-        elif scheme is not None:
-            raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
         else:
             fuse_linears(model)
             group_experts(model)
@@ -175,6 +184,45 @@ def load(
         )
         check(EagerStep(model))
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)
+
+
+def load_empty(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+    max_model_len: int | None = None,
+) -> EmptyModel:
+    """Make a model from its config alone, and check all that `load` checks without weights.
+
+    Args:
+        path: A directory with a config.
+        dtype: As `EngineSettings`, like the arguments below.
+        device: Likewise.
+        block_size: Likewise.
+        quantization: Likewise.
+        kv_cache_dtype: Likewise.
+        max_model_len: Likewise.
+
+    Raises:
+        UnsupportedModelError: The engine cannot serve the model; the message says why.
+        ModelError: Transformers cannot make it.
+    """
+    target = choose_device(device)
+    with _as_model_error(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        kind = choose_dtype(dtype, config.get_text_config(), target)
+        model = make_empty(config, kind, PAGED_ATTENTION)
+    cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
+    with _as_unsupported(path), running_empty():
+        shape = _inspect(model, max_model_len)
+        _check_kernels(shape, block_size, kind, cache_kind, target)
+        if find_scheme(quantization) is not None:
+            _check_quantizable(model, path, quantization, target)
+    return EmptyModel(model, shape, kind, cache_kind, target)
 
 
 @contextmanager
@@ -207,6 +255,36 @@ def _as_unsupported(path: str) -> Iterator[None]:
             f"{path} cannot be served: its code does not run with paged attention"
             f" ({type(error).__name__}: {first_line(error)})"
         ) from error
+
+
+def _check_kernels(
+    shape: ModelShape,
+    block_size: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Refuse layers that no kernel computes."""
+    for layer in set(shape.layers):
+        check_supported(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            cache_dtype=cache_dtype,
+        )
+
+
+def _check_quantizable(
+    model: PreTrainedModel, path: str, quantization: str, device: torch.device
+) -> None:
+    """Refuse a model or device that `quantization`, which is not "none", does not work with."""
+    if device.type != "cpu":
+        raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
+    check_quantizable(model, path, quantization)
 
 
 def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:

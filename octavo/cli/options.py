@@ -29,11 +29,11 @@ EPILOG = (
 
 def settings_options(
     *classes: type[Settings], hidden: Collection[str] = (), positional: str | None = None
-) -> Callable[[Callable[[Flags], None]], Callable[..., None]]:
-    """Give a command one option per field of `classes`.
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one option per field of `classes`, beside its own.
 
-    If two classes share a field, the first one's is shown. `load` checks the values
-    together with the environment and the TOML file.
+    The command's first parameter gets their values. If two classes share a field, the first one's
+    is shown. `load` checks the values together with the environment and the TOML file.
 
     Args:
         *classes: settings classes.
@@ -47,13 +47,18 @@ def settings_options(
                 panel = declaring(cls, name).table or "common"
                 fields.setdefault(name, (field, panel))
 
-    def decorate(command: Callable[[Flags], None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+
         def run(**flags: Any) -> None:  # noqa: ANN401 - whatever typer parsed
+            others = {parameter.name: flags.pop(parameter.name) for parameter in own}
             if positional is not None:
                 flags[positional] = _given_once(positional, flags.pop(ARGUMENT), flags[positional])
-            command({name: value for name, value in flags.items() if value not in (None, [])})
+            given = {name: value for name, value in flags.items() if value not in (None, [])}
+            command(given, **others)
 
         parameters = [_parameter(name, *fields[name]) for name in fields]
+        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         if positional is not None:
             parameters.insert(0, _argument(positional))
         make_like(run, parameters, command)

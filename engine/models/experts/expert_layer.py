@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from octavo.engine.models.experts.interface import (
     REPLACEMENT,
+    ZEROS,
     calls_implementation,
     use_implementation,
 )
@@ -150,6 +151,12 @@ def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
     if left:
         log.info("experts are not recognized: they run as transformers has them", classes=left)
     return found
+
+
+def skip_experts(model: PreTrainedModel) -> None:
+    """Let a model's layers of experts return zeros, where its class can do that."""
+    if any(_holds_experts(module) for module in model.modules()):
+        use_implementation(model, ZEROS)
 
 
 def _holds_experts(module: nn.Module) -> bool:

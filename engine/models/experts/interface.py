@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 EXPERTS = "octavo_experts"
+ZEROS = "octavo_zeros"
 REPLACEMENT = "octavo_experts"
 """The name of the module, within a layer of experts, that computes it."""
 
@@ -35,9 +36,14 @@ def _forward(
     return out
 
 
-def use_implementation(model: PreTrainedModel) -> None:
-    """Let a model's experts call the function here, where its class can do that."""
-    model.set_experts_implementation(EXPERTS)
+def _return_zeros(_: nn.Module, hidden_states: Tensor, *__: Tensor) -> Tensor:
+    """Stand for a layer without weights."""
+    return hidden_states.new_zeros(hidden_states.shape)
+
+
+def use_implementation(model: PreTrainedModel, name: str = EXPERTS) -> None:
+    """Let a model's experts call a function here, where its class can do that."""
+    model.set_experts_implementation(name)
 
 
 def calls_implementation(module: nn.Module) -> bool:
@@ -47,3 +53,4 @@ def calls_implementation(module: nn.Module) -> bool:
 
 
 ExpertsInterface.register(EXPERTS, _forward)
+ExpertsInterface.register(ZEROS, _return_zeros)

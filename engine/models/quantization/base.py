@@ -43,6 +43,19 @@ class Scheme(ABC):
             is_head: Whether the layer maps hidden states to logits.
         """
 
+    @abstractmethod
+    def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
+        """Return the bits that are stored per weight of a layer if `convert` converts it.
+
+        Args:
+            layer: The layer.
+            is_head: Whether the layer maps hidden states to logits.
+        """
+
+    def expert_bits(self, layer: ExpertLayer) -> int | None:  # noqa: ARG002
+        """Return the bits per weight of experts; None if `convert_experts` leaves them."""
+        return None
+
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:  # noqa: ARG002
         """Return what replaces a layer of experts; None if it stays as it is.
 

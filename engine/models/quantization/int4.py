@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
-from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
+from octavo.engine.models.linear.packed_linear import (
+    FUSED,
+    PackedLayer,
+    define_operator,
+    has_kernels,
+)
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
@@ -19,6 +24,9 @@ from octavo.engine.models.quantization.int8 import PackedInt8Linear, to_int8
 from octavo.engine.models.quantization.rounding import round_to_4_bits
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import GROUP
+
+NIBBLE_BITS = 5
+"""Bits per 4-bit weight, with its share of a group's scale and zero point."""
 
 
 class Int4(Scheme):
@@ -38,6 +46,17 @@ class Int4(Scheme):
         if not isinstance(int8, PackedInt8Linear):
             return int8
         return PackedInt4Linear(layer, int8, quantized, scale[..., 0], zero[..., 0])
+
+    def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
+        """Return the bits per weight: of 4-bit layers there are 8-bit ones too."""
+        whole = is_head or layer.in_features % GROUP or not has_kernels(layer)
+        return 8 if whole else 8 + NIBBLE_BITS
+
+    def expert_bits(self, layer: ExpertLayer) -> int | None:
+        """Return the bits per weight of experts, where this CPU has a kernel for them."""
+        if has_expert_kernels(layer, torch.uint8):
+            return NIBBLE_BITS
+        return 8 if has_expert_kernels(layer, torch.int8) else None
 
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
         """Return 4-bit experts, or 8-bit ones where there is no kernel for 4 bits."""

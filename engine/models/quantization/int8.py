@@ -45,6 +45,14 @@ class Int8(Scheme):
         """Return an 8-bit layer."""
         return to_int8(layer, layer.weight.detach().float(), inputs)
 
+    def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
+        """Return the bits per weight."""
+        return 8
+
+    def expert_bits(self, layer: ExpertLayer) -> int | None:
+        """Return the bits per weight of experts, where this CPU has a kernel for them."""
+        return 8 if has_expert_kernels(layer, torch.int8) else None
+
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
         """Return 8-bit experts, where this CPU has a kernel for them."""
         return experts_to_int8(layer, inputs) if has_expert_kernels(layer, torch.int8) else None

@@ -24,6 +24,8 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 """Where a config says how the weights are quantized."""
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files of older tools that say it beside the config."""
+CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, *QUANTIZATION_FILES)
+"""What `check_config` reads."""
 METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
 """Names of quantization methods that a config spells otherwise."""
 OTHER_TASKS = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from octavo.common.models.checkpoint import check_config
+from octavo.common.models.checkpoint import CONFIG, CONFIG_FILES, check_config
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
 from octavo.common.models.weight_files import INDEX, WHOLE, names_in_index, no_weights
@@ -45,12 +45,36 @@ def fetch_model(name: str) -> Path:
     info = _look_up(name)
     if isinstance(info, Path):
         return info
-    directory = _download(name, info, _matching(info, SMALL_FILES))
-    if not (directory / "config.json").is_file():
-        why = no_weights(_names(info))
-        raise ModelError(f"the model {name!r} of the hub has no config.json and {why}")
-    check_config(directory)
+    directory = _fetch_checked(name, info, SMALL_FILES)
     return _download(name, info, [*_matching(info, SMALL_FILES), *_weights(name, info, directory)])
+
+
+def fetch_config(name: str) -> Path:
+    """Return the directory of a hub's model, in which only its configs need be.
+
+    Raises:
+        ModelError: As `fetch_model`, as far as these and the weights' names tell.
+    """
+    info = _look_up(name)
+    if isinstance(info, Path):
+        return info
+    directory = _fetch_checked(name, info, CONFIG_FILES)
+    _check_weights(name, info)
+    return directory
+
+
+def _fetch_checked(name: str, info: "ModelInfo", patterns: Iterable[str]) -> Path:
+    """Download a model's small files of these names, and check its config.
+
+    Raises:
+        ModelError: They cannot be had, or Octavo does not serve the model.
+    """
+    directory = _download(name, info, _matching(info, patterns))
+    if not (directory / CONFIG).is_file():
+        why = no_weights(_names(info))
+        raise ModelError(f"the model {name!r} of the hub has no {CONFIG} and {why}")
+    check_config(directory)
+    return directory
 
 
 def fetch_tokenizer(name: str) -> Path:
@@ -62,7 +86,7 @@ def fetch_tokenizer(name: str) -> Path:
     info = _look_up(name)
     if isinstance(info, Path):
         return info
-    return _download(name, info, _matching(info, ("config.json", *TOKENIZER_FILES)))
+    return _download(name, info, _matching(info, (CONFIG, *TOKENIZER_FILES)))
 
 
 def _look_up(name: str) -> "ModelInfo | Path":
@@ -135,7 +159,7 @@ def _cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
-        found = snapshot_download(name, local_files_only=True, allow_patterns=["config.json"])
+        found = snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG])
     except (OSError, ValueError):
         return None
     return Path(found)
@@ -157,12 +181,15 @@ def _weights(name: str, info: "ModelInfo", directory: Path) -> list[str]:
     Raises:
         ModelError: There are none that can be served.
     """
+    _check_weights(name, info)
+    return [WHOLE] if WHOLE in _names(info) else names_in_index(directory / INDEX)
+
+
+def _check_weights(name: str, info: "ModelInfo") -> None:
+    """Refuse a model without weights that can be served, by its files' names."""
     names = _names(info)
-    if WHOLE in names:
-        return [WHOLE]
-    if INDEX in names:
-        return names_in_index(directory / INDEX)
-    raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")
+    if WHOLE not in names and INDEX not in names:
+        raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")
 
 
 def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:

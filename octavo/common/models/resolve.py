@@ -23,12 +23,19 @@ def resolve(model: str) -> str:
             does not have the model or cannot be reached.
         OSError: A file cannot be opened.
     """
-    directory = _local(model)
-    if directory is None:
-        return str(hub.fetch_model(model))
-    if not (directory / CONFIG).is_file():
-        raise ModelError(f"{directory} {why_no_model(directory)}")
-    return str(directory)
+    return str(_local_model(model) or hub.fetch_model(model))
+
+
+def resolve_config(model: str) -> str:
+    """Return the absolute path of a directory with a model's config, and perhaps its weights.
+
+    Of a model of the hub, only the config is downloaded.
+
+    Raises:
+        ModelError: As `resolve`.
+        OSError: Likewise.
+    """
+    return str(_local_model(model) or hub.fetch_config(model))
 
 
 def resolve_tokenizer(source: str) -> str:
@@ -39,6 +46,19 @@ def resolve_tokenizer(source: str) -> str:
         OSError: Likewise.
     """
     return str(_local(source) or hub.fetch_tokenizer(source))
+
+
+def _local_model(model: str) -> Path | None:
+    """Return the directory of a model as `_local`, which must hold a config.
+
+    Raises:
+        ModelError: As `_local`, or it holds none.
+        OSError: As `_local`.
+    """
+    directory = _local(model)
+    if directory is not None and not (directory / CONFIG).is_file():
+        raise ModelError(f"{directory} {why_no_model(directory)}")
+    return directory
 
 
 def _local(name: str) -> Path | None:

@@ -85,6 +85,14 @@ def test_a_tokenizer_is_downloaded_without_the_model(ask):
     assert {file.name for file in Path(said).iterdir()} == {"config.json", "tokenizer.json"}
 
 
+def test_a_config_is_downloaded_without_the_weights(ask, hub):
+    (said,) = ask("resolve_config", NAME)
+    assert {file.name for file in Path(said).iterdir()} == {"config.json", "generation_config.json"}
+    del hub.models[NAME]["model.safetensors"]
+    (line,) = ask("resolve_config", NAME)
+    assert "has no safetensors files" in line
+
+
 def test_without_a_network_one_message_says_what_to_do(ask):
     began = time.monotonic()
     both = ("resolve", NAME, "resolve_tokenizer", NAME)

@@ -1,0 +1,122 @@
+"""Makes a model from its config alone, with weights that take no memory.
+
+A weight is one zero, seen as a tensor of the weight's shape. The model runs: operators that take a
+large weight return zeros of the right shape at once. So everything about a model can be learned
+that does not depend on its weights: its attention, its states, its size.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from octavo.engine.models.experts.expert_layer import skip_experts
+
+SMALL = 1 << 16
+"""Elements of a weight that has memory of its own."""
+LARGE = 1 << 22
+"""Elements of a result that is itself one zero."""
+
+
+def make_empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Return a model with empty weights, and buffers as transformers computes them.
+
+    Args:
+        config: The model's.
+        dtype: Of its weights.
+        attention: The name of its attention implementation.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+        )
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - as torch offers no other way
+            if buffer is not None:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # noqa: SLF001
+        module._is_hf_initialized = False  # noqa: SLF001 - of transformers; its buffers are not
+    model.initialize_weights()  # writes to weights on the meta device take no time
+    made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
+    for module in model.modules():
+        for name, weight in module._parameters.items():  # noqa: SLF001
+            if weight is not None:
+                own = made.setdefault(weight, _empty(weight))
+                module._parameters[name] = own  # noqa: SLF001
+    skip_experts(model)
+    empty: PreTrainedModel = model.eval()
+    return empty
+
+
+def _empty(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(_zeros(weight.shape, weight.dtype, SMALL), requires_grad=False)
+
+
+@contextmanager
+def running_empty() -> Iterator[None]:
+    """Let operators skip the arithmetic with empty weights."""
+    with _ZeroResults():  # type: ignore[no-untyped-call]
+        yield
+
+
+class _ZeroResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Returns zeros from operators that take a large empty tensor."""
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,  # noqa: ANN401 - torch has no public type for it
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run an operator, or only its rule for shapes."""
+        kwargs = kwargs or {}
+        if not any(map(_is_empty, tree_leaves((args, kwargs)))):
+            return operator(*args, **kwargs)
+        if operator._schema.is_mutable and _is_empty(args[0]):  # noqa: SLF001
+            return args[0]
+        if _returns_view(operator):
+            return operator(*args, **kwargs)
+        try:
+            out = operator(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))
+        except (NotImplementedError, RuntimeError):  # its shape depends on values
+            return operator(*args, **kwargs)
+        return tree_map(_on_cpu, out)
+
+
+def _returns_view(operator: Any) -> bool:  # noqa: ANN401
+    """Return whether an operator returns or changes one of its arguments."""
+    return any(returned.alias_info is not None for returned in operator._schema.returns)  # noqa: SLF001
+
+
+def _is_empty(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.device.type == "meta" or value.numel() < SMALL:
+        return False
+    return value.untyped_storage().nbytes() <= value.itemsize
+
+
+def _on_meta(value: object) -> object:
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, Tensor):
+        return value
+    # An empty tensor has no strides that operators could be particular about.
+    if _is_empty(value):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value.to("meta")
+
+
+def _on_cpu(value: object) -> object:
+    return _zeros(value.shape, value.dtype, LARGE) if isinstance(value, Tensor) else value
+
+
+def _zeros(shape: torch.Size, dtype: torch.dtype, most: int) -> Tensor:
+    """Return zeros, which take memory if they are fewer than `most`."""
+    if math.prod(shape) < most:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.zeros((), dtype=dtype).expand(shape)

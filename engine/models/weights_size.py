@@ -1,0 +1,49 @@
+"""How much memory a model's weights take, as they are and quantized."""
+
+from itertools import chain
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from octavo.engine.models.experts.expert_layer import find_experts
+from octavo.engine.models.linear.packed_linear import has_kernels
+from octavo.engine.models.linear.plain_linears import plain_linears
+from octavo.engine.models.quantization import find_scheme
+
+
+def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device) -> int:
+    """Return about how many bytes a model's weights take once they are loaded.
+
+    Args:
+        model: The model as transformers makes it; its weights may be empty.
+        quantization: As `EngineSettings.quantization`.
+        device: Where it would run.
+    """
+    total = sum(weight.nbytes for weight in chain(model.parameters(), model.buffers()))
+    if device.type != "cpu":
+        return total
+    scheme = find_scheme(quantization)
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    saved = 0
+    for layer in plain_linears(model):
+        assert isinstance(layer, nn.Linear)
+        is_head = layer is head
+        takes = scheme is not None and (scheme.takes_head or not is_head)
+        now = layer.weight.itemsize * 8
+        bits = scheme.bits(layer, is_head=is_head) if scheme is not None and takes else now
+        saved += layer.weight.numel() * (now - bits) // 8
+        if is_head and _is_tied(layer, model) and (takes or has_kernels(layer)):
+            total += layer.weight.nbytes  # packed, beside the embeddings
+    if scheme is not None:
+        for experts in find_experts(model):
+            bits_or_none = scheme.expert_bits(experts)
+            if bits_or_none is not None:
+                weights = (experts.ups(), experts.downs())
+                saved += sum(w.numel() * (w.itemsize * 8 - bits_or_none) // 8 for w in weights)
+    return total - saved
+
+
+def _is_tied(head: nn.Linear, model: PreTrainedModel) -> bool:
+    embeddings = model.get_input_embeddings()
+    return getattr(embeddings, "weight", None) is head.weight

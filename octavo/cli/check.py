@@ -1,0 +1,156 @@
+"""`octavo check`: say from a model's config whether and how it would be served."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from octavo.cli.extras import require
+from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.output import fail, out
+from octavo.common import logging
+from octavo.common.models.errors import ModelError
+from octavo.engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from octavo.engine.model_report import GroupReport, ModelReport
+
+SHOWN = frozenset(
+    {
+        *("model", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len"),
+        *("block_size", "cache_memory", "num_blocks", "gpu_memory_utilization", "swap_space"),
+        *("max_num_seqs", "max_num_batched_tokens", "config"),
+    }
+)
+"""The engine's settings that a model's memory depends on."""
+HIDDEN = EngineSettings.model_fields.keys() - SHOWN
+UNITS = {"": 1 << 30} | {
+    unit + end: base**power
+    for power, unit in enumerate("KMGT", 1)
+    for end, base in (("", 1 << 10), ("iB", 1 << 10), ("B", 1000))
+}
+UNIT_STEP = 1024
+
+
+@settings_options(EngineSettings, hidden=HIDDEN, positional="model")
+def check(
+    flags: Flags,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory to serve the model in, such as 16GiB. Default: what is free on this"
+            " machine."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Say whether a model would be served, how, and what fits into memory; exit code 0 or 1.
+
+    Only the model's config is read, and of a model of the hub only that is downloaded. What depends
+    on the weights is checked when it is served: their files, and that the logits are right.
+    MODEL is a Hub name, a local directory, a GGUF file or `demo`.
+    """
+    require("check", "engine")
+    settings = load(EngineSettings, flags)
+    size = None if memory is None else parse_bytes(memory)
+    logging.configure(settings.log_format, "warning")
+    from octavo.engine.capacity import StartupError  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.model_report import report  # noqa: PLC0415
+
+    try:
+        found = report(settings, size)
+    except (ModelError, StartupError, OSError) as error:
+        if not as_json:
+            raise fail(str(error)) from None
+        result = {"model": settings.model, "served": False, "reason": str(error)}
+        typer.echo(json.dumps(result, indent=2))
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps({"served": True} | dataclasses.asdict(found), indent=2))
+    else:
+        _show(found)
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size in bytes; a number without a unit is in GiB.
+
+    Raises:
+        typer.BadParameter: It is none.
+    """
+    sizes = {unit.lower(): size for unit, size in UNITS.items()}
+    match = re.fullmatch(r"(\d+\.?\d*)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in sizes:
+        raise typer.BadParameter(
+            f"--memory: {text!r} is no size: give a number and a unit, such as 16GiB"
+        )
+    return int(float(match[1]) * sizes[match[2]])
+
+
+def _show(found: "ModelReport") -> None:
+    out.print(f"[bold green]served[/]: {escape(found.model)} ({found.architecture})")
+    facts = Table.grid(padding=(0, 2))
+    for name, value in _facts(found).items():
+        facts.add_row(f"[dim]{name}[/]", value)
+    out.print(facts)
+    groups = Table("layers", "keeps", "a token", "a sequence", box=None, padding=(0, 2, 0, 0))
+    for group in merged(found.groups):
+        token = "" if group.token_bytes is None else _size(group.token_bytes)
+        groups.add_row(str(group.layers), describe(group), token, _size(group.sequence_bytes))
+    out.print(groups)
+
+
+def _facts(found: "ModelReport") -> dict[str, str]:
+    """Return what a report says, by its name."""
+    kinds = found.weights_by_quantization.items()
+    others = [f"{name} {_size(size)}" for name, size in kinds if name != found.quantization]
+    quantized = "" if found.quantization == "none" else f", {found.quantization}"
+    tokens = "tokens of any number" if found.tokens is None else f"{found.tokens:,} tokens"
+    return {
+        "runs on": f"{found.device}, {found.dtype}{quantized}",
+        "weights": f"{_size(found.weights)} for {found.parameters:,} parameters"
+        + (f"; with --quantization {', '.join(others)}" if others else ""),
+        "memory": f"{_size(found.memory)} free",
+        "KV cache": f"{_size(found.cache)}, {found.cache_dtype}: {tokens}, or {found.sequences:,}"
+        f" sequences of {found.max_model_len:,}",
+        "context": f"{found.max_model_len:,} of the model's {found.context:,} tokens",
+    }
+
+
+def merged(groups: Sequence["GroupReport"]) -> "list[GroupReport]":
+    """Return layer groups, those that keep the same as one."""
+    alike: dict[tuple[str, int | None], list[GroupReport]] = {}
+    for group in groups:
+        alike.setdefault((group.kind, group.reach), []).append(group)
+    return [
+        dataclasses.replace(
+            own[0],
+            layers=sum(group.layers for group in own),
+            token_bytes=sum(group.token_bytes or 0 for group in own) or None,
+            sequence_bytes=sum(group.sequence_bytes for group in own),
+        )
+        for own in alike.values()
+    ]
+
+
+def describe(group: "GroupReport") -> str:
+    """Return what a layer group keeps, in a few words."""
+    if group.kind == "state":
+        return "a state"
+    if group.kind == "attention":
+        return "K and V of all tokens"
+    reach = "a window" if group.kind == "window" else "a chunk"
+    return f"K and V of {reach} of {group.reach:,} tokens"
+
+
+def _size(size: int) -> str:
+    """Return a number of bytes with a unit."""
+    value, units = float(size), iter(("B", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    while value >= UNIT_STEP and (larger := next(units, None)):
+        value, unit = value / UNIT_STEP, larger
+    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
