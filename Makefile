@@ -64,12 +64,13 @@ contracts: $(BUF) ## buf's checks of the contracts: style, and that nothing rele
 contracts-release: $(BUF) ## Make today's contracts the ones that `make contracts` holds later ones to
 	$(BUF) build protos --exclude-source-info --output protos/released.binpb
 
-docs: $(STAMP) ## Make docs/api.md, docs/flags.md, docs/parameters.md, the dashboard and the tables of metrics anew
+docs: $(STAMP) ## Make docs/api.md, docs/flags.md, docs/parameters.md, the dashboard and the tables of metrics and models anew
 	$(BIN)/python -m tools.api_reference
 	$(BIN)/python -m tools.flag_table
 	$(BIN)/python -m tools.parameter_table
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.metric_table
+	$(BIN)/python -m tools.model_table
 
 # The lowest Python, and all others and every machine with it. pip is the virtual environment's own.
 lock: $(BIN)/pip ## Bring constraints.txt in line with pyproject.toml (ARGS=--upgrade: the newest versions)
