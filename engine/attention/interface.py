@@ -22,22 +22,24 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     attention_mask: torch.Tensor | None,  # noqa: ARG001 - read by `probe`
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,  # noqa: ANN401 - `probe` refuses those that matter
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over the paged cache.
 
     Args:
         module: The attention layer. `probe` has set `octavo_layer`, the number of its call, and
-            `octavo_window`, the number of tokens that a token attends to, including itself.
-        query: `[1, num_heads, num_tokens, head_dim]`, the flat batch.
-        key: `[1, num_kv_heads, num_tokens, head_dim]`.
-        value: As `key`.
+            `octavo_mask`, the keys that a token attends to.
+        query: `[1, num_heads, num_tokens, key_dim]`, the flat batch.
+        key: `[1, num_kv_heads, num_tokens, key_dim]`.
+        value: `[1, num_kv_heads, num_tokens, value_dim]`.
         attention_mask: None.
-        scaling: Factor of the logits; default 1 / sqrt(head_dim).
+        scaling: Factor of the logits; default 1 / sqrt(key_dim).
         softcap: Bound of the logits, by tanh.
+        s_aux: `[num_heads]`, attention sinks: a logit of each head that has no value.
 
     Returns:
-        `[1, num_tokens, num_heads, head_dim]`, and None for the weights.
+        `[1, num_tokens, num_heads, value_dim]`, and None for the weights.
     """
     own: Any = module
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -47,8 +49,10 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         value[0].transpose(0, 1),
         own.octavo_layer,
         scale,
-        own.octavo_window,
+        own.octavo_mask.window,
         softcap,
+        own.octavo_mask.chunk,
+        None if s_aux is None else s_aux.float().contiguous(),
     )
     return output.unsqueeze(0), None
 

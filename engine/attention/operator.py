@@ -93,30 +93,34 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    chunk: int | None,
+    sinks: torch.Tensor | None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute one layer's attention in the current step: `octavo::paged_attention`.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]`.
-        key: `[num_tokens, num_kv_heads, head_dim]`.
-        value: As `key`.
+        query: `[num_tokens, num_heads, key_dim]`.
+        key: `[num_tokens, num_kv_heads, key_dim]`.
+        value: `[num_tokens, num_kv_heads, value_dim]`.
         layer: Index of the layer.
         scale: Factor of the logits.
         sliding_window: As for `octavo.kernels.ops.paged_attention`.
         soft_cap: Likewise.
+        chunk: Likewise.
+        sinks: Likewise; contiguous.
         cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, if query and
             key are not rotated yet.
         sin: As `cos`.
 
     Returns:
-        `[num_tokens, num_heads, head_dim]`.
+        `[num_tokens, num_heads, value_dim]`.
     """
     step = _step.get()
     if isinstance(step, DryRun):
         step.calls.append(layer)
-        return _fake(query, key, value, layer, scale, sliding_window, soft_cap).zero_()
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
     key_cache, value_cache, group = step.layers[layer]
     metadata = step.groups[group]
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
@@ -134,6 +138,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        chunk=chunk,
+        sinks=sinks,
         **scales,
     )
 
@@ -146,6 +152,8 @@ def _fake(  # noqa: PLR0917 - as the operator
     scale: float,  # noqa: ARG001
     sliding_window: int | None,  # noqa: ARG001
     soft_cap: float | None,  # noqa: ARG001
+    chunk: int | None,  # noqa: ARG001
+    sinks: torch.Tensor | None,  # noqa: ARG001
     cos: torch.Tensor | None = None,  # noqa: ARG001
     sin: torch.Tensor | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
@@ -156,7 +164,8 @@ def _fake(  # noqa: PLR0917 - as the operator
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-    " int? sliding_window, float? soft_cap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
+    " int? sliding_window, float? soft_cap, int? chunk, Tensor? sinks, Tensor? cos=None,"
+    " Tensor? sin=None) -> Tensor"
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)

@@ -305,14 +305,6 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         if layers:
             raise NotImplementedError("its config has no max_position_embeddings")
         context = MAX_POSITIONS  # states alone have no end
-    chunks = [layer.chunk for layer in layers if layer.chunk is not None]
-    if chunks and min(chunks) < context:
-        context = min(chunks)
-        log.warning("context limited to one attention chunk", max_model_len=context)
-    if unlike := next((layer for layer in layers if layer.key_dim != layer.value_dim), None):
-        raise NotImplementedError(
-            f"its keys have {unlike.key_dim} elements per head and its values {unlike.value_dim}"
-        )
     return ModelShape(
         layers,
         vocab_size=config.vocab_size,

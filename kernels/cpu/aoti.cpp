@@ -150,7 +150,8 @@ extern "C" Spent octavo_take_spent() {
 extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor value,
                                                 int64_t layer, double scale,
                                                 int64_t* sliding_window, double* soft_cap,
-                                                Tensor* cos, Tensor* sin, Tensor* result) {
+                                                int64_t* chunk, Tensor* sinks, Tensor* cos,
+                                                Tensor* sin, Tensor* result) {
   const Stopwatch stopwatch(spent.attention);
   const View q(query), k(key), v(value);
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
@@ -186,7 +187,8 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   if (!bad)
     bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
                                  out, cache.value_dim, scale, sliding_window ? *sliding_window : 0,
-                                 0, soft_cap ? *soft_cap : 0, nullptr, nullptr, step.threads);
+                                 chunk ? *chunk : 0, soft_cap ? *soft_cap : 0, nullptr,
+                                 sinks ? View(*sinks).as<float>() : nullptr, step.threads);
   if (rotated) aoti_torch_delete_tensor_object(rotated);
   return bad ? kFailed : 0;
 }

@@ -153,6 +153,15 @@ _ALL_FULL = {
 VARIANTS = [
     *(Entry(f"{n}, no window", n, _NO_WINDOW) for n in ("mistral", "mixtral", "phi3", "phimoe")),
     *(Entry(f"{n}, no window", n, _ALL_FULL) for n in ("qwen2", "qwen2_moe")),
+    Entry(
+        "llama4_text, no temperature",
+        "llama4_text",
+        OVERRIDES["llama4_text"]
+        | {
+            "attn_temperature_tuning": False,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
     Entry("gemma4_text, heads alike", "gemma4_text", {"global_head_dim": HEAD_DIM}),
     Entry("deepseek_v3, heads alike", "deepseek_v3", _EVEN_HEADS),
     Entry("minimax_m3_vl_text, no sparse", "minimax_m3_vl_text"),

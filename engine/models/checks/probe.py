@@ -41,15 +41,14 @@ LINEAR = "linear_attention"
 """In a config's `layer_types`: one of the layers that keep a state."""
 
 NAMED_REFUSALS = {
-    "s_aux": "it uses attention sinks",
-    "sinks": "it uses attention sinks",
+    "sinks": "its attention sinks differ from token to token",
     "position_bias": "its attention adds a position bias",
     "indices": "its attention is sparse: it selects keys by index",
     "block_indices": "its attention is sparse: it selects blocks of keys by index",
 }
 HARMLESS = frozenset(
     {
-        *("dropout", "scaling", "softcap", "is_causal", "sliding_window", "position_ids"),
+        *("dropout", "scaling", "softcap", "s_aux", "is_causal", "sliding_window", "position_ids"),
         *("use_cache", "cache_position", "past_key_values", "return_dict", "training"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
@@ -85,7 +84,7 @@ def probe(
     Returns:
         What each call of attention does, and what each call that keeps a state keeps, in order.
 
-    Leaves the model with paged attention, whose windows are those of its masks.
+    Leaves the model with paged attention, whose windows and chunks are those of its masks.
 
     Args:
         model: The model.
@@ -261,7 +260,7 @@ def _record(
     _check_call(state, module, (query, key, value), keywords)
     mask = _find_mask(state, layer, attention_mask)
     own: Any = module
-    own.octavo_layer, own.octavo_window = layer, mask.window
+    own.octavo_layer, own.octavo_mask = layer, mask
     batch, num_heads, tokens, key_dim = query.shape
     sizes = num_heads, key.shape[1], key_dim, value.shape[3]
     state.layers.append(LayerShape(*sizes, mask.window, mask.chunk))
@@ -288,6 +287,9 @@ def _check_call(
                 f"its attention takes {name!r}, which Octavo does not support"
             )
     query, key, value = operands
+    sinks = keywords.get("s_aux")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise NotImplementedError(NAMED_REFUSALS["sinks"])
     if query.shape[0] != 1 or not query.shape[2] == key.shape[2] == value.shape[2]:
         raise NotImplementedError(
             f"its {type(module).__name__} attends to other tokens than its own"

@@ -38,6 +38,8 @@ CONFIGS = {
 }  # fmt: skip
 STATEFUL = "falcon_h1", "qwen3_next", "jamba"
 """Families that keep states: Mamba-2, gated delta rule, Mamba; all with convolutions."""
+ATTENTION = "gpt_oss", "deepseek_v3"
+"""Families with attention sinks, and with values narrower than keys."""
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
         save_random_model(config, directory / name, std=0.1)
-    for name in STATEFUL:
-        save(next(entry for entry in entries() if entry.model_type == name), directory / name)
+    for name in STATEFUL + ATTENTION:
+        save(next(entry for entry in entries() if entry.name == name), directory / name)
     return directory
 
 
@@ -99,6 +101,7 @@ def outputs(stepper, **sampling):
         pytest.param("mixtral", "bfloat16", "int8", 0.1, marks=[PACKED, pytest.mark.slow]),
         ("gpt2", "float32", "none", 1e-3),
         ("falcon_h1", "float32", "none", 1e-3),
+        *((name, "float32", "none", 1e-3) for name in ATTENTION),
         pytest.param("qwen3_next", "float32", "none", 1e-3, marks=pytest.mark.slow),
         pytest.param("jamba", "float32", "none", 1e-3, marks=pytest.mark.slow),
     ],
