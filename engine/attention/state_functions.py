@@ -24,7 +24,7 @@ from octavo.engine.attention.operator import any_step
 
 Function = Callable[..., Any]
 CONVOLUTION, SSD, SCAN = "causal_conv1d_fn", "mamba2_chunk_scan", "mamba_selective_scan"
-DELTA = "torch_chunk_gated_delta_rule"
+DELTAS = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 Recorder = Callable[[str, dict[str, Any]], Any]
 """Stands for a function, given its name and arguments by name; returns what it would."""
@@ -141,7 +141,7 @@ def _gated_delta(
     use_qk_l2norm_in_kernel: bool = False,
     **_: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Replace `torch_chunk_gated_delta_rule`: `[1, num_tokens, heads, dim]`."""
+    """Replace the functions of `DELTAS`: `[1, num_tokens, heads, dim]`."""
     out = torch.ops.octavo.gated_delta(
         *(_dense(query[0]), _dense(key[0]), _dense(value[0]), _floats(g[0]), _floats(beta[0])),
         *(next(_calls.numbers), key.shape[-1] ** -0.5, use_qk_l2norm_in_kernel),
@@ -184,6 +184,6 @@ def _floats(x: Tensor | None) -> Tensor | None:
 _FUNCTIONS: dict[str, Function] = {
     CONVOLUTION: _convolve,
     SSD: _ssd,
-    DELTA: _gated_delta,
+    **dict.fromkeys(DELTAS, _gated_delta),
     SCAN: _scan,
 }

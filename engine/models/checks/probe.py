@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.attention.state_functions import (
     CONVOLUTION,
-    DELTA,
+    DELTAS,
     SSD,
     number_states,
     recording,
@@ -37,8 +37,9 @@ TOKENS = 3
 """Tokens of the probe's prompt."""
 SHIFT = 5
 """The position of the first of them in the second run."""
-LINEAR = "linear_attention"
-"""In a config's `layer_types`: one of the layers that keep a state."""
+LINEAR, COMPRESSED = "linear_attention", "compressed"
+"""In a config's `layer_types`: a layer that keeps a state, and a part of the names of layers whose
+keys stand for several tokens."""
 
 NAMED_REFUSALS = {
     "sinks": "its attention sinks differ from token to token",
@@ -69,6 +70,7 @@ class _Probe:
     keepers: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
     running: list[torch.nn.Module] = field(default_factory=list)
     modules: list[torch.nn.Module] = field(default_factory=list)
+    recurrences: int = 0
     looked_up: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -103,11 +105,23 @@ def probe(
             raise NotImplementedError("it numbers the positions of its tokens itself")
     if not found.layers and not found.states:
         raise NotImplementedError("it does not call transformers' attention interface")
-    if not found.states and LINEAR in (getattr(model.config, "layer_types", None) or ()):
-        raise NotImplementedError("its linear attention keeps a state in its own code")
+    _check_layer_types(model, found)
     for module, numbers in found.keepers.items():
         number_states(module, numbers)
     return tuple(found.layers), tuple(found.states)
+
+
+def _check_layer_types(model: PreTrainedModel, found: _Probe) -> None:
+    """Refuse layers that keep what so few tokens do not show.
+
+    Raises:
+        NotImplementedError: A config names such layers.
+    """
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if compressed := next((kind for kind in sorted(kinds) if COMPRESSED in kind), None):
+        raise NotImplementedError(f"its {compressed} attends to sums of tokens")
+    if LINEAR in kinds and not found.recurrences:
+        raise NotImplementedError("its linear attention keeps a state in its own code")
 
 
 def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) -> _Probe:
@@ -197,11 +211,12 @@ def _record_state(found: _Probe, name: str, given: dict[str, Any]) -> Any:  # no
             raise NotImplementedError(f"its convolution is followed by {activation!r}")
         found.states.append(_in_rows(channels, width - 1, CONVOLUTION_CHANNELS, False))
         return torch.zeros_like(given["hidden_states"])
+    found.recurrences += 1
     if name == SSD:
         _, _, heads, head_dim = given["hidden_states"].shape
         found.states.append(StateShape(heads, (head_dim, given["B"].shape[-1]), True))
         return torch.zeros_like(given["hidden_states"])
-    if name == DELTA:
+    if name in DELTAS:
         heads, value_dim = given["value"].shape[2:]
         found.states.append(StateShape(heads, (given["key"].shape[-1], value_dim), True))
         return torch.zeros_like(given["value"]), None
