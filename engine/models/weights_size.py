@@ -39,8 +39,7 @@ def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device
         for experts in find_experts(model):
             bits_or_none = scheme.expert_bits(experts)
             if bits_or_none is not None:
-                weights = (experts.ups(), experts.downs())
-                saved += sum(w.numel() * (w.itemsize * 8 - bits_or_none) // 8 for w in weights)
+                saved += experts.elements * (experts.dtype.itemsize * 8 - bits_or_none) // 8
     return total - saved
 
 

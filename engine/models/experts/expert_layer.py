@@ -64,6 +64,11 @@ class ExpertLayer:
         """The weights' dtype."""
         return self._weights(self._up_name).dtype
 
+    @property
+    def elements(self) -> int:
+        """Elements of the weights of all experts."""
+        return self._weights(self._up_name).numel() + self.downs().numel()
+
     def ups(self) -> Tensor:
         """Return the first weights of all experts, `[experts, projected, hidden]`."""
         return self._gates_first(self._oriented(self._weights(self._up_name)), 1)
