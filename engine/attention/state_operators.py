@@ -108,7 +108,8 @@ for _schema, _function, _like in zip(
     register_fake(
         f"octavo::{_name}", lambda *given, like=_like: given[like].new_empty(given[like].shape)
     )
-    # It writes the state, which is not an argument: no call may be dropped or merged.
-    torch.fx.node.has_side_effect(getattr(torch.ops.octavo, _name).default)
 
 OPERATORS = tuple(getattr(torch.ops.octavo, schema.partition("(")[0]).default for schema in SCHEMAS)
+for _operator in OPERATORS:
+    # It writes the state, which is not an argument: no call may be dropped or merged.
+    torch.fx.node.has_side_effect(_operator)

@@ -233,7 +233,7 @@ def _sum_kernel(  # noqa: PLR0917
 
 
 def _sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs of a row and an expert by expert, without waiting for the GPU.
+    """Sort the pairs of a row and an expert by their experts, without waiting for the GPU.
 
     Returns:
         `[pairs]` int64, the pairs in the order of their experts, then those whose expert does not

@@ -215,7 +215,7 @@ def _pairs(numbers: Tensor) -> Tensor:
 
 
 def _candidates(module: nn.Module, *, gated: bool) -> Iterator[Activation]:
-    """Yield activations with the numbers that a layer has as attributes, the plain ones first."""
+    """Yield the activations to try, with constants from the layer; those without any first."""
     if not gated:
         yield from (Activation(kind, gated=False) for kind in KINDS)
         return

@@ -91,7 +91,7 @@ class Scheme(ABC):
 def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     """Return the kinds of layers, besides embeddings and head, that are not quantized.
 
-    These may be experts that are not recognized, or of sizes for which there are no kernels.
+    They may be experts that Octavo does not recognize, or that no kernel has the size for.
 
     Returns:
         Each class's share of all weights, if at least `MIN_REPORTED_SHARE`.

@@ -186,7 +186,7 @@ def _weights(name: str, info: "ModelInfo", directory: Path) -> list[str]:
 
 
 def _check_weights(name: str, info: "ModelInfo") -> None:
-    """Refuse a model without weights that can be served, by its files' names."""
+    """Refuse a model if the names of its files show no weights that Octavo can serve."""
     names = _names(info)
     if WHOLE not in names and INDEX not in names:
         raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")

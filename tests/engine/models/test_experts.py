@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
             paths[model_type] = path = tmp_path_factory.mktemp(model_type)
             model = make_model(tiny_config(model_type, MODELS[model_type]))
             for name, weights in model.named_parameters():
-                # Else rounding anywhere routes many tokens to other experts.
+                # Otherwise a small rounding error sends many tokens to other experts.
                 weights.data *= SHRUNK if weights.dim() > 1 and "embed" not in name else 1
             model.save_pretrained(path)
         return str(paths[model_type])
