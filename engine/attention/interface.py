@@ -11,7 +11,8 @@ from transformers import AttentionInterface
 
 from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
 
-PAGED_ATTENTION = "octavo_paged"
+PAGED_ATTENTION, PROBE = "octavo_paged", "octavo_probe"
+"""Names of implementations: the paged one, and one that records what models ask for."""
 
 
 def _forward(  # noqa: PLR0917 - transformers calls it by position
@@ -23,6 +24,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     **_: Any,  # noqa: ANN401 - `probe` refuses those that matter
 ) -> tuple[torch.Tensor, None]:
     """Compute attention over the paged cache.
@@ -37,6 +39,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         scaling: Factor of the logits; default 1 / sqrt(key_dim).
         softcap: Bound of the logits, by tanh.
         s_aux: `[num_heads]`, attention sinks: a logit of each head that has no value.
+        alibi_slopes: `[num_heads]` float32: factors of the distances that are added to logits.
 
     Returns:
         `[1, num_tokens, num_heads, value_dim]`, and None for the weights.
@@ -53,6 +56,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         softcap,
         own.octavo_mask.chunk,
         None if s_aux is None else s_aux.float().contiguous(),
+        alibi_slopes,
     )
     return output.unsqueeze(0), None
 

@@ -95,6 +95,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     soft_cap: float | None,
     chunk: int | None,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -110,6 +111,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
         soft_cap: Likewise.
         chunk: Likewise.
         sinks: Likewise; contiguous.
+        alibi_slopes: Likewise; contiguous.
         cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, if query and
             key are not rotated yet.
         sin: As `cos`.
@@ -140,6 +142,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
         soft_cap=soft_cap,
         chunk=chunk,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         **scales,
     )
 
@@ -154,6 +157,7 @@ def _fake(  # noqa: PLR0917 - as the operator
     soft_cap: float | None,  # noqa: ARG001
     chunk: int | None,  # noqa: ARG001
     sinks: torch.Tensor | None,  # noqa: ARG001
+    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
     cos: torch.Tensor | None = None,  # noqa: ARG001
     sin: torch.Tensor | None = None,  # noqa: ARG001
 ) -> torch.Tensor:
@@ -164,8 +168,8 @@ def _fake(  # noqa: PLR0917 - as the operator
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-    " int? sliding_window, float? soft_cap, int? chunk, Tensor? sinks, Tensor? cos=None,"
-    " Tensor? sin=None) -> Tensor"
+    " int? sliding_window, float? soft_cap, int? chunk, Tensor? sinks, Tensor? alibi_slopes,"
+    " Tensor? cos=None, Tensor? sin=None) -> Tensor"
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)

@@ -71,7 +71,7 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
                 )
                 for heads in (query, key)
             ]
-        attention.args = (*raw, *attention.args[2:9], *(angles[angle] for angle in own))
+        attention.args = (*raw, *attention.args[2:10], *(angles[angle] for angle in own))
     graph.eliminate_dead_code()
     graph.lint()
 

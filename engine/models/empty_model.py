@@ -24,17 +24,16 @@ LARGE = 1 << 22
 """Elements of a result that is itself one zero."""
 
 
-def make_empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with empty weights, and buffers as transformers computes them.
 
     Args:
         config: The model's.
         dtype: Of its weights.
-        attention: The name of its attention implementation.
     """
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
     for module in model.modules():
         for name, buffer in module._buffers.items():  # noqa: SLF001 - as torch offers no other way

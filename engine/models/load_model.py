@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.attention_layers import replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
@@ -26,6 +26,12 @@ from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep
 from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
+
+CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""What configs call the context."""
+DEFAULT_CONTEXTS = {"bloom": 2048}
+"""By model type: the context of models whose configs may not say it. Bloom was trained with 2,048
+tokens (Le Scao et al. 2022, table 3)."""
 
 log = structlog.get_logger(__name__)
 
@@ -143,12 +149,13 @@ def load(
             path,
             config=config,
             dtype=kind,
-            attn_implementation=PAGED_ATTENTION,
+            attn_implementation="eager",  # which all classes have
             device_map=target,
             use_safetensors=True,  # pickled weights can run code
             trust_remote_code=False,
         )
     model.train(mode=False)
+    replace_attention(model)
     with _as_unsupported(path):
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
@@ -215,7 +222,8 @@ def load_empty(
     with _as_model_error(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         kind = choose_dtype(dtype, config.get_text_config(), target)
-        model = make_empty(config, kind, PAGED_ATTENTION)
+        model = make_empty(config, kind)
+        replace_attention(model)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_unsupported(path), running_empty():
         shape = _inspect(model, max_model_len)
@@ -233,10 +241,7 @@ def _as_model_error(path: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        why = first_line(error)
-        if PAGED_ATTENTION in why:  # the class has its own table of attention implementations
-            why = "its classes support only transformers' own attention implementations"
-        raise ModelError(f"transformers cannot load {path}: {why}") from error
+        raise ModelError(f"transformers cannot load {path}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -294,14 +299,14 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         NotImplementedError: No kernel computes its attention.
     """
     config: Any = model.config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
+    context = _context(config)
     if getattr(config, "attn_temperature_tuning", None) and hasattr(config, "floor_scale"):
         # Llama 4; the self-check cannot see it within the first `floor_scale` tokens.
         raise NotImplementedError("it scales attention by positions that it counts itself")
-    if isinstance(context, int):
+    if context is not None:
         context = fix_rope(model, context, max_model_len)
-    layers, states = probe(model, context if isinstance(context, int) else MAX_POSITIONS)
-    if not isinstance(context, int):
+    layers, states = probe(model, MAX_POSITIONS if context is None else context)
+    if context is None:
         if layers:
             raise NotImplementedError("its config has no max_position_embeddings")
         context = MAX_POSITIONS  # states alone have no end
@@ -312,6 +317,13 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         eos_token_ids=_eos_token_ids(model),
         states=states,
     )
+
+
+def _context(config: Any) -> int | None:  # noqa: ANN401 - has no such declared field
+    """Return the tokens of a model's context; None if its config does not say."""
+    named = (getattr(config, name, None) for name in CONTEXT_NAMES)
+    default = DEFAULT_CONTEXTS.get(config.model_type)
+    return next((tokens for tokens in named if isinstance(tokens, int)), default)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

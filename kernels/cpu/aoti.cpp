@@ -150,8 +150,9 @@ extern "C" Spent octavo_take_spent() {
 extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor value,
                                                 int64_t layer, double scale,
                                                 int64_t* sliding_window, double* soft_cap,
-                                                int64_t* chunk, Tensor* sinks, Tensor* cos,
-                                                Tensor* sin, Tensor* result) {
+                                                int64_t* chunk, Tensor* sinks,
+                                                Tensor* alibi_slopes, Tensor* cos, Tensor* sin,
+                                                Tensor* result) {
   const Stopwatch stopwatch(spent.attention);
   const View q(query), k(key), v(value);
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
@@ -187,7 +188,8 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   if (!bad)
     bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
                                  out, cache.value_dim, scale, sliding_window ? *sliding_window : 0,
-                                 chunk ? *chunk : 0, soft_cap ? *soft_cap : 0, nullptr,
+                                 chunk ? *chunk : 0, soft_cap ? *soft_cap : 0,
+                                 alibi_slopes ? View(*alibi_slopes).as<float>() : nullptr,
                                  sinks ? View(*sinks).as<float>() : nullptr, step.threads);
   if (rotated) aoti_torch_delete_tensor_object(rotated);
   return bad ? kFailed : 0;

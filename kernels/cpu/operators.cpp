@@ -29,7 +29,7 @@ Error aoti_torch_delete_tensor_object(Tensor tensor);
 Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
 
 Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, int64_t*, double*,
-                                     int64_t*, Tensor*, Tensor*, Tensor*, Tensor*);
+                                     int64_t*, Tensor*, Tensor*, Tensor*, Tensor*, Tensor*);
 
 Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
                                    Tensor*, Tensor*);
@@ -84,8 +84,8 @@ void finish(Value* stack, Error error, const Tensor& result, const char* name) {
 }
 
 void paged_attention(Value* stack, uint64_t, uint64_t) {
-  Given query(stack[0]), key(stack[1]), value(stack[2]), sinks(stack[8]), cos(stack[9]),
-      sin(stack[10]);
+  Given query(stack[0]), key(stack[1]), value(stack[2]), sinks(stack[8]),
+      alibi_slopes(stack[9]), cos(stack[10]), sin(stack[11]);
   int64_t window = static_cast<int64_t>(stack[5]), chunk = static_cast<int64_t>(stack[7]);
   double cap = as_double(stack[6]);
   Tensor result = nullptr;
@@ -93,8 +93,8 @@ void paged_attention(Value* stack, uint64_t, uint64_t) {
          aoti_torch_cpu_paged_attention(query, key, value, static_cast<int64_t>(stack[3]),
                                         as_double(stack[4]), window ? &window : nullptr,
                                         cap ? &cap : nullptr, chunk ? &chunk : nullptr,
-                                        sinks.optional(), cos.optional(), sin.optional(),
-                                        &result),
+                                        sinks.optional(), alibi_slopes.optional(), cos.optional(),
+                                        sin.optional(), &result),
          result, "paged_attention");
 }
 
@@ -208,8 +208,8 @@ struct Operator {
 constexpr Operator kOperators[] = {
     {"paged_attention",
      "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-     " int sliding_window, float soft_cap, int chunk, Tensor sinks, Tensor cos, Tensor sin)"
-     " -> Tensor",
+     " int sliding_window, float soft_cap, int chunk, Tensor sinks, Tensor alibi_slopes,"
+     " Tensor cos, Tensor sin) -> Tensor",
      paged_attention},
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
     {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},

@@ -153,6 +153,8 @@ _ALL_FULL = {
 VARIANTS = [
     *(Entry(f"{n}, no window", n, _NO_WINDOW) for n in ("mistral", "mixtral", "phi3", "phimoe")),
     *(Entry(f"{n}, no window", n, _ALL_FULL) for n in ("qwen2", "qwen2_moe")),
+    Entry("falcon, alibi", "falcon", {"alibi": True, "multi_query": False, "num_kv_heads": HEADS}),
+    Entry("falcon, groups", "falcon", {"new_decoder_architecture": True}),
     Entry(
         "llama4_text, no temperature",
         "llama4_text",

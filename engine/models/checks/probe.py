@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from octavo.engine.attention.interface import PAGED_ATTENTION
+from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE
 from octavo.engine.attention.state_functions import (
     CONVOLUTION,
     DELTAS,
@@ -27,10 +27,16 @@ from octavo.engine.attention.state_functions import (
     replace_functions,
 )
 from octavo.engine.model_shape import LayerShape, StateShape
-from octavo.engine.models.checks.masks import Mask, MaskFunction, UnknownMaskError, recognize
+from octavo.engine.models.attention_layers import has_replacements
+from octavo.engine.models.checks.masks import (
+    FULL,
+    Mask,
+    MaskFunction,
+    UnknownMaskError,
+    recognize,
+)
 from octavo.kernels.states import ACTIVATIONS
 
-PROBE = "octavo_probe"
 CONVOLUTION_CHANNELS, SCAN_CHANNELS = 1024, 256
 """Channels per row of a state: rows of some kilobytes fill blocks of any size well."""
 TOKENS = 3
@@ -49,7 +55,8 @@ NAMED_REFUSALS = {
 }
 HARMLESS = frozenset(
     {
-        *("dropout", "scaling", "softcap", "s_aux", "is_causal", "sliding_window", "position_ids"),
+        *("dropout", "scaling", "softcap", "s_aux", "alibi_slopes", "is_causal", "sliding_window"),
+        *("local_window", "position_ids"),
         *("use_cache", "cache_position", "past_key_values", "return_dict", "training"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
@@ -234,11 +241,19 @@ def _in_rows(channels: int, width: int, most: int, full_precision: bool) -> Stat
 @contextmanager
 def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Switch a model to another attention implementation, and to paged attention afterwards."""
-    model.set_attn_implementation(name)
+    set_attention(model, name)
     try:
         yield
     finally:
-        model.set_attn_implementation(PAGED_ATTENTION)
+        set_attention(model, PAGED_ATTENTION)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Switch a model to another attention implementation."""
+    if has_replacements(model):  # transformers does not switch classes without the interface
+        kind: Any = type(model)
+        kind._can_set_attn_implementation_cached_value = True  # noqa: SLF001
+    model.set_attn_implementation(name)
 
 
 def _make_mask(
@@ -274,6 +289,10 @@ def _record(
     layer = len(state.layers)
     _check_call(state, module, (query, key, value), keywords)
     mask = _find_mask(state, layer, attention_mask)
+    if (window := keywords.get("local_window")) is not None:
+        if mask != FULL:
+            raise UnknownMaskError(f"its layer {layer} has both a window and another mask")
+        mask = Mask(window)
     own: Any = module
     own.octavo_layer, own.octavo_mask = layer, mask
     batch, num_heads, tokens, key_dim = query.shape

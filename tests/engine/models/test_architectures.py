@@ -10,10 +10,13 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     GPT2Config,
+    GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MptConfig,
     Qwen3Config,
+    XLNetConfig,
 )
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
@@ -49,6 +52,22 @@ CONFIGS = {
         n_layer=3,
         n_head=2,
         n_positions=256,
+        eos_token_id=None,
+        bos_token_id=None,
+    ),
+    "ALiBi, not a power of two": BloomConfig(
+        vocab_size=500, hidden_size=96, n_layer=3, n_head=3, eos_token_id=None, bos_token_id=None
+    ),
+    "ALiBi, scaled and clipped": MptConfig(
+        vocab_size=500, d_model=64, n_layers=3, n_heads=2, attn_config={"clip_qkv": 2.0}
+    ),
+    "rotary embedding in pairs": GPTJConfig(
+        vocab_size=500,
+        n_embd=64,
+        n_layer=3,
+        n_head=2,
+        n_positions=256,
+        rotary_dim=16,
         eos_token_id=None,
         bos_token_id=None,
     ),
@@ -94,7 +113,7 @@ def test_greedy_output_is_transformers(name, tmp_path):
 
 
 def test_what_attention_cannot_do_is_refused_at_start(tmp_path):
-    save(BloomConfig(vocab_size=500, hidden_size=64, n_layer=2, n_head=4), tmp_path)
+    save(XLNetConfig(vocab_size=500, d_model=64, n_layer=2, n_head=4, d_inner=96), tmp_path)
     with pytest.raises(UnsupportedModelError, match="attention interface"):
         engine_of(tmp_path)
 

@@ -16,8 +16,8 @@ class Twice(torch.nn.Module):
     """Calls attention twice alike, and once for what it writes alone."""
 
     def forward(self, x):
-        same = [attention(x, x, x, 0, 1.0, None, None, None, None) for _ in range(2)]
-        attention(x, x, x, 1, 1.0, None, None, None, None)
+        same = [attention(x, x, x, 0, 1.0, *[None] * 5) for _ in range(2)]
+        attention(x, x, x, 1, 1.0, *[None] * 5)
         return sum(same)
 
 

@@ -1,0 +1,67 @@
+"""Attention modules that do not call transformers' `AttentionInterface`, and what replaces them.
+
+A replacement is a function of the module that calls `attend`. It runs with Octavo's implementations
+of attention; with any other, such as that of a reference run, transformers' own code runs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from octavo.engine.models.attention_layers import (
+    attn_method,
+    bloom,
+    falcon,
+    mpt,
+)
+from octavo.engine.models.attention_layers.attend import OWN_CONFIG, is_paged
+
+METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "BloomAttention": ("forward", bloom.forward),
+    "CodeGenAttention": ("_attn", attn_method.gptj),
+    "FalconAttention": ("forward", falcon.forward),
+    "FalconModel": ("forward", falcon.model_forward),
+    "GPTJAttention": ("_attn", attn_method.gptj),
+    "GPTNeoSelfAttention": ("_attn", attn_method.gpt_neo),
+    "GPTNeoXJapaneseAttention": ("_attn", attn_method.gpt_neox_japanese),
+    "MptAttention": ("forward", mpt.forward),
+    "MptModel": ("forward", mpt.model_forward),
+}
+"""By the name of a module's class: the method that is replaced, and by what.
+
+A replacement takes the module, the method that it replaces, and the method's arguments.
+"""
+
+
+def replace_attention(model: PreTrainedModel) -> None:
+    """Replace the attention of a model's modules that are in `METHODS`.
+
+    Args:
+        model: Changed in place.
+    """
+    config = model.config.get_text_config(decoder=True)
+    for module in model.modules():
+        if replaced := METHODS.get(type(module).__name__):
+            setattr(module, OWN_CONFIG, getattr(module, "config", config))
+            name, ours = replaced
+            setattr(module, name, _either(module, ours, getattr(module, name)))
+
+
+def has_replacements(model: PreTrainedModel) -> bool:
+    """Return whether some of a model's modules are in `METHODS`."""
+    return any(type(module).__name__ in METHODS for module in model.modules())
+
+
+def _either(
+    module: nn.Module, ours: Callable[..., Any], theirs: Callable[..., Any]
+) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as theirs
+        if is_paged(module):
+            return ours(module, theirs, *arguments, **keywords)
+        return theirs(*arguments, **keywords)
+
+    return call
