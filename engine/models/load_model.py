@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.attention_layers import replace_attention
+from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
@@ -161,7 +161,7 @@ def load(
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             _check_quantizable(model, path, quantization, target)
-        with attention_of(model, "eager"):
+        with attention_of(model, reference_attention(config)):
             expected = reference(model, shape)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.

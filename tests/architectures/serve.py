@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from octavo.common.layer_groups import blocks_held
 from octavo.common.models.errors import ModelError
 from octavo.engine.capacity import StartupError
+from octavo.engine.models.attention_layers import reference_attention
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode, PreemptionPolicy
 from octavo.engine.settings import EngineSettings
@@ -267,8 +268,9 @@ def compare(
 
 
 def _eager(directory: Path) -> PreTrainedModel:
+    attention = reference_attention(AutoConfig.from_pretrained(directory))
     return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
+        directory, dtype=torch.float32, attn_implementation=attention
     ).eval()
 
 

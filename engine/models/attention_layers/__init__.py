@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.engine.models.attention_layers import (
     attn_method,
@@ -35,6 +35,15 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
 A replacement takes the module, the method that it replaces, and the method's arguments.
 """
 
+REFERENCES = {"falcon": "sdpa"}
+"""By model type: the implementation of transformers that a model is compared with, if not "eager".
+Falcon's eager code adds ALiBi twice (transformers 5.23)."""
+
+
+def reference_attention(config: PreTrainedConfig) -> str:
+    """Return the name of transformers' attention that defines what a model computes."""
+    return REFERENCES.get(config.model_type, "eager")
+
 
 def replace_attention(model: PreTrainedModel) -> None:
     """Replace the attention of a model's modules that are in `METHODS`.
@@ -48,11 +57,6 @@ def replace_attention(model: PreTrainedModel) -> None:
             setattr(module, OWN_CONFIG, getattr(module, "config", config))
             name, ours = replaced
             setattr(module, name, _either(module, ours, getattr(module, name)))
-
-
-def has_replacements(model: PreTrainedModel) -> bool:
-    """Return whether some of a model's modules are in `METHODS`."""
-    return any(type(module).__name__ in METHODS for module in model.modules())
 
 
 def _either(

@@ -27,7 +27,6 @@ from octavo.engine.attention.state_functions import (
     replace_functions,
 )
 from octavo.engine.model_shape import LayerShape, StateShape
-from octavo.engine.models.attention_layers import has_replacements
 from octavo.engine.models.checks.masks import (
     FULL,
     Mask,
@@ -250,10 +249,12 @@ def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Switch a model to another attention implementation."""
-    if has_replacements(model):  # transformers does not switch classes without the interface
-        kind: Any = type(model)
-        kind._can_set_attn_implementation_cached_value = True  # noqa: SLF001
-    model.set_attn_implementation(name)
+    if model._can_set_attn_implementation():  # noqa: SLF001 - has no public name
+        model.set_attn_implementation(name)
+        return
+    # transformers would not switch a class that does not call its interface.
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config._attn_implementation_internal = name  # noqa: SLF001
 
 
 def _make_mask(

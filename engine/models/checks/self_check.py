@@ -84,7 +84,7 @@ def reference(model: nn.Module, shape: ModelShape) -> Reference:
     """Run transformers' eager forward pass.
 
     Args:
-        model: A transformers model with attention implementation "eager".
+        model: A transformers model with its attention, not Octavo's.
         shape: Its dimensions.
     """
     device = next(model.parameters()).device
