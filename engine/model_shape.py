@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The attention of one layer.
+    """One call of attention: most layers have one.
 
     Attributes:
         num_heads: Query heads.
@@ -14,6 +14,7 @@ class LayerShape:
         value_dim: Elements per head of a value.
         window: A token attends to this many tokens, itself included; None: to all before it.
         chunk: A token attends to those since the last multiple of this; None: to all before it.
+        source: The number of the call whose keys and values it attends to; None: its own.
     """
 
     num_heads: int
@@ -22,6 +23,7 @@ class LayerShape:
     value_dim: int
     window: int | None = None
     chunk: int | None = None
+    source: int | None = None
 
     @property
     def token_elements(self) -> int:

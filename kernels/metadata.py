@@ -62,11 +62,13 @@ class LayerCache(NamedTuple):
         keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
         values: As `keys`.
         group: The layer group whose block tables list the blocks.
+        written: Whether the layer writes them; else an earlier one does.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     group: int = 0
+    written: bool = True
 
 
 class StateCache(NamedTuple):

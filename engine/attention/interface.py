@@ -4,15 +4,63 @@ Every transformers decoder calls attention through `AttentionInterface`, so one 
 of them. It passes Q, K and V to the operator that writes the cache and computes paged attention.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
 from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
 
 PAGED_ATTENTION, PROBE = "octavo_paged", "octavo_probe"
 """Names of implementations: the paged one, and one that records what models ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One of a module's calls of attention.
+
+    Attributes:
+        layer: The number of the call in the model.
+        window: A token attends to this many tokens, itself included; None: to all before it.
+        chunk: A token attends to those since the last multiple of this; None: to all before it.
+    """
+
+    layer: int
+    window: int | None
+    chunk: int | None
+
+
+def number_calls(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> None:
+    """Let the modules' calls of attention be those given, in their order.
+
+    Args:
+        model: The model, each run of which begins with every module's first call.
+        calls: The calls of each of its modules.
+    """
+    for module, own in calls.items():
+        marked: Any = module
+        marked.octavo_calls, marked.octavo_called = own, 0
+    several = [module for module, own in calls.items() if len(own) > 1]
+    if several:
+        model.register_forward_pre_hook(lambda *_: _restart(several))
+
+
+def _restart(modules: Sequence[Any]) -> None:
+    for module in modules:
+        module.octavo_called = 0
+
+
+def _next_call(module: nn.Module) -> Call:
+    marked: Any = module
+    calls: Sequence[Call] = marked.octavo_calls
+    if len(calls) == 1:
+        return calls[0]
+    call: Call = calls[marked.octavo_called]
+    marked.octavo_called += 1
+    return call
 
 
 def _forward(  # noqa: PLR0917 - transformers calls it by position
@@ -30,8 +78,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """Compute attention over the paged cache.
 
     Args:
-        module: The attention layer. `probe` has set `octavo_layer`, the number of its call, and
-            `octavo_mask`, the keys that a token attends to.
+        module: The attention layer, whose calls `number_calls` has numbered.
         query: `[1, num_heads, num_tokens, key_dim]`, the flat batch.
         key: `[1, num_kv_heads, num_tokens, key_dim]`.
         value: `[1, num_kv_heads, num_tokens, value_dim]`.
@@ -44,17 +91,17 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     Returns:
         `[1, num_tokens, num_heads, value_dim]`, and None for the weights.
     """
-    own: Any = module
+    call = _next_call(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = torch.ops.octavo.paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        own.octavo_layer,
+        call.layer,
         scale,
-        own.octavo_mask.window,
+        call.window,
         softcap,
-        own.octavo_mask.chunk,
+        call.chunk,
         None if s_aux is None else s_aux.float().contiguous(),
         alibi_slopes,
     )

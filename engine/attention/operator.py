@@ -123,14 +123,14 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     if isinstance(step, DryRun):
         step.calls.append(layer)
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-    key_cache, value_cache, group = step.layers[layer]
+    key_cache, value_cache, group, written = step.layers[layer]
     metadata = step.groups[group]
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
     cache = (key_cache, value_cache, metadata.slot_mapping)
     scales = Scales(key_scale=key_scale, value_scale=value_scale)
-    if cos is not None and sin is not None:
+    if cos is not None and sin is not None:  # if not `written`, it writes the same again
         query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
-    else:
+    elif written:
         write_kv(key, value, *cache, **scales)
     return paged_attention(
         query,

@@ -207,10 +207,16 @@ def plan_layout(
         shape,
         tuple(groups),
         shapes,
-        tuple(places[layer] for layer in range(len(shape.layers))),
+        tuple(places[_keeper(shape, layer)] for layer in range(len(shape.layers))),
         tuple(state_places[number] for number in range(len(shape.states))),
         size,
     )
+
+
+def _keeper(shape: ModelShape, layer: int) -> int:
+    """Return the layer that keeps a layer's keys and values."""
+    source = shape.layers[layer].source
+    return layer if source is None else source
 
 
 def _aligned(elements: int) -> int:
@@ -247,10 +253,11 @@ def _state_kinds(
 
 
 def _kinds(layers: tuple[LayerShape, ...]) -> list[_Kind]:
-    """Return the layers by shape, those without a window first."""
+    """Return the layers with own keys and values by shape, those without a window first."""
     by_shape: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(layers):
-        by_shape.setdefault(shape, []).append(layer)
+        if shape.source is None:
+            by_shape.setdefault(shape, []).append(layer)
     kinds = [_Kind(shape, tuple(numbers)) for shape, numbers in by_shape.items()]
     return sorted(kinds, key=lambda kind: kind.bounded)
 

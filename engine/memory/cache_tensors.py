@@ -101,6 +101,7 @@ def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
             view(place, place.keys, shape.num_kv_heads, shape.key_dim),
             view(place, place.values, shape.num_kv_heads, shape.value_dim),
             place.group,
+            written=shape.source is None,
         )
         for shape, place in zip(layout.shape.layers, layout.places, strict=True)
     ]

@@ -86,7 +86,7 @@ class _Step(Structure):
     """A compiled step's caches and batches; the same as in shims.h."""
 
     _fields_ = (
-        *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32))),
+        *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
         *(("states", POINTER(_State)), ("batches", POINTER(_Batch)), ("threads", c_int32)),
     )
 
@@ -198,13 +198,14 @@ class CheckedCaches:
         ValueError: The kernels do not support them.
     """
 
-    __slots__ = ("groups", "layers", "states", "tensors")
+    __slots__ = ("groups", "layers", "states", "tensors", "written")
 
     def __init__(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> None:
         self.tensors = layers, states
-        caches = [_CheckedCache(keys, values) for keys, values, _ in layers]
+        caches = [_CheckedCache(layer.keys, layer.values) for layer in layers]
         self.layers = (_Cache * len(caches))(*(cache.struct for cache in caches))
-        self.groups = (c_int32 * len(caches))(*(group for _, _, group in layers))
+        self.groups = (c_int32 * len(caches))(*(layer.group for layer in layers))
+        self.written = (c_int32 * len(caches))(*(layer.written for layer in layers))
         self.states = (_State * len(states))(*map(_state, states))
 
     def are_of(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> bool:
@@ -482,7 +483,7 @@ class NativeKernels:
     def _step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> _Step:
         batches = self._check_batches(groups)
         return _Step(
-            *(caches.layers, caches.groups, caches.states, batches.structs),
+            *(caches.layers, caches.groups, caches.written, caches.states, batches.structs),
             torch.get_num_threads(),
         )
 

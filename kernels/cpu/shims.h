@@ -50,7 +50,8 @@ struct StateCache {
 // The current step. Each thread has its own. The layers of a group share a batch.
 struct Step {
   const Cache* layers;
-  const int32_t* groups;  // of each layer
+  const int32_t* groups;   // of each layer
+  const int32_t* written;  // whether a layer writes its cache; else an earlier one does
   const StateCache* states;
   const Batch* batches;  // of each group
   int32_t threads;

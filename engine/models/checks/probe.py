@@ -7,7 +7,7 @@ attention function are always right.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE
+from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE, Call, number_calls
 from octavo.engine.attention.state_functions import (
     CONVOLUTION,
     DELTAS,
@@ -75,7 +75,8 @@ class _Probe:
     states: list[StateShape] = field(default_factory=list)
     keepers: dict[torch.nn.Module, list[int]] = field(default_factory=dict)
     running: list[torch.nn.Module] = field(default_factory=list)
-    modules: list[torch.nn.Module] = field(default_factory=list)
+    operands: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    calls: dict[torch.nn.Module, list[Call]] = field(default_factory=dict)
     recurrences: int = 0
     looked_up: list[torch.Tensor] = field(default_factory=list)
 
@@ -114,6 +115,7 @@ def probe(
     _check_layer_types(model, found)
     for module, numbers in found.keepers.items():
         number_states(module, numbers)
+    number_calls(model, found.calls)
     return tuple(found.layers), tuple(found.states)
 
 
@@ -288,30 +290,37 @@ def _record(
     """Replace attention: record the call, return zeros."""
     state = _probe.get()
     layer = len(state.layers)
-    _check_call(state, module, (query, key, value), keywords)
+    _check_call(module, (query, key, value), keywords)
     mask = _find_mask(state, layer, attention_mask)
     if (window := keywords.get("local_window")) is not None:
         if mask != FULL:
             raise UnknownMaskError(f"its layer {layer} has both a window and another mask")
         mask = Mask(window)
-    own: Any = module
-    own.octavo_layer, own.octavo_mask = layer, mask
+    state.calls.setdefault(module, []).append(Call(layer, mask.window, mask.chunk))
     batch, num_heads, tokens, key_dim = query.shape
     sizes = num_heads, key.shape[1], key_dim, value.shape[3]
-    state.layers.append(LayerShape(*sizes, mask.window, mask.chunk))
-    state.modules.append(module)
+    shape = LayerShape(*sizes, mask.window, mask.chunk)
+    state.layers.append(replace(shape, source=_find_source(state, shape, key, value)))
+    state.operands.append((key, value))
     return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
 
 
+def _find_source(
+    state: _Probe, shape: LayerShape, key: torch.Tensor, value: torch.Tensor
+) -> int | None:
+    """Return the earlier call that attends alike to the very same keys and values."""
+    for layer, (other_key, other_value) in enumerate(state.operands):
+        if key is other_key and value is other_value and state.layers[layer] == shape:
+            return layer
+    return None
+
+
 def _check_call(
-    state: _Probe,
     module: torch.nn.Module,
     operands: tuple[torch.Tensor, ...],
     keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that paged attention does not support."""
-    if any(module is other for other in state.modules):
-        raise NotImplementedError(f"its {type(module).__name__} calls attention several times")
     for name, given in keywords.items():
         if given is None or given is False:
             continue
