@@ -300,9 +300,6 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
     """
     config: Any = model.config.get_text_config(decoder=True)
     context = _context(config)
-    if getattr(config, "attn_temperature_tuning", None) and hasattr(config, "floor_scale"):
-        # Llama 4; the self-check cannot see it within the first `floor_scale` tokens.
-        raise NotImplementedError("it scales attention by positions that it counts itself")
     if context is not None:
         context = fix_rope(model, context, max_model_len)
     layers, states = probe(model, MAX_POSITIONS if context is None else context)

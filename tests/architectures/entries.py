@@ -156,11 +156,10 @@ VARIANTS = [
     Entry("falcon, alibi", "falcon", {"alibi": True, "multi_query": False, "num_kv_heads": HEADS}),
     Entry("falcon, groups", "falcon", {"new_decoder_architecture": True}),
     Entry(
-        "llama4_text, no temperature",
+        "llama4_text, chunks",
         "llama4_text",
         OVERRIDES["llama4_text"]
         | {
-            "attn_temperature_tuning": False,
             "layer_types": ["chunked_attention", "full_attention"] * 2,
         },
     ),

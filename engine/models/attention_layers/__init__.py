@@ -15,6 +15,7 @@ from octavo.engine.models.attention_layers import (
     attn_method,
     bloom,
     falcon,
+    llama4,
     mpt,
 )
 from octavo.engine.models.attention_layers.attend import OWN_CONFIG, is_paged
@@ -27,6 +28,8 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTJAttention": ("_attn", attn_method.gptj),
     "GPTNeoSelfAttention": ("_attn", attn_method.gpt_neo),
     "GPTNeoXJapaneseAttention": ("_attn", attn_method.gpt_neox_japanese),
+    "Llama4TextAttention": ("forward", llama4.forward),
+    "Llama4TextDecoderLayer": ("forward", llama4.layer_forward),
     "MptAttention": ("forward", mpt.forward),
     "MptModel": ("forward", mpt.model_forward),
 }

@@ -1,0 +1,58 @@
+"""Llama 4: queries of layers without rotary embeddings grow with their positions.
+
+transformers' attention counts the positions itself, from the first token of the batch. The layer
+around it knows them, and passes them on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
+
+from octavo.engine.models.attention_layers.attend import attend
+
+
+def layer_forward(
+    module: Any,  # noqa: ANN401, ARG001
+    theirs: Callable[..., Any],
+    *arguments: Any,  # noqa: ANN401
+    **keywords: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Replace `Llama4TextDecoderLayer.forward`: pass the positions to its attention."""
+    return theirs(*arguments, **keywords, positions=keywords["position_ids"])
+
+
+def forward(
+    module: Any,  # noqa: ANN401
+    theirs: Callable[..., Any],  # noqa: ARG001
+    hidden_states: Tensor,
+    position_embeddings: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    positions: Tensor,
+    **_: Any,  # noqa: ANN401 - of caches and outputs
+) -> tuple[Tensor, None]:
+    """Replace `Llama4TextAttention.forward`."""
+    projections = module.q_proj, module.k_proj, module.v_proj
+    query, key, value = (
+        x.reshape(*x.shape[:-1], -1, module.head_dim)
+        for x in (project(hidden_states) for project in projections)
+    )
+    if module.use_rope:
+        query, key = apply_rotary_emb(query, key, position_embeddings)
+    if hasattr(module, "qk_norm"):
+        query, key = module.qk_norm(query), module.qk_norm(key)
+    if module.attn_temperature_tuning and not module.use_rope:
+        query = (query * _temperatures(module, positions)).to(query.dtype)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    output = attend(module, query, key, value, attention_mask, scaling=module.scaling)
+    return module.o_proj(output), None
+
+
+def _temperatures(module: Any, positions: Tensor) -> Tensor:  # noqa: ANN401
+    """Return the factors of queries, `[1, num_tokens, 1, 1]` float32."""
+    floors = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    scale: float = module.attn_scale
+    return (torch.log1p(floors) * scale + 1.0)[..., None, None]
