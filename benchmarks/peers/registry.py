@@ -81,16 +81,20 @@ PEERS = (
 )
 
 
-def choose(names: str, isa: Isa = NATIVE) -> tuple[Peer, ...]:
+def choose(
+    names: str, isa: Isa = NATIVE, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})
+) -> tuple[Peer, ...]:
     """Return the peers that a list names, in its order.
 
     Args:
         names: separated by commas; "openvino" stands for all that begin with it.
-            Empty: all peers that can be held to `isa`.
+            Empty: all peers that can be held to `isa` and read the model.
         isa: the level of instructions.
+        forms: of the model.
 
     Raises:
-        ValueError: a name stands for none, or for one that cannot be held to `isa`.
+        ValueError: a name stands for none, or for one that cannot be held to `isa` or cannot read
+            the model.
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
@@ -103,11 +107,13 @@ def choose(names: str, isa: Isa = NATIVE) -> tuple[Peer, ...]:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"no peer is called {name!r}; there are {known}")
         chosen |= found
-    holdable = [peer for peer in PEERS if isa.is_native or peer.holdable]
+    able = [peer for peer in PEERS if (isa.is_native or peer.holdable) and peer.form in forms]
     for peer in chosen.values():
-        if peer not in holdable:
+        if peer.form not in forms:
+            raise ValueError(f"{peer.name} needs a {peer.form} file, which this model has not")
+        if peer not in able:
             raise ValueError(f"{peer.name} cannot be held to {isa.name}")
-    return tuple(chosen.values()) or tuple(holdable)
+    return tuple(chosen.values()) or tuple(able)
 
 
 def default_folder() -> Path:
