@@ -88,6 +88,12 @@ def _options() -> argparse.Namespace:
         help=f"{', '.join([model_files.DEMO, *SHAPES])}, or a directory (default: demo)",
     )
     parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="DIRECTORY",
+        help="another checkout of this project, with its stubs made, to measure as well",
+    )
+    parser.add_argument(
         "--requests",
         type=int,
         default=workloads.REQUESTS,
@@ -113,6 +119,8 @@ def _options() -> argparse.Namespace:
     try:
         options.model = model_files.choose(options.model)
         options.peers = registry.choose(options.peers, ISAS[options.isa], options.model.forms)
+        if options.before:
+            options.peers = registry.with_before(options.peers, _checkout(options.before))
     except ValueError as error:
         parser.error(str(error))
     if lacking := ISAS[options.isa].needs - cpu_features():
@@ -122,6 +130,17 @@ def _options() -> argparse.Namespace:
     if not 1 <= options.requests <= workloads.REQUESTS:
         parser.error(f"--requests is from 1 to {workloads.REQUESTS}")
     return options
+
+
+def _checkout(directory: Path) -> Path:
+    """Return a checkout's absolute path.
+
+    Raises:
+        ValueError: It is none, or its stubs are not made.
+    """
+    if not (directory / "octavo" / "v1").is_dir():
+        raise ValueError(f"--before {directory}: no checkout with octavo/v1 (make protos)")
+    return directory.resolve()
 
 
 def _file_name(model: Model) -> str:

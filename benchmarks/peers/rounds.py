@@ -1,6 +1,7 @@
 """Measure every peer once a round, in a rotating order; one runs at a time."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -112,12 +113,15 @@ class Fleet:
             self._end(next(iter(self._loaded)))
         self._say(f"{peer.title}: loading")
         python, model = self._provided[peer.name]
-        variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(self._threads)}
+        paths = [BENCHMARKS] if peer.checkout is None else [BENCHMARKS, peer.checkout]
+        variables = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        variables["OMP_NUM_THREADS"] = str(self._threads)
         variables |= self._isa.variables
         command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
         began = time.monotonic()
         log = self._folder / f"{peer.name}.log"
-        worker = self._loaded[peer.name] = WorkerProcess(command, variables, log, PATIENCE)
+        worker = WorkerProcess(command, variables, log, PATIENCE, directory=peer.checkout)
+        self._loaded[peer.name] = worker
         setup = Setup(str(model), self._threads, CACHE_GIB, peer.options)
         result.versions = worker.load(setup)
         result.load_seconds.append(time.monotonic() - began)

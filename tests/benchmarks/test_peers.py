@@ -119,6 +119,14 @@ def test_a_model_is_chosen_by_its_shape_or_directory_and_peers_by_its_forms(tmp_
     assert max(token for r in mix.requests for token in r.prompt) in range(600, 700)
 
 
+def test_another_checkout_is_measured_beside_this_one(tmp_path):
+    peers = registry.with_before(registry.choose("octavo-int8,vllm"), tmp_path)
+    assert [peer.name for peer in peers] == ["octavo-int8", "vllm", "octavo-int8-before"]
+    assert [peer.is_octavo for peer in peers] == [True, False, False], "the others are compared"
+    assert peers[-1].options == peers[0].options
+    assert peers[-1].checkout == tmp_path
+
+
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_a_shape_is_saved_with_the_layers_it_names(name, tmp_path):
     shape = shapes.SHAPES[name]
