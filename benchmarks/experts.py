@@ -2,35 +2,43 @@
 
     python -m benchmarks.experts [--rows 1 8 48 512] [--repeat 7]
 
-The layer is that of Qwen3-30B-A3B, with random weights in bfloat16 and in fewer bits. The least
-time is what the weights of the active experts take at the rate at which this machine copies memory,
-or the products at the rate at which PyTorch multiplies large float32 matrices, whichever is longer;
-where the CPU multiplies bfloat16 or bytes faster, the latter is no bound. Each call routes its rows
-anew, so that weights come from memory. tests/kernels compare the results with the reference.
+The layer is that of Qwen3-30B-A3B, with random weights in bfloat16 and in fewer bits. Each call
+routes its rows anew, so that most weights come from memory; ways are timed in turns with the same
+rows. The least time of a call is the longer of two: reading the weights of the experts that its
+rows chose, once, at the rate at which PyTorch sums a large tensor, and multiplying at the rate of
+PyTorch's fastest product of large matrices: of float32, bfloat16 and, for weights in 8 bits, bytes.
+A call of few rows can be a little faster than that where the processor's last cache still holds
+some experts. tests/kernels compare the results with the reference.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from benchmarks.report import table
 from octavo.engine.models.experts.expert_layer import ExpertLayer, recognize
-from octavo.engine.models.experts.packed_experts import PackedExperts, packed
+from octavo.engine.models.experts.packed_experts import packed
 from octavo.engine.models.quantization.calibration import ExpertInputs
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
 
 HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8
 CALIBRATION_ROWS = 128
+PEERS = ("grouped_mm", "eager")
 BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 20 / 32}
 """Of a weight; in 4 bits with its group's scale and zero."""
 MATRIX = 2048
-COPIED = 256 << 20
+READ_BYTES = 512 << 20
 
+Route = tuple[Tensor, Tensor, Tensor]
+"""Rows, the experts of each, and their weights."""
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -41,29 +49,78 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     options = parser.parse_args()
     layer = _make_layer()
-    copied, products = _copy_rate(options.repeat), _product_rate(options.repeat)
-    print(
-        f"memory is copied at {copied / 1e9:.1f} GB/s, products run at {products / 1e9:.0f} GFLOP/s"
-    )
-    ways = {
-        "bfloat16": packed(layer),
-        "int8": experts_to_int8(layer, _inputs()),
-        "int4": experts_to_int4(layer),
+    machine = Machine.measure(options.repeat)
+    print(machine)
+    ways: dict[str, Experts] = {
+        **{f"transformers, {name}": _transformers(layer.module, name) for name in PEERS},
+        "octavo, bfloat16": packed(layer),
+        "octavo, int8": experts_to_int8(layer, _inputs()),
+        "octavo, int4": experts_to_int4(layer),
     }
     for rows in options.rows:
-        active = _active(rows)
-        for name in ("grouped_mm", "eager"):
-            seconds = _time(_transformers(layer.module, name), rows, options.repeat)
-            print(f"{rows:4} rows  transformers, {name:10}  {seconds * 1e3:9.2f} ms")
-        for name, way in ways.items():
-            seconds = _time(way, rows, options.repeat)
-            weights = active * 3 * HIDDEN * INNER
-            read = weights * BYTES[name] / copied
-            multiplied = rows * CHOSEN * 6 * HIDDEN * INNER / products
-            print(
-                f"{rows:4} rows  octavo, {name:16}  {seconds * 1e3:9.2f} ms, {active:5.1f} experts:"
-                f" reading {read * 1e3:.2f} ms, products {multiplied * 1e3:.2f} ms"
+        routes = [_route(rows) for _ in range(options.repeat)]
+        active = statistics.median(count_active(route) for route in routes)
+        print(f"\n{rows} rows, {active:.0f} of {EXPERTS} experts\n")
+        print(table(HEADER, [*_lines(_time(ways, routes), rows, active, machine)]))
+
+
+HEADER = ["Way", "ms", "Least ms", "of reading", "of products", "Least / time"]
+
+
+def _lines(
+    times: dict[str, float], rows: int, active: float, machine: "Machine"
+) -> Iterator[list[str]]:
+    for name, seconds in times.items():
+        read, multiplied = machine.least(name.rpartition(" ")[2], rows, active)
+        least = max(read, multiplied)
+        milliseconds = (f"{time * 1e3:.2f}" for time in (seconds, least, read, multiplied))
+        yield [name, *milliseconds, f"{least / seconds:.0%}"]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a machine does at most.
+
+    Attributes:
+        read: bytes a second.
+        products: multiplications and additions a second, by the type of the weights.
+    """
+
+    read: float
+    products: dict[str, float]
+
+    @classmethod
+    def measure(cls, repeat: int) -> Self:
+        """Return the best of some tries."""
+        memory = torch.ones(READ_BYTES // 4)
+        floats = torch.randn(MATRIX, MATRIX)
+        halves, whole = floats.bfloat16(), torch.randint(-127, 128, floats.shape, dtype=torch.int8)
+        in_floats, in_halves, in_bytes = (
+            2 * MATRIX**3 / _best(multiply, matrix, matrix, repeat=repeat)
+            for multiply, matrix in (
+                *((torch.mm, floats), (torch.mm, halves)),
+                (torch._int_mm, whole),  # noqa: SLF001 - has no public name
             )
+        )
+        in_floats = max(in_floats, in_halves)
+        products = {"bfloat16": in_floats, "int8": max(in_floats, in_bytes), "int4": in_floats}
+        return cls(READ_BYTES / _best(torch.sum, memory, repeat=repeat), products)
+
+    def least(self, weights: str, rows: int, active: float) -> tuple[float, float]:
+        """Return the least seconds that reading and multiplying take.
+
+        Args:
+            weights: their type; another one than `BYTES` has is bfloat16.
+            rows: of the call.
+            active: number of experts with rows.
+        """
+        kind = weights if weights in BYTES else "bfloat16"
+        read = active * 3 * HIDDEN * INNER * BYTES[kind] / self.read
+        return read, rows * CHOSEN * 6 * HIDDEN * INNER / self.products[kind]
+
+    def __str__(self) -> str:
+        rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in self.products.items())
+        return f"Memory is read at {self.read / 1e9:.1f} GB/s; GFLOP/s of products: {rates}."
 
 
 def _make_layer() -> ExpertLayer:
@@ -86,15 +143,14 @@ def _inputs() -> ExpertInputs:
     return ExpertInputs(*_route(CALIBRATION_ROWS)[:2])
 
 
-def _route(rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows, the experts of each and their weights."""
+def _route(rows: int) -> Route:
     weights, ids = torch.rand(rows, EXPERTS).softmax(-1).topk(CHOSEN)
     return torch.randn(rows, HIDDEN).bfloat16(), ids, weights
 
 
-def _active(rows: int) -> float:
-    """Return the mean number of experts with rows."""
-    return EXPERTS * (1 - (1 - CHOSEN / EXPERTS) ** rows)
+def count_active(route: Route) -> int:
+    """Return the number of experts that have rows."""
+    return len(route[1].unique())
 
 
 def _transformers(module: nn.Module, name: str) -> Experts:
@@ -107,10 +163,12 @@ def _transformers(module: nn.Module, name: str) -> Experts:
 
 
 @torch.inference_mode()
-def _time(work: Experts | PackedExperts, rows: int, repeat: int) -> float:
-    """Return the median of a call's seconds."""
-    work(*_route(rows))
-    return statistics.median(_seconds(work, *_route(rows)) for _ in range(repeat))
+def _time(ways: dict[str, Experts], routes: list[Route]) -> dict[str, float]:
+    """Return the median of a call's seconds by each way."""
+    for work in ways.values():
+        work(*routes[0])
+    taken = [{name: _seconds(work, *route) for name, work in ways.items()} for route in routes]
+    return {name: statistics.median(one[name] for one in taken) for name in ways}
 
 
 def _seconds(work: Callable[..., object], *given: object) -> float:
@@ -119,16 +177,9 @@ def _seconds(work: Callable[..., object], *given: object) -> float:
     return time.perf_counter() - began
 
 
-def _copy_rate(repeat: int) -> float:
-    """Return the bytes per second that a copy reads and writes."""
-    source, to = torch.zeros(COPIED, dtype=torch.uint8), torch.zeros(COPIED, dtype=torch.uint8)
-    return 2 * COPIED / min(_seconds(to.copy_, source) for _ in range(repeat))
-
-
-def _product_rate(repeat: int) -> float:
-    """Return the operations per second of a large product in float32."""
-    a, b = torch.randn(MATRIX, MATRIX), torch.randn(MATRIX, MATRIX)
-    return 2 * MATRIX**3 / min(_seconds(torch.mm, a, b) for _ in range(repeat))
+def _best(work: Callable[..., object], *given: object, repeat: int) -> float:
+    work(*given)
+    return min(_seconds(work, *given) for _ in range(repeat))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure the peers, print the tables, and write peers.{json,md}."""
+"""Measure the peers, print the tables, and write them as JSON and as Markdown."""
 
 import argparse
 import os
@@ -14,21 +14,24 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-from benchmarks.peers import registry, report, workloads
+from benchmarks.peers import model_files, registry, report, workloads
 from benchmarks.peers.isa import ISAS
+from benchmarks.peers.model_files import Model
 from benchmarks.peers.report import Circumstances
 from benchmarks.peers.rounds import Fleet, measure
+from benchmarks.peers.shapes import SHAPES
 from octavo.kernels.machine import cpu_features
 
 RESULTS = Path(__file__).parents[1] / "results"
-QUICK_SHARE = 0.25
+QUICK_REQUESTS = 12
 
 
 def main() -> None:
     """The command line."""
     options = _options()
     console = Console()
-    share, rounds = (QUICK_SHARE, 1) if options.quick else (1.0, options.rounds)
+    count, rounds = (QUICK_REQUESTS, 1) if options.quick else (options.requests, options.rounds)
+    model: Model = options.model
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers are ended
     load, start, date = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
 
@@ -38,15 +41,16 @@ def main() -> None:
 
     held = ISAS[options.isa]
     with Fleet(
-        *(options.folder, options.threads, share, held), rebuild=options.rebuild, say=say
+        *(model, options.folder, options.threads, count, held), rebuild=options.rebuild, say=say
     ) as fleet:
         results = measure(fleet, options.peers, rounds, say)
-    mixed, single = workloads.mixed(0, share), workloads.single(0)
+    mixed, single = workloads.mixed(0, count), workloads.single(0)
     where = Circumstances(
         date=f"{date:%Y-%m-%d}",
         machine=_machine() + ("" if held.is_native else f", held to {held.name}"),
         system=f"{platform.system()}, Python {platform.python_version()}",
         load=load,
+        model=model.title,
         command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
         commit=_commit(),
         threads=options.threads,
@@ -61,7 +65,7 @@ def main() -> None:
     )
     ours = [peer.name for peer in options.peers if peer.is_octavo]
     options.output.mkdir(parents=True, exist_ok=True)
-    base = options.output / "peers"
+    base = options.output / _file_name(model)
     base.with_suffix(".json").write_text(report.as_json(results, where))
     page = report.markdown(results, ours, where)
     base.with_suffix(".md").write_text(page)
@@ -78,6 +82,23 @@ def _options() -> argparse.Namespace:
     names = ", ".join(peer.name for peer in registry.PEERS)
     parser.add_argument("--peers", default="", help=f"some of them: {names}")
     parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument(
+        "--model",
+        default=model_files.DEMO,
+        help=f"{', '.join([model_files.DEMO, *SHAPES])}, or a directory (default: demo)",
+    )
+    parser.add_argument(
+        "--before",
+        type=Path,
+        metavar="DIRECTORY",
+        help="another checkout of this project, with its stubs made, to measure as well",
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=workloads.REQUESTS,
+        help=f"of the mix, at most {workloads.REQUESTS} (default: all)",
+    )
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the mix")
     parser.add_argument("--threads", type=int, default=2, help="of each peer (default: 2)")
     parser.add_argument(
@@ -96,14 +117,37 @@ def _options() -> argparse.Namespace:
     )
     options = parser.parse_args()
     try:
-        options.peers = registry.choose(options.peers, ISAS[options.isa])
+        options.model = model_files.choose(options.model)
+        options.peers = registry.choose(options.peers, ISAS[options.isa], options.model.forms)
+        if options.before:
+            options.peers = registry.with_before(options.peers, _checkout(options.before))
     except ValueError as error:
         parser.error(str(error))
     if lacking := ISAS[options.isa].needs - cpu_features():
         parser.error(f"--isa {options.isa}: this CPU lacks {', '.join(sorted(lacking))}")
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads are at least 1")
+    if not 1 <= options.requests <= workloads.REQUESTS:
+        parser.error(f"--requests is from 1 to {workloads.REQUESTS}")
     return options
+
+
+def _checkout(directory: Path) -> Path:
+    """Return a checkout's absolute path.
+
+    Raises:
+        ValueError: It is none, or its stubs are not made.
+    """
+    if not (directory / "octavo" / "v1").is_dir():
+        raise ValueError(f"--before {directory}: no checkout with octavo/v1 (make protos)")
+    return directory.resolve()
+
+
+def _file_name(model: Model) -> str:
+    """Return the name of the results' files, without their suffix."""
+    if model.name == model_files.DEMO:
+        return "peers"
+    return f"peers_{model.name.replace('-', '_')}"
 
 
 def _machine() -> str:

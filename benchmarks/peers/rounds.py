@@ -1,6 +1,7 @@
 """Measure every peer once a round, in a rotating order; one runs at a time."""
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,9 +11,10 @@ from typing import Self
 
 import psutil
 
-from benchmarks.peers import environments, model_files, workloads
+from benchmarks.peers import environments, workloads
 from benchmarks.peers.environments import InstallError
 from benchmarks.peers.isa import Isa
+from benchmarks.peers.model_files import Model
 from benchmarks.peers.registry import Peer
 from benchmarks.peers.results import Result, Sample
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
@@ -41,20 +43,30 @@ class Fleet:
     """The loaded peers, all stopped but the one that runs.
 
     Args:
+        model: that all of them run.
         folder: for logs, environments and model files.
         threads: that each may compute with.
-        share: of the mix's requests to run.
+        requests: of the mix, the first ones.
         isa: the level of instructions to hold them to.
         rebuild: make environments anew.
         say: told what goes on.
     """
 
     def __init__(
-        self, folder: Path, threads: int, share: float, isa: Isa, *, rebuild: bool, say: Say
+        self,
+        model: Model,
+        folder: Path,
+        threads: int,
+        requests: int,
+        isa: Isa,
+        *,
+        rebuild: bool,
+        say: Say,
     ) -> None:
+        self._model = model
         self._folder = folder
         self._threads = threads
-        self._share = share
+        self._requests = requests
         self._isa = isa
         self._rebuild = rebuild
         self._say = say
@@ -72,7 +84,7 @@ class Fleet:
         else:
             environment = self._isa.hold(peer.environment)
             python = environments.provide(environment, self._folder, rebuild=self._rebuild)
-        self._provided[peer.name] = python, model_files.provide(peer.form, self._folder)
+        self._provided[peer.name] = python, self._model.provide(peer.form, self._folder)
 
     def run(self, peer: Peer, number: int, result: Result) -> None:
         """Run a round's workloads with the peer loaded and warm; note what it took.
@@ -101,12 +113,15 @@ class Fleet:
             self._end(next(iter(self._loaded)))
         self._say(f"{peer.title}: loading")
         python, model = self._provided[peer.name]
-        variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(self._threads)}
+        paths = [BENCHMARKS] if peer.checkout is None else [BENCHMARKS, peer.checkout]
+        variables = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        variables["OMP_NUM_THREADS"] = str(self._threads)
         variables |= self._isa.variables
         command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
         began = time.monotonic()
         log = self._folder / f"{peer.name}.log"
-        worker = self._loaded[peer.name] = WorkerProcess(command, variables, log, PATIENCE)
+        worker = WorkerProcess(command, variables, log, PATIENCE, directory=peer.checkout)
+        self._loaded[peer.name] = worker
         setup = Setup(str(model), self._threads, CACHE_GIB, peer.options)
         result.versions = worker.load(setup)
         result.load_seconds.append(time.monotonic() - began)
@@ -114,13 +129,19 @@ class Fleet:
 
     def _warm_up(self, worker: WorkerProcess, peer: Peer) -> None:
         self._say(f"{peer.title}: warming up")
-        worker.run(workloads.single(WARM_UP).requests)
-        worker.run(workloads.mixed(WARM_UP, self._share).requests)
+        worker.run(self._single(WARM_UP).requests)
+        worker.run(self._mixed(WARM_UP).requests)
         time.sleep(SETTLE_SECONDS)
 
     def _workloads(self, number: int) -> list[Workload]:
-        singles = [workloads.single(number * SINGLE_REPEATS + i) for i in range(SINGLE_REPEATS)]
-        return [*singles, workloads.mixed(number, self._share)]
+        singles = [self._single(number * SINGLE_REPEATS + i) for i in range(SINGLE_REPEATS)]
+        return [*singles, self._mixed(number)]
+
+    def _single(self, seed: int) -> Workload:
+        return workloads.single(seed, self._model.vocabulary)
+
+    def _mixed(self, seed: int) -> Workload:
+        return workloads.mixed(seed, self._requests, self._model.vocabulary)
 
     def _end(self, name: str) -> None:
         worker = self._loaded.pop(name, None)

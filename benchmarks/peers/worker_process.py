@@ -29,10 +29,16 @@ class WorkerProcess:
         variables: added to the environment.
         log: file that gets what it prints.
         patience: seconds that each answer may take.
+        directory: to run it in, if not in this process's.
     """
 
     def __init__(
-        self, command: Sequence[str], variables: Mapping[str, str], log: Path, patience: float
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        log: Path,
+        patience: float,
+        directory: Path | None = None,
     ) -> None:
         self._patience = patience
         self._log = log
@@ -43,6 +49,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=sink,
                 env={**os.environ, **variables},
+                cwd=directory,
                 text=True,
                 start_new_session=True,  # ctrl-C is ours to handle
             )

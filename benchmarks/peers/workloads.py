@@ -12,8 +12,10 @@ OUTPUT_TOKENS = 5_406
 SHORTEST = 8
 SINGLE_PROMPT_TOKENS = 24
 SINGLE_OUTPUT_TOKENS = 128
-TOKENS = range(256, 49_152)
-"""Ids that prompts are drawn from: the vocabulary, less its special tokens."""
+VOCABULARY = 49_152
+"""The demo model's."""
+SPECIAL_TOKENS = 256
+"""Prompts have no token below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +37,27 @@ class Workload:
         return sum(request.output_tokens for request in self.requests)
 
 
-def mixed(seed: int, share: float = 1.0) -> Workload:
+def mixed(seed: int, count: int = REQUESTS, vocabulary: int = VOCABULARY) -> Workload:
     """A chat's mix: 48 requests, most of them short, a few long.
 
     Args:
         seed: draws the prompts' tokens; the lengths are always the same.
-        share: of the requests, the first ones, in (0, 1].
+        count: of the requests, the first ones, at most `REQUESTS`.
+        vocabulary: number of the model's tokens.
     """
     shapes = random.Random(0)
     prompts = spread(shapes, REQUESTS, PROMPT_TOKENS)
     outputs = spread(shapes, REQUESTS, OUTPUT_TOKENS)
     draw = random.Random(f"mixed {seed}")
-    wanted = list(zip(prompts, outputs, strict=True))[: max(round(REQUESTS * share), 1)]
-    requests = tuple(_request(draw, prompt, output) for prompt, output in wanted)
+    wanted = list(zip(prompts, outputs, strict=True))[:count]
+    requests = tuple(_request(draw, prompt, output, vocabulary) for prompt, output in wanted)
     return Workload("mixed", f"{len(requests)} requests at once", requests)
 
 
-def single(seed: int) -> Workload:
+def single(seed: int, vocabulary: int = VOCABULARY) -> Workload:
     """One short question, one answer."""
     draw = random.Random(f"single {seed}")
-    request = _request(draw, SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS)
+    request = _request(draw, SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS, vocabulary)
     return Workload("single", "one request", (request,))
 
 
@@ -76,5 +79,6 @@ def spread(draw: random.Random, count: int, total: int) -> list[int]:
     return [SHORTEST + end - start for start, end in itertools.pairwise(cuts)]
 
 
-def _request(draw: random.Random, prompt: int, output: int) -> Request:
-    return Request([draw.choice(TOKENS) for _ in range(prompt)], output)
+def _request(draw: random.Random, prompt: int, output: int, vocabulary: int) -> Request:
+    tokens = range(SPECIAL_TOKENS, vocabulary)
+    return Request([draw.choice(tokens) for _ in range(prompt)], output)

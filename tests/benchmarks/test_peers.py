@@ -1,5 +1,6 @@
 """The peer benchmark: what it asks, its arithmetic, and its talk with real processes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,8 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.peers import environments, registry, report, rounds, workloads
+from benchmarks.peers import (
+    environments,
+    model_files,
+    registry,
+    report,
+    rounds,
+    shapes,
+    workloads,
+)
 from benchmarks.peers.environments import Environment, InstallError
 from benchmarks.peers.isa import ISAS
 from benchmarks.peers.model_files import DIRECTORY, GGUF
@@ -46,7 +57,7 @@ def test_the_mix_has_the_stated_totals_and_the_same_lengths_each_round():
     for mix in (one, other):
         assert len(mix.requests) == 48
         assert (mix.prompt_tokens, mix.output_tokens) == (7_853, 5_406)
-        assert all(token in workloads.TOKENS for r in mix.requests for token in r.prompt)
+        assert all(256 <= token < 49_152 for r in mix.requests for token in r.prompt)
         assert min(len(r.prompt) for r in mix.requests) >= workloads.SHORTEST
     lengths = [(len(r.prompt), r.output_tokens) for r in one.requests]
     assert lengths == [(len(r.prompt), r.output_tokens) for r in other.requests]
@@ -56,7 +67,7 @@ def test_the_mix_has_the_stated_totals_and_the_same_lengths_each_round():
 
 
 def test_a_part_of_the_mix_is_its_beginning():
-    part = workloads.mixed(3, 0.25)
+    part = workloads.mixed(3, 12)
     assert part.requests == workloads.mixed(3).requests[:12]
 
 
@@ -89,6 +100,59 @@ def test_each_peer_is_pinned_and_has_a_worker_and_a_known_form():
         assert (peer.environment is None) == peer.is_octavo
         if peer.environment:
             assert "==" in peer.environment.requirements[0]
+
+
+def test_a_model_is_chosen_by_its_shape_or_directory_and_peers_by_its_forms(tmp_path):
+    assert model_files.choose("demo").forms == {DIRECTORY, GGUF}
+    shape = model_files.choose("qwen3-moe")
+    names = {peer.name for peer in registry.choose("", forms=shape.forms)}
+    assert {"octavo-int4", "vllm", "transformers-static"} <= names
+    assert not {"llama-cpp-int4", "openvino-int4"} & names
+    with pytest.raises(ValueError, match="openvino-int4 needs a GGUF file"):
+        registry.choose("openvino", forms=shape.forms)
+    with pytest.raises(ValueError, match=r"no model is called 'qwen9' \(demo, qwen3-moe"):
+        model_files.choose("qwen9")
+    (tmp_path / "config.json").write_text('{"vocab_size": 700}')
+    own = model_files.choose(str(tmp_path))
+    assert own.provide(DIRECTORY, tmp_path / "elsewhere") == tmp_path.resolve()
+    mix = workloads.mixed(0, 12, own.vocabulary)
+    assert max(token for r in mix.requests for token in r.prompt) in range(600, 700)
+
+
+def test_another_checkout_is_measured_beside_this_one(tmp_path):
+    peers = registry.with_before(registry.choose("octavo-int8,vllm"), tmp_path)
+    assert [peer.name for peer in peers] == ["octavo-int8", "vllm", "octavo-int8-before"]
+    assert [peer.is_octavo for peer in peers] == [True, False, False], "the others are compared"
+    assert peers[-1].options == peers[0].options
+    assert peers[-1].checkout == tmp_path
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_a_shape_is_saved_with_the_layers_it_names(name, tmp_path):
+    shape = shapes.SHAPES[name]
+    shapes.save(_shrunk(shape), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == shape.model_type
+    assert len(model.model.layers) == shape.settings["num_hidden_layers"]
+    assert model.config.vocab_size == workloads.VOCABULARY
+    assert len(AutoTokenizer.from_pretrained(tmp_path)("one two three").input_ids) == 3
+    logits = model(torch.tensor([[300, 301, 302]])).logits
+    assert logits.isfinite().all()
+    assert logits.std() > 0
+
+
+def _shrunk(shape):
+    """The shape with small layers, as many as it has."""
+    kept = {"num_hidden_layers", "layer_types", "mamba_n_groups", "mamba_expand"}
+    kept |= {"norm_topk_prob", "position_embedding_type", "num_key_value_heads"}
+    small = {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
+    small |= {"num_attention_heads": shape.settings["num_key_value_heads"] * 2}
+    small |= {"hidden_size": 64, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}
+    settings = {
+        key: value if key in kept else small.get(key, 16) for key, value in shape.settings.items()
+    }
+    return dataclasses.replace(shape, settings=settings)
 
 
 def test_a_worker_answers_whatever_is_printed_around_it(start, tmp_path):
@@ -205,7 +269,17 @@ def test_the_report_has_every_peer_failed_ones_with_their_reason():
         Result("gone", "GONE", "int8", failure="pip ended with 1"),
     ]
     where = report.Circumstances(
-        "2026-01-02", "A CPU", "Linux", 0.5, "python -m x", "abc", 2, 3, 90.0, {"The mix": "much"}
+        "2026-01-02",
+        "A CPU",
+        "Linux",
+        0.5,
+        "python -m x",
+        "abc",
+        2,
+        3,
+        90.0,
+        {"The mix": "much"},
+        "small",
     )
     page = report.markdown(results, ["ours"], where)
     assert "| OURS | 30.0 (10.0-40.0) | 30.0 (10.0-40.0) | 250 ms | 2.0 s | 100% |  |" in page

@@ -71,7 +71,8 @@ class LlamaCpp:
             return self._run(requests, 1)
         if self._slots is not None:
             return self._run(requests, self._slots)
-        tried = {slots: self._run(requests, slots) for slots in SLOTS}
+        counts = {min(slots, len(requests)) for slots in SLOTS}
+        tried = {slots: self._run(requests, slots) for slots in counts}
         self._slots = min(tried, key=lambda slots: tried[slots].seconds)
         return tried[self._slots]
 

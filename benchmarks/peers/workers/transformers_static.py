@@ -31,7 +31,8 @@ class Static:
             return self._run(requests, 1)
         if self._size is not None:
             return self._run(requests, self._size)
-        tried = {size: self._run(requests, size) for size in BATCH_SIZES}
+        sizes = {min(size, len(requests)) for size in BATCH_SIZES}
+        tried = {size: self._run(requests, size) for size in sizes}
         self._size = min(tried, key=lambda size: tried[size].seconds)
         return tried[self._size]
 

@@ -1,0 +1,142 @@
+"""Models with the layers of large ones, but fewer of them, and random weights.
+
+What a layer costs does not depend on its weights' values, and routers with random weights use
+all experts alike. The vocabulary is the demo model's, so that it needs no other tokenizer.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from octavo.common.models import demo as demo_model
+
+CONTEXT = 2048
+RECIPE = "recipe.json"
+"""Holds what a directory was made from; written last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model.
+
+    Attributes:
+        title: in the report.
+        model_type: of transformers' config.
+        settings: of the config, besides the vocabulary and the context.
+    """
+
+    title: str
+    model_type: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+SHAPES = {
+    "qwen3-moe": Shape(
+        "3 of the 48 layers of Qwen3-30B-A3B",
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "falcon-h1": Shape(
+        "8 of the 24 layers of Falcon-H1-1.5B",
+        "falcon_h1",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 3072,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 256,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 256,
+            "num_hidden_layers": 8,
+        },
+    ),
+    "granite-4-h": Shape(
+        "10 of the 40 layers of Granite-4.0-H-Tiny",
+        "granitemoehybrid",
+        {
+            "hidden_size": 1536,
+            "intermediate_size": 512,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "position_embedding_type": "nope",
+            "layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 4],
+            "num_hidden_layers": 10,
+        },
+    ),
+}
+
+
+def provide(name: str, folder: Path) -> Path:
+    """Return the directory of a shape's model; make the model if it is not there.
+
+    Args:
+        name: in `SHAPES`.
+        folder: where models are kept.
+
+    Raises:
+        ModelError: the demo model's package could not be fetched.
+    """
+    target = folder / "models" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    recipe = json.dumps([SHAPES[name].model_type, SHAPES[name].settings, CONTEXT])
+    with FileLock(target.parent / f".{name}.lock"):
+        done = target / RECIPE
+        if done.exists() and done.read_text() == recipe:
+            return target
+        if target.exists():
+            shutil.rmtree(target)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".preparing-") as work:
+            made = Path(work) / name
+            save(SHAPES[name], made)
+            (made / RECIPE).write_text(recipe)
+            made.rename(target)
+    return target
+
+
+def save(shape: Shape, directory: Path) -> None:
+    """Save a model of some sizes, random weights in bfloat16, with the demo model's tokenizer."""
+    import torch  # noqa: PLC0415 - takes long, and most runs have no model to make
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - likewise
+
+    demo = demo_model.prepare()
+    vocabulary = json.loads((demo / "config.json").read_text())
+    own = {
+        key: vocabulary[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")
+    } | shape.settings
+    config = AutoConfig.for_model(
+        shape.model_type, **own, max_position_embeddings=CONTEXT, dtype=torch.bfloat16
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    for file in demo.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")):
+            shutil.copy(file, directory)
