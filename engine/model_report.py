@@ -7,7 +7,7 @@ report says. Only what depends on the weights is left: their files, and the self
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.common.layer_groups import BlockBudget, LayerGroup, blocks_held
+from octavo.common.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
 from octavo.common.models.resolve import resolve_config
 from octavo.common.models.weight_files import weight_files
@@ -34,7 +34,7 @@ class GroupReport:
     """A layer group of a model's cache.
 
     Attributes:
-        kind: "attention", "window", "chunk" or "state".
+        kind: "attention", "latent", "window", "chunk" or "state".
         reach: Tokens of a window or chunk; None for others.
         layers: Calls of attention, or states, in the group.
         block_size: Tokens per block; None for states.
@@ -200,7 +200,7 @@ def group_reports(
     places += [place.group for place in layout.states]
     return tuple(
         GroupReport(
-            kind=_kind(group),
+            kind=_kind(layout, number),
             reach=group.window or group.chunk,
             layers=places.count(number),
             block_size=None if group.state_blocks else group.block_size,
@@ -211,9 +211,11 @@ def group_reports(
     )
 
 
-def _kind(group: LayerGroup) -> str:
+def _kind(layout: CacheLayout, number: int) -> str:
+    """Return the kind of a group; see `GroupReport`."""
+    group = layout.groups[number]
     if group.state_blocks:
         return "state"
-    if group.window is not None:
-        return "window"
-    return "attention" if group.chunk is None else "chunk"
+    if group.bounded:
+        return "chunk" if group.window is None else "window"
+    return "latent" if layout.shapes[number].latent else "attention"

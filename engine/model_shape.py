@@ -15,6 +15,7 @@ class LayerShape:
         window: A token attends to this many tokens, itself included; None: to all before it.
         chunk: A token attends to those since the last multiple of this; None: to all before it.
         source: The number of the call whose keys and values it attends to; None: its own.
+        latent: Whether the first elements of a key are its value, so that no values are kept.
     """
 
     num_heads: int
@@ -24,11 +25,12 @@ class LayerShape:
     window: int | None = None
     chunk: int | None = None
     source: int | None = None
+    latent: bool = False
 
     @property
     def token_elements(self) -> int:
         """Elements that are kept of a token."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.num_kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,13 +60,13 @@ class LayerCache(NamedTuple):
 
     Attributes:
         keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
-        values: As `keys`.
+        values: As `keys`; None if the first elements of a key are its value.
         group: The layer group whose block tables list the blocks.
         written: Whether the layer writes them; else an earlier one does.
     """
 
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
     group: int = 0
     written: bool = True
 

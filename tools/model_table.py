@@ -16,6 +16,7 @@ from tools.generated_part import MadePart
 PLACE = MadePart(Path("docs/models.md"), "models", target="docs")
 KINDS = {
     "attention": "attention",
+    "latent": "latent",
     "window": "windows",
     "chunk": "chunks",
     "state": "states",

@@ -2,6 +2,7 @@
 
 Every transformers decoder calls attention through `AttentionInterface`, so one function serves all
 of them. It passes Q, K and V to the operator that writes the cache and computes paged attention.
+Where a module's cache keeps latents, it passes these; see `latent.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
+from octavo.engine.attention.latent import PRODUCTS, AbsorbedProducts
 
 PAGED_ATTENTION, PROBE = "octavo_paged", "octavo_probe"
 """Names of implementations: the paged one, and one that records what models ask for."""
@@ -78,10 +80,12 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """Compute attention over the paged cache.
 
     Args:
-        module: The attention layer, whose calls `number_calls` has numbered.
+        module: The attention layer, whose calls `number_calls` has numbered. `latent` has set
+            `octavo_products` if its cache keeps latents.
         query: `[1, num_heads, num_tokens, key_dim]`, the flat batch.
-        key: `[1, num_kv_heads, num_tokens, key_dim]`.
-        value: `[1, num_kv_heads, num_tokens, value_dim]`.
+        key: `[1, num_kv_heads, num_tokens, key_dim]`, or of latents
+            `[1, 1, num_tokens, latent_dim + rotated_dim]`.
+        value: `[1, num_kv_heads, num_tokens, value_dim]`, or `[1, 1, num_tokens, latent_dim]`.
         attention_mask: None.
         scaling: Factor of the logits; default 1 / sqrt(key_dim).
         softcap: Bound of the logits, by tanh.
@@ -93,8 +97,10 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """
     call = _next_call(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    products: AbsorbedProducts | None = getattr(module, PRODUCTS, None)
+    queries = query[0] if products is None else products.absorb(query[0])
     output = torch.ops.octavo.paged_attention(
-        query[0].transpose(0, 1),
+        queries.transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         call.layer,
@@ -105,6 +111,8 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         None if s_aux is None else s_aux.float().contiguous(),
         alibi_slopes,
     )
+    if products is not None:
+        output = products.expand(output.transpose(0, 1)).transpose(0, 1)
     return output.unsqueeze(0), None
 
 

@@ -104,7 +104,8 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     Args:
         query: `[num_tokens, num_heads, key_dim]`.
         key: `[num_tokens, num_kv_heads, key_dim]`.
-        value: `[num_tokens, num_kv_heads, value_dim]`.
+        value: `[num_tokens, num_kv_heads, value_dim]`; the first elements of `key` if the layer's
+            cache has no values.
         layer: Index of the layer.
         scale: Factor of the logits.
         sliding_window: As for `octavo.kernels.ops.paged_attention`.
@@ -126,12 +127,14 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     key_cache, value_cache, group, written = step.layers[layer]
     metadata = step.groups[group]
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
-    cache = (key_cache, value_cache, metadata.slot_mapping)
     scales = Scales(key_scale=key_scale, value_scale=value_scale)
     if cos is not None and sin is not None:  # if not `written`, it writes the same again
+        assert value_cache is not None  # queries of latents are not rotated as a whole
+        cache = (key_cache, value_cache, metadata.slot_mapping)
         query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
     elif written:
-        write_kv(key, value, *cache, **scales)
+        kept = None if value_cache is None else value
+        write_kv(key, kept, key_cache, value_cache, metadata.slot_mapping, **scales)
     return paged_attention(
         query,
         key_cache,
@@ -143,6 +146,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
         chunk=chunk,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        value_dim=value.shape[2],
         **scales,
     )
 

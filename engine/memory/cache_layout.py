@@ -37,7 +37,7 @@ class Place:
     Attributes:
         group: The layer's group.
         keys: The first element of the keys in a block.
-        values: The first element of the values.
+        values: The first element of the values; of no meaning if none are kept.
     """
 
     group: int
@@ -91,6 +91,7 @@ class CacheLayout:
                 num_kv_heads=shape.num_kv_heads,
                 key_dim=shape.key_dim,
                 value_dim=shape.value_dim,
+                latent=shape.latent,
                 dtype=dtype,
                 cache_dtype=cache_dtype,
                 device=device,

@@ -99,7 +99,9 @@ def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
     return [
         LayerCache(
             view(place, place.keys, shape.num_kv_heads, shape.key_dim),
-            view(place, place.values, shape.num_kv_heads, shape.value_dim),
+            None
+            if shape.latent
+            else view(place, place.values, shape.num_kv_heads, shape.value_dim),
             place.group,
             written=shape.source is None,
         )

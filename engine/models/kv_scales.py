@@ -28,5 +28,5 @@ def measure_kv_scales(
     return [(_scale(layer.keys, largest), _scale(layer.values, largest)) for layer in layers]
 
 
-def _scale(x: torch.Tensor, largest: float) -> float:
-    return MARGIN * float(x.abs().amax()) / largest or 1.0
+def _scale(x: torch.Tensor | None, largest: float) -> float:
+    return 1.0 if x is None else MARGIN * float(x.abs().amax()) / largest or 1.0

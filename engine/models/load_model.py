@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
+from octavo.engine.attention.latent import absorb_expansions
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
@@ -163,6 +164,7 @@ def load(
             _check_quantizable(model, path, quantization, target)
         with attention_of(model, reference_attention(config)):
             expected = reference(model, shape)
+        absorb_expansions(model)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
             from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from octavo.engine.attention.latent import absorbed_linears
 from octavo.engine.models.experts.expert_layer import find_experts
 from octavo.engine.models.linear.packed_linear import has_kernels
 from octavo.engine.models.linear.plain_linears import plain_linears
@@ -26,7 +27,7 @@ def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device
     scheme = find_scheme(quantization)
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
-    for layer in plain_linears(model):
+    for layer in plain_linears(model) - absorbed_linears(model):
         assert isinstance(layer, nn.Linear)
         is_head = layer is head
         takes = scheme is not None and (scheme.takes_head or not is_head)

@@ -158,8 +158,9 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
   const Cache& cache = step.layers[layer];
   const Batch& batch = step.batches[step.groups[layer]];
-  const int64_t num_heads = q.sizes[1], key_dim = q.sizes[2];
-  void* out = make({q.sizes[0], num_heads, cache.value_dim}, q.dtype, result);
+  const int64_t num_heads = q.sizes[1], key_dim = q.sizes[2], value_dim = v.sizes[2];
+  if (cache.values && value_dim != cache.value_dim) return kFailed;
+  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
   if (!out) return kFailed;
   const void* rows = q.data;
   Tensor rotated = nullptr;
@@ -172,7 +173,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
     // The rotated queries are written where the results go, if they have the same size: nothing
     // else reads a token's query.
     void* queries = out;
-    if (key_dim != cache.value_dim)
+    if (key_dim != value_dim)
       queries = make({q.sizes[0], num_heads, key_dim}, q.dtype, &rotated);
     if (!queries) return kFailed;
     rows = queries;
@@ -189,7 +190,7 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   }
   if (!bad)
     bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
-                                 out, cache.value_dim, scale, sliding_window ? *sliding_window : 0,
+                                 out, value_dim, scale, sliding_window ? *sliding_window : 0,
                                  chunk ? *chunk : 0, soft_cap ? *soft_cap : 0,
                                  alibi_slopes ? View(*alibi_slopes).as<float>() : nullptr,
                                  sinks ? View(*sinks).as<float>() : nullptr, step.threads);

@@ -143,6 +143,8 @@ def describe(group: "GroupReport") -> str:
         return "a state"
     if group.kind == "attention":
         return "K and V of all tokens"
+    if group.kind == "latent":
+        return "latents of all tokens"
     reach = "a window" if group.kind == "window" else "a chunk"
     return f"K and V of {reach} of {group.reach:,} tokens"
 

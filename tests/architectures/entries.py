@@ -49,10 +49,13 @@ INDEXED = {
     "indexer_budget": WINDOW,
     "indexer_compress_ratio": 2,
 }
+WIDE_LATENTS = {"kv_lora_rank": 128}
+"""For models with states: else a sequence's latents fit one block, and nothing is preempted."""
 SHORT_CONTEXT = CONTEXT // 8
 """The context that a rope variant is stretched from: shorter than most prompts."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": WIDE_LATENTS,
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": SLIDING,
@@ -92,6 +95,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 64},
     "got_ocr2": {"text_config": {"layer_types": SLIDING}},
     "granitemoehybrid": {"layer_types": LINEAR},
+    "kimi_linear": WIDE_LATENTS,
     "laguna": {"layer_types": SLIDING, "num_attention_heads_per_layer": [HEADS] * LAYERS},
     "lfm2": {"layer_types": CONVOLUTION, "full_attn_idxs": [1, 3], "num_hidden_layers": LAYERS},
     "lfm2_moe": {"layer_types": CONVOLUTION},

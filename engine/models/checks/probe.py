@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE, Call, number_calls
+from octavo.engine.attention.latent import EXPANSION, Expansion
 from octavo.engine.attention.state_functions import (
     CONVOLUTION,
     DELTAS,
@@ -27,6 +28,7 @@ from octavo.engine.attention.state_functions import (
     replace_functions,
 )
 from octavo.engine.model_shape import LayerShape, StateShape
+from octavo.engine.models.checks.latents import Expanded, find_expansion, watching_expansions
 from octavo.engine.models.checks.masks import (
     FULL,
     Mask,
@@ -79,6 +81,8 @@ class _Probe:
     calls: dict[torch.nn.Module, list[Call]] = field(default_factory=dict)
     recurrences: int = 0
     looked_up: list[torch.Tensor] = field(default_factory=list)
+    expanded: dict[torch.nn.Module, Expanded] = field(default_factory=dict)
+    expansions: dict[torch.nn.Module, Expansion] = field(default_factory=dict)
 
 
 _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
@@ -93,7 +97,8 @@ def probe(
     Returns:
         What each call of attention does, and what each call that keeps a state keeps, in order.
 
-    Leaves the model with paged attention, whose windows and chunks are those of its masks.
+    Leaves the model with paged attention, whose windows and chunks are those of its masks, and with
+    the expansions of latents that `absorb_expansions` is to absorb.
 
     Args:
         model: The model.
@@ -116,6 +121,8 @@ def probe(
     for module, numbers in found.keepers.items():
         number_states(module, numbers)
     number_calls(model, found.calls)
+    for module, expansion in found.expansions.items():
+        setattr(module, EXPANSION, expansion)
     return tuple(found.layers), tuple(found.states)
 
 
@@ -146,7 +153,12 @@ def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) ->
     if shift is not None:
         positions["position_ids"] = shift + torch.arange(TOKENS, device=model.device)[None]
     recorder = partial(_record_state, found)
-    with attention_of(model, PROBE), _following(model, found), recording(recorder):
+    with (
+        attention_of(model, PROBE),
+        _following(model, found),
+        recording(recorder),
+        watching_expansions(model) as found.expanded,
+    ):
         reset = _probe.set(found)
         try:
             with _Calls(found):
@@ -296,11 +308,16 @@ def _record(
         if mask != FULL:
             raise UnknownMaskError(f"its layer {layer} has both a window and another mask")
         mask = Mask(window)
-    state.calls.setdefault(module, []).append(Call(layer, mask.window, mask.chunk))
+    calls = state.calls.setdefault(module, [])
+    calls.append(Call(layer, mask.window, mask.chunk))
     batch, num_heads, tokens, key_dim = query.shape
-    sizes = num_heads, key.shape[1], key_dim, value.shape[3]
-    shape = LayerShape(*sizes, mask.window, mask.chunk)
+    shape = LayerShape(num_heads, key.shape[1], key_dim, value.shape[3])
+    if latent := find_expansion(module, state.expanded.get(module), query, key, value):
+        state.expansions[module], shape = latent
+    shape = replace(shape, window=mask.window, chunk=mask.chunk)
     state.layers.append(replace(shape, source=_find_source(state, shape, key, value)))
+    if state.layers[calls[0].layer].latent != shape.latent:
+        raise NotImplementedError(f"only some of its {type(module).__name__}'s calls take latents")
     state.operands.append((key, value))
     return query.new_zeros(batch, tokens, num_heads, value.shape[3]), None
 

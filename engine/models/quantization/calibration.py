@@ -162,7 +162,7 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
         tokens: `[count]` token ids on the CPU.
 
     Returns:
-        Each layer's keys and values, in blocks padded with zeros.
+        Each layer's keys and values, if it keeps any, in blocks padded with zeros.
     """
     count, device = len(tokens), model.device
     step = step_alone(shape, count, model.dtype, device)
@@ -173,7 +173,7 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
             use_cache=False,
         )
     return [
-        LayerCache(layer.keys[own], layer.values[own])
+        LayerCache(layer.keys[own], None if layer.values is None else layer.values[own])
         for layer in step.layers
         for own in step.groups[layer.group].block_tables
     ]

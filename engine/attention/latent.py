@@ -1,0 +1,100 @@
+"""Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache keeps latents.
+
+transformers' modules expand a token's latent to a key and a value of every head, by their
+`expand_kv`, and call attention with these. Both are products with one matrix. So a query's product
+with a key is that of the query times the matrix with the latent, and the weighted sum of values is
+the matrix times that of latents. Attention then has one key for all heads: the latent and the
+rotated elements beside it. The latent is its value.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EXPANSION, PRODUCTS = "octavo_expansion", "octavo_products"
+"""Attributes of a module whose cache keeps latents: its `Expansion`, and once it is absorbed the
+`AbsorbedProducts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """How a module makes keys and values from latents.
+
+    Attributes:
+        name: The module's linear layer that maps a latent to each head's key and value, one after
+            the other.
+        key_dim: Elements of a key that are made from a latent.
+        value_dim: Elements of a value.
+    """
+
+    name: str
+    key_dim: int
+    value_dim: int
+
+
+class AbsorbedProducts(nn.Module):
+    """The two products of an expansion, absorbed into attention's queries and results.
+
+    Args:
+        expansion: See above.
+        weight: `[num_heads * (key_dim + value_dim), latent_dim]`, of its linear layer.
+    """
+
+    def __init__(self, expansion: Expansion, weight: Tensor) -> None:
+        super().__init__()
+        self._key_dim, each = expansion.key_dim, expansion.key_dim + expansion.value_dim
+        by_head = weight.detach().view(len(weight) // each, each, weight.shape[1])
+        keys, values = by_head[:, : self._key_dim], by_head[:, self._key_dim :].transpose(1, 2)
+        # With strided weights a product of few tokens takes up to ten times as long.
+        self.keys = nn.Parameter(keys.contiguous(), requires_grad=False)
+        self.values = nn.Parameter(values.contiguous(), requires_grad=False)
+
+    def absorb(self, query: Tensor) -> Tensor:
+        """Map queries of keys to queries of latents.
+
+        Args:
+            query: `[num_heads, num_tokens, key_dim + rest]`; a query's last elements are for those
+                of a key that are kept beside the latent.
+
+        Returns:
+            `[num_heads, num_tokens, latent_dim + rest]`.
+        """
+        of_latents = query[..., : self._key_dim].bmm(self.keys)
+        return torch.cat([of_latents, query[..., self._key_dim :]], -1)
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Map `[num_heads, num_tokens, latent_dim]` to values, `[..., value_dim]`."""
+        return latents.bmm(self.values)
+
+
+def absorb_expansions(model: nn.Module) -> None:
+    """Let modules with an `Expansion` call attention with latents, and absorb its products.
+
+    transformers' own forward does not run afterwards.
+
+    Args:
+        model: Changed in place.
+    """
+    for module in model.modules():
+        expansion: Expansion | None = getattr(module, EXPANSION, None)
+        if expansion is not None:
+            linear: nn.Module = module.get_submodule(expansion.name)
+            products = AbsorbedProducts(expansion, linear.get_parameter("weight"))
+            setattr(module, expansion.name, None)  # frees it: there may be no memory for all twice
+            own: Any = module
+            own.octavo_products, own.expand_kv = products, _keep
+
+
+def _keep(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace `expand_kv`: return the one key and value of a token."""
+    return torch.cat([latent, rotated], -1), latent
+
+
+def absorbed_linears(model: nn.Module) -> set[nn.Module]:
+    """Return the linear layers that `absorb_expansions` would replace."""
+    found: dict[nn.Module, Expansion | None] = {
+        module: getattr(module, EXPANSION, None) for module in model.modules()
+    }
+    return {module.get_submodule(given.name) for module, given in found.items() if given}
