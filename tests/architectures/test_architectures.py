@@ -38,7 +38,7 @@ def one_thread():
         pytest.param("qwen2_moe", RIGHT, id="window in the mask alone"),
         pytest.param("gpt_oss", RIGHT, id="attention sinks"),
         pytest.param("llama4_text, no temperature", RIGHT, id="chunks in the mask alone"),
-        pytest.param("deepseek_v3", RIGHT, id="values narrower than keys"),
+        pytest.param("deepseek_v3", RIGHT, id="latent attention"),
         pytest.param("phi3, longrope", EITHER, id="rope that depends on the batch"),
         pytest.param("llama, longrope, long context", RIGHT, id="long rope"),
         pytest.param("roberta", EITHER, id="positions of its own"),

@@ -107,9 +107,9 @@ def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
 @pytest.mark.slow  # compiles for minutes
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_cache")
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba"])
-def test_compiled_steps_keep_states(name, tmp_path):
-    """Mamba-2, the gated delta rule and Mamba, each with convolutions."""
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba", "deepseek_v3"])
+def test_compiled_steps_keep_states_and_latents(name, tmp_path):
+    """Mamba-2, the gated delta rule and Mamba, each with convolutions; latent attention."""
     save(next(entry for entry in entries() if entry.model_type == name), tmp_path)
     expected = outputs(engine(tmp_path, "off", "float32", "none"))
     compiled = engine(tmp_path, "wait", "float32", "none")

@@ -40,8 +40,8 @@ STATEFUL = "falcon_h1", "qwen3_next", "jamba"
 """Families that keep states: Mamba-2, gated delta rule, Mamba; all with convolutions."""
 ATTENTION = "gpt_oss", "deepseek_v3", "bloom"
 SHARED = "gemma3n_text"
-"""Families with attention sinks, with values narrower than keys, and with ALiBi; a family whose
-layers share keys and values."""
+"""Families with attention sinks, with latent attention, and with ALiBi; a family whose layers share
+keys and values."""
 
 
 @pytest.fixture(scope="module")
