@@ -165,10 +165,8 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
   const void* rows = q.data;
   Tensor rotated = nullptr;
   int64_t token_stride = q.strides[0], head_stride = q.strides[1];
-  // A layer that writes no keys and values has no slots for them.
-  const int64_t* slots = step.written[layer] ? batch.slots : nullptr;
   int64_t bad = 0;
-  if (cos) {
+  if (cos) {  // if another layer has written these keys and values, this writes the same again
     const View cosines(*cos), sines(*sin);
     // The rotated queries are written where the results go, if they have the same size: nothing
     // else reads a token's query.
@@ -182,11 +180,11 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
     bad = octavo_rotate_and_write(
         &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
         k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
-        sines.as<float>(), cosines.strides[0], slots, batch.num_tokens, queries,
+        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, queries,
         step.threads);
-  } else if (slots) {
+  } else if (step.written[layer]) {
     bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
-                          v.strides[1], slots, batch.num_tokens, step.threads);
+                          v.strides[1], batch.slots, batch.num_tokens, step.threads);
   }
   if (!bad)
     bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,

@@ -111,14 +111,13 @@ extern "C" int64_t octavo_write_kv(
 }
 
 // The same for keys that are not rotated yet; writes the rotated queries to `out`, contiguous.
-// Without slots it writes nothing else.
 extern "C" int64_t octavo_rotate_and_write(
     const Cache* cache, const void* query, int64_t query_token_stride,
     int64_t query_head_stride, int num_heads, const void* key, int64_t key_token_stride,
     int64_t key_head_stride, const void* value, int64_t value_token_stride,
     int64_t value_head_stride, const float* cos, const float* sin, int64_t angle_stride,
     const int64_t* slots, int64_t num_tokens, void* out, int threads) {
-  if (const int64_t bad = slots ? bad_slot(*cache, slots, num_tokens) : 0) return bad;
+  if (const int64_t bad = bad_slot(*cache, slots, num_tokens)) return bad;
   with_type(*cache, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
@@ -135,7 +134,7 @@ extern "C" int64_t octavo_rotate_and_write(
       Stored* to = static_cast<Stored*>(out) + token * num_heads * dim;
       for (int head = 0; head < num_heads; head++)
         rotate<T>(queries.at(token, head), dim / 2, angles, to + head * dim);
-      if (!slots || slots[token] < 0) continue;
+      if (slots[token] < 0) continue;
       for (int64_t head = 0; head < cache->num_kv_heads; head++) {
         Stored rotated[kMaxKeyDim];
         rotate<T>(keys.at(token, head), dim / 2, angles, rotated);
