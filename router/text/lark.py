@@ -1,6 +1,7 @@
 """Grammars in llguidance's dialect of Lark, made of a model's markers, texts and JSON Schemas."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,9 @@ from octavo.router.text.model_text import ModelText
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as chat templates write it: a model that is sure of nothing could go on with white space
 for ever."""
+SPACED = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}
+"""White space that ends: as engines have it for schemas that are alone."""
+PREFIX = "octavo_"
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -25,7 +29,8 @@ class Lark:
     def __init__(self, model: ModelText, eos_token_ids: frozenset[int]) -> None:
         self._model = model
         self._eos = eos_token_ids
-        self._rules: dict[str, str] = {}
+        self._rules: dict[str, tuple[str, str]] = {}
+        self._sources: list[str] = []
 
     @property
     def template(self) -> str:
@@ -53,18 +58,35 @@ class Lark:
         return self.text(text) if self.token(text) is None else self.marker(text)
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule; return its name, which gets a number if there is another of it."""
-        for other in self._rules:
-            if self._rules[other] == body and other.rstrip("0123456789_") == name:
+        """Add a rule; return its name, in front of which is what no client's rule begins with."""
+        prefix = PREFIX.upper() if name.isupper() else PREFIX
+        attributes = name[name.find("[") :] if "[" in name else ""
+        stem = f"{prefix}{name.removesuffix(attributes)}"
+        for other, known in self._rules.items():
+            if known == (attributes, body) and other.startswith(stem):
                 return other
-        if name in self._rules:
-            name = f"{name}_{len(self._rules)}"
-        self._rules[name] = body
-        return name
+        unique = f"{stem}_{len(self._rules)}"
+        self._rules[unique] = attributes, body
+        return unique
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule of the JSON values that a schema accepts."""
+        """Return a rule of the JSON values that a schema accepts, as chat templates write them."""
         return self.rule("json", f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
+
+    def document(self, schema: Mapping[str, Any]) -> str:
+        """Return a rule of the JSON documents that a schema accepts, with white space or not."""
+        return self.rule("json", f"%json {json.dumps({'x-guidance': SPACED, **schema})}")
+
+    def regex(self, expression: str) -> str:
+        """Return a rule of the texts that match a regular expression."""
+        escaped = re.sub(r"\\.|/|\n", _slash, expression, flags=re.DOTALL)
+        return self.rule("TEXT", f"/{escaped}/")
+
+    def include(self, grammar: str) -> str:
+        """Add a whole grammar; return the name that its first rule gets."""
+        name = f"{PREFIX}included"
+        self._sources.append(rename(grammar, "start", name))
+        return name
 
     def tokens_but(self, *markers: str) -> str | None:
         """Return what matches any token that is not one of some markers, and ends no output.
@@ -95,8 +117,8 @@ class Lark:
 
     def render(self, start: str) -> str:
         """Return the grammar with this first rule."""
-        lines = [f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())]
-        return "\n".join(["%llguidance {}", *lines, ""])
+        rules = (f"{name}{kind}: {body}" for name, (kind, body) in self._rules.items())
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, *self._sources, ""])
 
 
 def sequence(*parts: str) -> str:
@@ -107,6 +129,32 @@ def sequence(*parts: str) -> str:
 def either(*parts: str) -> str:
     """Return what matches one of some parts."""
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+
+
+_WORDS = re.compile(
+    r"""(?P<kept>"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/)|%json\s*(?P<json>\{)"""
+    r"|(?P<word>[\w-]+)",
+)
+
+
+def rename(grammar: str, old: str, new: str) -> str:
+    """Return a grammar in which a rule has another name; texts in it stay."""
+    parts, at = [], 0
+    while (found := _WORDS.search(grammar, at)) is not None:
+        parts.append(grammar[at : found.start()])
+        at = found.end()
+        if found["json"]:
+            try:
+                at = json.JSONDecoder().raw_decode(grammar, found.start("json"))[1]
+            except ValueError:
+                at = found.end()
+        text = grammar[found.start() : at]
+        parts.append(new if found["word"] == old else text)
+    return "".join([*parts, grammar[at:]])
+
+
+def _slash(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
 def _escaped(text: str) -> str:

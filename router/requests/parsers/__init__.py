@@ -3,6 +3,8 @@
 A family of models is a file here and a line in `TOOL_FORMATS` or `REASONING_FORMATS`.
 """
 
+from typing import TYPE_CHECKING, Literal
+
 from octavo.router.requests.parsers.deepseek import DeepSeek
 from octavo.router.requests.parsers.formats import ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.glm import Glm
@@ -47,3 +49,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     )
 }
 """Likewise."""
+
+if TYPE_CHECKING:  # mypy cannot read a computed Literal
+    ToolParserName = str
+    ReasoningParserName = str
+else:
+    ToolParserName = Literal["auto", *TOOL_FORMATS, "none"]
+    ReasoningParserName = Literal["auto", *REASONING_FORMATS, "none"]

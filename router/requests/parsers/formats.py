@@ -73,7 +73,12 @@ class ToolFormat(ABC):
     def parser(self, context: Context) -> Parser:
         """Return what reads one output."""
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
+    @property
+    def constrained(self) -> "ToolFormat":
+        """The form of calls where they are constrained."""
+        return self
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches calls behind the trigger, with arguments valid by `Tool.allowed`.
 
         Args:
@@ -82,7 +87,7 @@ class ToolFormat(ABC):
             parallel: Whether there may be several calls, if `between` is None.
 
         Raises:
-            NotImplementedError: The family's calls cannot be constrained.
+            NotImplementedError: The family has another form for constrained calls.
         """
         raise NotImplementedError
 
@@ -179,7 +184,7 @@ def json_section(lark: Lark, tools: Sequence[Tool], closing: str) -> str:
 def json_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
     """Return what matches a JSON list of calls."""
     call = json_call(lark, tools)
-    more = f'({sequence(lark.text(", "), call)})*' if parallel else ""
+    more = f"({sequence(lark.text(', '), call)})*" if parallel else ""
     return sequence(lark.text("["), call, more, lark.text("]"))
 
 

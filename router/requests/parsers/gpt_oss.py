@@ -5,7 +5,14 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.channels import CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
+from octavo.router.requests.parsers.channels import (
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    START,
+    Channels,
+)
 from octavo.router.requests.parsers.formats import (
     Context,
     ReasoningFormat,

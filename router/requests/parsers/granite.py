@@ -1,4 +1,4 @@
-"""Granite 3. (Granite 4 writes as Hermes.)
+"""Granite 3, but not 4, which writes as Hermes.
 
 <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
 """

@@ -32,30 +32,36 @@ class JsonValue:
         for i in range(start, len(text)):
             character = text[i]
             if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-                    if not self._depth:
-                        return i + 1, True
+                if self._string_ends(character) and not self._depth:
+                    return i + 1, True
             elif character == '"':
                 self._in_string = self._started = True
             elif character in "{[":
                 self._depth += 1
                 self._started = True
-            elif character in "}]":
-                if not self._depth:
-                    return i, True
+            elif character in "}]" and self._depth:
                 self._depth -= 1
                 if not self._depth:
                     return i + 1, True
-            elif not self._depth and (character == "," or (self._started and character in SPACE)):
+            elif not self._depth and self._word_ends(character):
                 return i, True
-            elif character not in SPACE:
-                self._started = True
         return len(text), False
+
+    def _string_ends(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+        return not self._in_string
+
+    def _word_ends(self, character: str) -> bool:
+        """Take a character outside of strings and brackets."""
+        if character in SPACE:
+            return self._started
+        self._started = True
+        return character in ",}]"
 
 
 class JsonCall(Call):
@@ -72,7 +78,7 @@ class JsonCall(Call):
     def __init__(self, *, bare: bool = False) -> None:
         self._bare = bare
         self._raw = ""  # until it is known to be a call
-        self._state = self._open
+        self._state: Callable[[str, int, list[Piece]], int] = self._open
         self._string = ""  # the key that is being read
         self._key = ""
         self._name: str | None = None
@@ -211,6 +217,7 @@ class JsonCalls(Call):
         self._call: JsonCall | None = None
         self._before = ""  # of the first call, in case that it is none
         self._first = True
+        self._separated = False
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
         """Take text; return what is behind the calls when they are complete."""
@@ -249,8 +256,6 @@ class JsonCalls(Call):
         if self._first and self._before:
             pieces.append(Piece(Kind.CONTENT, self._before))
         return text
-
-    _separated = False
 
 
 def _decoded(text: str) -> str:

@@ -35,7 +35,7 @@ class Llama3(ToolFormat):
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches an output that must call tools."""
         call = json_call(lark, tools, key="parameters")
-        return sequence(call, f'({lark.text(f"{SEPARATOR} ")} {call})*') if parallel else call
+        return sequence(call, f"({lark.text(f'{SEPARATOR} ')} {call})*") if parallel else call
 
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches calls, or a text that does not begin as they do."""

@@ -6,6 +6,7 @@
 from functools import partial
 
 from octavo.router.requests.parsers.formats import Context, ToolFormat
+from octavo.router.requests.parsers.hermes import Hermes
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.python_call import PythonCalls
@@ -22,6 +23,11 @@ class Pythonic(ToolFormat):
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template or the vocabulary has a marker."""
         return model.mentions(*MARKERS)
+
+    @property
+    def constrained(self) -> ToolFormat:
+        """The form of calls where they are constrained: a schema says nothing of Python."""
+        return Hermes()
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
         """Return what reads one output."""

@@ -110,9 +110,7 @@ class TaggedCall(Call):
             return False
         key, self._text = self._text.strip(), ""
         self._types = argument_types(self._schemas.get(self._name, {}), key)
-        pieces.append(
-            Piece(Kind.ARGUMENTS, f"{', ' if self._count else '{'}{json.dumps(key)}: ")
-        )
+        pieces.append(Piece(Kind.ARGUMENTS, f"{', ' if self._count else '{'}{json.dumps(key)}: "))
         self._count += 1
         self._started = False
         self._step = self._before_value if self._tags.value_open else self._in_value
