@@ -32,6 +32,8 @@ class Channels(Parser):
         self._kind: Kind | None = None  # of the message that is being read; None: its header is
         self._arguments = False  # the message has some
         self.feed(begun)
+        if self._kind is not None:
+            self._buffer.rest()  # the end of the prompt's text, which is no part of a marker
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""

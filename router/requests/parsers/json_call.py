@@ -198,8 +198,8 @@ class JsonCall(Call):
         if self._done and self._name is not None:
             self._arguments = self._arguments or "{}"
             self._call(pieces)
-        else:
-            pieces.append(Piece(Kind.CONTENT, self._raw))
+        elif self._raw.strip():
+            pieces.append(Piece(Kind.CONTENT, self._raw if self._bare else self._raw.lstrip()))
 
 
 class JsonCalls(Call):
