@@ -18,11 +18,16 @@ from octavo.router.requests.parsers.mistral import Mistral
 from octavo.router.requests.parsers.phi4 import Phi4
 from octavo.router.requests.parsers.pythonic import Pythonic
 from octavo.router.requests.parsers.qwen3_coder import Qwen3Coder
+from octavo.router.requests.parsers.response_template import (
+    ResponseTemplateReasoning,
+    ResponseTemplateTools,
+)
 from octavo.router.requests.parsers.think import Think
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     one.name: one
     for one in (
+        ResponseTemplateTools(),
         GptOssTools(),
         DeepSeek(),
         Kimi(),
@@ -42,6 +47,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     one.name: one
     for one in (
+        ResponseTemplateReasoning(),
         GptOssReasoning(),
         Think("think", "<think>", "</think>"),
         Think("mistral", "[THINK]", "[/THINK]"),

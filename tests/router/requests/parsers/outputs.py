@@ -46,11 +46,11 @@ PARIS = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 2, "deta
 NOW = '{"name": "now", "arguments": {}}'
 BOTH = [("get_weather", WEATHER), ("now", {})]
 D = {
-    "begin": "<｜tool▁calls▁begin｜>",
-    "end": "<｜tool▁calls▁end｜>",
-    "call": "<｜tool▁call▁begin｜>",
-    "call_end": "<｜tool▁call▁end｜>",
-    "sep": "<｜tool▁sep｜>",
+    "begin": "<\uff5ctool▁calls▁begin\uff5c>",
+    "end": "<\uff5ctool▁calls▁end\uff5c>",
+    "call": "<\uff5ctool▁call▁begin\uff5c>",
+    "call_end": "<\uff5ctool▁call▁end\uff5c>",
+    "sep": "<\uff5ctool▁sep\uff5c>",
 }
 ARGS = '{"city": "Paris", "days": 2, "detailed": true}'
 QWEN = """<tool_call>
@@ -214,7 +214,7 @@ EXAMPLES = [
     Example(
         "reasons",
         "mistral",
-        f"[THINK]Hm.[/THINK][TOOL_CALLS]now[ARGS]{{}}",
+        "[THINK]Hm.[/THINK][TOOL_CALLS]now[ARGS]{}",
         BOTH[1:],
         "",
         "Hm.",
@@ -247,7 +247,7 @@ EXAMPLES = [
         "",
         "Hm.",
         thinks="think",
-        tail="<｜Assistant｜><think>\n",
+        tail="<\uff5cAssistant\uff5c><think>\n",
     ),
     Example(
         "two",
@@ -310,4 +310,35 @@ EXAMPLES = [
     Example("not at the start", "hermes", "a <think> b", [], "a <think> b", thinks="think"),
     Example("cut", "hermes", "<think>\nHm.\n", [], "", "Hm.\n", thinks="think"),
     Example("seed", "hermes", "<seed:think>Hm.</seed:think>Yes.", [], "Yes.", "Hm.", thinks="seed"),
+    Example(
+        "Gemma 4",
+        "response_template",
+        '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,'
+        "days:2,detailed:true}<tool_call|><|tool_call>call:now{}<tool_call|>",
+        BOTH,
+        "I look.",
+        "Hm.",
+        tail="<|turn>model\n",
+    ),
+    Example("text", "response_template", "2 < 3 ", [], "2 < 3", tail="<|turn>model\n"),
 ]
+GEMMA = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|turn>model\n",
+    "fields": {
+        "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
+        "tool_calls": {
+            "open_pattern": r"<\|tool_call>call:(?P<name>\w+)",
+            "close": "<tool_call|>",
+            "repeats": True,
+            "content": "json",
+            "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+        "content": {"close": ["<turn|>"], "content": "text"},
+    },
+}
+"""A response_template as a tokenizer may have it, in the form of Gemma 4."""
