@@ -6,7 +6,11 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+import structlog
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class ModelText:
     has_tools: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
-    response_template: Mapping[str, Any] | None = None
+    response_template: dict[str, Any] | None = None
 
     def mentions(self, *texts: str) -> bool:
         """Return whether the template or an added token has one of some texts."""
@@ -47,8 +51,21 @@ def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
         has_tools="tools" in _variables(templates),
         tokens={token.content: i for i, token in added.items()},
         special=frozenset(token.content for token in added.values() if token.special),
-        response_template=getattr(tokenizer, "response_template", None),
+        response_template=_response_template(tokenizer),
     )
+
+
+def _response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return a tokenizer's description of outputs, if it has one that works."""
+    template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if template is None:
+        return None
+    try:
+        load_response_template(template)
+    except ValueError as error:
+        log.warning("response_template is not used", reason=str(error))
+        return None
+    return template
 
 
 def _variables(template: str) -> set[str]:

@@ -42,8 +42,8 @@ class GptOssTools(ToolFormat):
     name = NAME
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has channels."""
-        return CHANNEL in model.template and MESSAGE in model.template
+        """Return whether there are channels."""
+        return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: Context) -> Parser:
         """Return what reads one output."""
@@ -67,8 +67,8 @@ class GptOssReasoning(ReasoningFormat):
     name = NAME
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has channels."""
-        return CHANNEL in model.template and MESSAGE in model.template
+        """Return whether there are channels."""
+        return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: Context, then: Parser | None) -> Parser:  # noqa: ARG002
         """Return what reads one output, calls included."""

@@ -7,11 +7,11 @@
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, named_call
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
-from octavo.router.text.lark import Lark, sequence
+from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 
 OPENING, CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -36,9 +36,18 @@ class Kimi(ToolFormat):
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches calls behind the marker."""
-        # Calls are numbered from 0, but a grammar cannot count.
-        opening = [CALL_OPENING, "functions.{name}:0", ARGUMENTS]
-        call = lark.rule("calls", named_call(lark, tools, opening, [CALL_CLOSING]))
+        number = lark.rule("NUMBER", "/[0-9]{1,3}/")
+        opening = lark.marker(CALL_OPENING)
+        calls = [
+            sequence(
+                lark.text(f"functions.{tool.name}:"),
+                number,
+                lark.marker(ARGUMENTS),
+                lark.json(tool.allowed),
+            )
+            for tool in tools
+        ]
+        call = lark.rule("call", sequence(opening, either(*calls), lark.marker(CALL_CLOSING)))
         return sequence(call, f"({call})*" if parallel else "", lark.marker(CLOSING))
 
 

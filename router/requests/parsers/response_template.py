@@ -1,7 +1,7 @@
 """Models whose tokenizer has transformers' description of outputs, a `response_template`."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
@@ -28,7 +28,8 @@ class ResponseReader(Parser):
     """
 
     def __init__(self, context: Context) -> None:
-        tools = [
+        assert context.model.response_template is not None
+        tools: list[dict[str, Any] | Callable[..., Any]] = [
             {"function": {"name": name, "parameters": schema}}
             for name, schema in context.schemas.items()
         ]

@@ -47,7 +47,6 @@ MARKERS = {
     "gpt_oss": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"],
     "response_template": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"],
 }
-REASONING = {"mistral": "mistral", "gpt_oss": "gpt_oss", "response_template": "response_template"}
 TOOL = {
     "name": "get_weather",
     "parameters": json.dumps(
@@ -109,8 +108,7 @@ def ask(*tools, choice=None, **fields) -> generation_pb2.GenerateRequest:
 
 
 def plan(name: str, request, model: Model, tail: str = ""):
-    formats = OutputFormats(name, REASONING.get(name, "think"))
-    return formats.plan(request, model.text, tail, frozenset({EOS}))
+    return OutputFormats(name).plan(request, model.text, tail, frozenset({EOS}))
 
 
 def read(planned, text: str) -> tuple[list[tuple[str, object]], str, str]:
@@ -140,21 +138,13 @@ def model(name) -> Model:
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_forced_calls_always_validate(name, model, parallel):
-    request = (
-        ask(
-            TOOL,
-            NOW,
-            choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED},
-            parallel_tool_calls=parallel,
-            stop={"max_reasoning_tokens": 20},
-        )
-        if name not in {"llama3", "pythonic", "phi4", "granite", "kimi"}
-        else ask(
-            TOOL,
-            NOW,
-            choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED},
-            parallel_tool_calls=parallel,
-        )
+    reasons = OutputFormats().reasoning(model.text) is not None
+    request = ask(
+        TOOL,
+        NOW,
+        choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED},
+        parallel_tool_calls=parallel,
+        stop={"max_reasoning_tokens": 20} if reasons else None,
     )
     planned = plan(name, request, model)
     called = set()
@@ -173,7 +163,6 @@ def test_forced_calls_always_validate(name, model, parallel):
 def test_a_named_tool_is_called(name, model):
     request = ask(TOOL, NOW, choice={"name": "now"})
     planned = plan(name, request, model)
-    text = "" if name != "gpt_oss" else "x"
     for seed in range(3):
         text = model.draw(request.constraint.grammar, seed, 5000)
         assert {tool for tool, _ in read(planned, text)[0]} == {"now"}
@@ -186,3 +175,161 @@ def test_strict_tools_validate_when_they_are_called(name, model):
         text = model.draw(request.constraint.grammar, seed, 20000)
         for tool, arguments in read(planned, text)[0]:
             jsonschema.validate(arguments, CHECKED[tool])
+
+
+THINKS = ["<think>", "</think>"]
+FORMS = {
+    "json_schema": (json.dumps({"type": "object", "required": ["a"]}), '{"a": 1}', '{"b": 1}'),
+    "json_object": (True, '{"b": [1]}', "[1]"),
+    "regex": (r"[a-c]+/\d\s?", "abc/7", "abc7"),
+    "grammar": ('start: "start" A\nA: /start+/ // start', "startstarttt", "start"),
+    "choices": ({"values": ["yes", 'no "x"']}, 'no "x"', "no"),
+}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Model:
+    return Model([*THINKS, *MARKERS["hermes"][:2]])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_constraint_begins_after_the_reasoning(thinker, kind):
+    value, good, bad = FORMS[kind]
+    for tail, lead, wrong in (
+        ("assistant\n", "<think>b < c\n</think>\n\n", "</think>"),
+        ("assistant\n", "", "#"),
+        ("<think>\n", "b < c\n</think>\n\n", ""),
+    ):
+        request = ask(constraint={kind: value})
+        planned = plan("hermes", request, thinker, tail)
+        grammar = request.constraint.grammar
+        assert thinker.allows(grammar, lead + good)
+        assert not thinker.allows(grammar, lead + bad)
+        assert not thinker.allows(grammar, wrong + good)
+        assert read(planned, lead + good) == ([], good, "b < c" if lead else "")
+
+
+def test_a_constraint_stays_where_there_is_no_reasoning(thinker):
+    for tail, model in (("<think>\n\n</think>\n\n", thinker), ("assistant\n", Model([]))):
+        request = ask(constraint={"regex": "a"})
+        plan("hermes", request, model, tail)
+        assert request.constraint.regex == "a"
+    text = generation_pb2.GenerateRequest(text="a<think>", constraint={"regex": "a"})
+    assert plan("hermes", text, thinker).parser() is None
+    assert text.constraint.regex == "a"
+
+
+@pytest.mark.parametrize("tail", ["<think>\n", "assistant\n"])
+@pytest.mark.parametrize("limit", [0, 3])
+def test_reasoning_is_bounded(thinker, tail, limit):
+    request = ask(stop={"max_reasoning_tokens": limit})
+    plan("hermes", request, thinker, tail)
+    grammar = request.constraint.grammar
+    opening = "" if "<think>" in tail else "<think>"
+    assert thinker.allows(grammar, f"{opening}{'x' * limit}</think>\n\nyes <tool_call>") == bool(
+        limit or not opening
+    )
+    assert not thinker.allows(grammar, f"{opening}{'x' * (limit + 1)}</think>yes")
+    assert thinker.allows(grammar, "yes") == bool(opening)
+    assert not thinker.allows(grammar, f"yes <think>{'x' * (limit + 1)}</think>")
+
+
+def test_calls_and_answers_under_a_constraint(thinker):
+    request = ask(TOOL, NOW, constraint={"regex": "yes"})
+    planned = plan("hermes", request, thinker)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for text, wanted in (("yes", ([], "yes", "")), (call, ([("now", {})], "", ""))):
+        assert thinker.allows(request.constraint.grammar, text)
+        assert read(planned, text) == wanted
+    assert not thinker.allows(request.constraint.grammar, "no")
+
+
+def test_free_calls_are_not_constrained(thinker):
+    request = ask(TOOL, NOW)
+    plan("hermes", request, thinker)
+    assert not request.HasField("constraint")
+    one = ask(TOOL, NOW, parallel_tool_calls=False)
+    plan("hermes", one, thinker)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"any": 1}}\n</tool_call>'
+    assert thinker.allows(one.constraint.grammar, f"I look.\n{call}")
+    assert not thinker.allows(one.constraint.grammar, f"{call}\n{call}")
+
+
+OWN = {
+    "hermes": {"one", "reasons"},
+    "llama3": {"one", "two"},
+    "mistral": {"list", "reasons"},
+    "deepseek": {"V3", "R1"},
+    "kimi": {"two"},
+    "phi4": {"markers"},
+    "granite": {"list"},
+    "gpt_oss": {"call"},
+}
+"""Examples that a grammar of forced calls allows. Others are read, but not asked for."""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [e for e in EXAMPLES if e.name in OWN.get(e.format, ())],
+    ids=lambda e: f"{e.format}-{e.name}",
+)
+def test_what_a_family_learnt_to_write_is_allowed(example):
+    markers = [m for m in MARKERS[example.format] if m != "<|call|>"]
+    if example.name == "list":
+        markers = [m for m in markers if m != "[ARGS]"]
+    model = Model(markers)
+    fence = "```json" if example.name in {"V3", "R1"} else ""
+    model.text = ModelText(fence, True, model.text.tokens, model.text.special)
+    tools = [{"name": name, "parameters": json.dumps(s)} for name, s in SCHEMAS.items()]
+    request = ask(*tools, choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED})
+    plan(example.format, request, model, example.tail)
+    assert model.allows(request.constraint.grammar, example.output.removesuffix("<|call|>"))
+
+
+def test_bounds_need_marked_reasoning(thinker):
+    for request, model, says in (
+        (ask(stop={"max_reasoning_tokens": 1}), Model([]), "marks no reasoning"),
+        (
+            generation_pb2.GenerateRequest(text="a", stop={"max_reasoning_tokens": 1}),
+            thinker,
+            "in chats alone",
+        ),
+    ):
+        with pytest.raises(RpcError, match=says) as caught:
+            plan("hermes", request, model)
+        assert caught.value.field == "stop.max_reasoning_tokens"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "renamed"),
+    [
+        ("start: A start-x\nA: /start/", "new: A start-x\nA: /start/"),
+        ('start: "start" start // start', 'new: "start" new // start'),
+        ('start: %json {"start": "}"} start', 'new: %json {"start": "}"} new'),
+        ('a: start[lazy] | "\\"start"', 'a: new[lazy] | "\\"start"'),
+    ],
+)
+def test_rules_are_renamed(grammar, renamed):
+    assert rename(grammar, "start", "new") == renamed
+
+
+def test_templates_tell_the_family():
+    for text, wanted in (
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("", "hermes"),
+        ("{{ tools }}<tool_call><function=x><parameter=y>", "qwen3_coder"),
+        ("{{ tools }}<tool_call><arg_key>", "glm"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ tools }}<|channel|><|message|>", "gpt_oss"),
+        ("{{ tools }}something else", None),
+    ):
+        found = OutputFormats().tools(ModelText(text, "tools" in text))
+        assert (found and found.name) == wanted, text
+    request = ask(NOW)
+    with pytest.raises(RpcError, match="--tool-parser and one of response_template") as caught:
+        OutputFormats().check(request.chat, ModelText("{{ tools }}", True))
+    assert caught.value.field == "chat.tools"
+    with pytest.raises(RpcError, match="started with --tool-parser none"):
+        OutputFormats("none").check(request.chat, ModelText())
+    OutputFormats("none").check(ask().chat, ModelText())

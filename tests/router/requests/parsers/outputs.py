@@ -313,7 +313,8 @@ EXAMPLES = [
     Example(
         "Gemma 4",
         "response_template",
-        '<|channel>thought\nHm.\n<channel|>I look.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,'
+        "<|channel>thought\nHm.\n<channel|>I look."
+        '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,'
         "days:2,detailed:true}<tool_call|><|tool_call>call:now{}<tool_call|>",
         BOTH,
         "I look.",
