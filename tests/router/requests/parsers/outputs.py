@@ -196,8 +196,9 @@ EXAMPLES = [
         '[get_weather(city="a]) \\" b")]',
         [("get_weather", {"city": 'a]) " b'})],
     ),
+    Example("list", "mistral", f"[TOOL_CALLS][{PARIS}, {NOW}]", BOTH),
     Example(
-        "list",
+        "list with ids",
         "mistral",
         '[TOOL_CALLS][{"name": "get_weather", "arguments": ' + ARGS + ', "id": "a1b2c3d4e"}, '
         '{"name": "now", "arguments": {}, "id": "f1b2c3d4e"}]',
