@@ -77,7 +77,7 @@ class Reader:
                 assert call.id
                 self.calls.append([call.id, call.name, ""])
             else:
-                    assert not call.id
+                assert not call.id
                 assert not call.name
             self.calls[call.index][2] += call.arguments
 
