@@ -7,11 +7,13 @@ from typing import Any
 
 from octavo.router.text.model_text import ModelText
 
-COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as chat templates write it: a model that is sure of nothing could go on with white space
-for ever."""
-SPACED = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}
-"""White space that ends: as engines have it for schemas that are alone."""
+COMPACT = {
+    "whitespace_pattern": None,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON as chat templates write it: a model that is sure of nothing could go on with white space."""
 PREFIX = "octavo_"
 ANY_TEXT = "/(?s:.*)/"
 
@@ -75,7 +77,7 @@ class Lark:
 
     def document(self, schema: Mapping[str, Any]) -> str:
         """Return a rule of the JSON documents that a schema accepts, with white space or not."""
-        return self.rule("json", f"%json {json.dumps({'x-guidance': SPACED, **schema})}")
+        return self.rule("json", f"%json {json.dumps(schema)}")
 
     def regex(self, expression: str) -> str:
         """Return a rule of the texts that match a regular expression."""

@@ -137,8 +137,9 @@ def test_a_cut_output_keeps_its_reason(tokenizer, make):
         assert output.reason == LENGTH
         assert "Hm, stop.\n</think".startswith(reader.reasoning)
         assert not any(marker in reader.text for marker in ("<think>", "<tool_call>"))
-        for _, name, arguments in reader.calls:
+        for _, name, cut in reader.calls:
             assert name == "f"
+            arguments = cut.rstrip("\ufffd")  # half a character
             assert arguments in {'{"é": "日本"}'[: len(arguments)], '{"é": "b"}'[: len(arguments)]}
 
 
