@@ -11,6 +11,7 @@ import grpc
 
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 
+QUESTION = "What is the weather in Paris?"
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 40}},
@@ -32,12 +33,12 @@ def ask(
     stub: generation_pb2_grpc.GenerationServiceStub, chat: generation_pb2.ChatPrompt
 ) -> tuple[str, list[generation_pb2.ToolCall]]:
     """Return an answer's text, and the calls that it makes."""
-    request = generation_pb2.GenerateRequest(
-        chat=chat, sampling={"temperature": 0}, stop={"max_tokens": 100}
-    )
+    request = generation_pb2.GenerateRequest(chat=chat)
+    request.sampling.temperature = 0
+    request.stop.max_tokens = 100
     key = os.environ.get("OCTAVO_API_KEY")
-    metadata = [("authorization", f"Bearer {key}")] if key else []
-    text, calls = "", []
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    text, calls = "", list[generation_pb2.ToolCall]()
     for response in stub.Generate(request, metadata=metadata):
         text += response.delta.text
         for piece in response.delta.tool_calls:
@@ -53,9 +54,10 @@ def main() -> None:
     with grpc.insecure_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         chat = generation_pb2.ChatPrompt(
-            messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+            messages=[generation_pb2.ChatMessage(role="user", content=QUESTION)],
             tools=[TOOL],
-            tool_choice={"name": TOOL.name},  # without it, the model may answer by itself
+            # Without it, the model may answer by itself.
+            tool_choice=generation_pb2.ToolChoice(name=TOOL.name),
             parallel_tool_calls=False,
         )
         text, calls = ask(stub, chat)

@@ -13,6 +13,13 @@ from octavo.v1.generation_pb2 import ToolChoiceMode
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """What templates call an assistant's reasoning."""
 _CONTENT_MAY_BE_NONE = re.compile(r"content['\"]?\]?\s+(?:is|==)\s+(?:not\s+)?none", re.IGNORECASE)
+_WITH_CONTENT = (
+    "{%- set filled = namespace(messages=[]) %}"
+    "{%- for message in messages %}"
+    "{%- set filled.messages = filled.messages + [dict({'content': none}, **message)] %}"
+    "{%- endfor %}{%- set messages = filled.messages %}"
+)
+"""Gives messages the content none: transformers leaves out what is None before templates see it."""
 INSTRUCTIONS = """\
 You can call functions. They are described by these JSON objects, one a line, with JSON Schemas of \
 their arguments:
@@ -34,10 +41,12 @@ class Layout:
     Attributes:
         messages: The messages.
         tools: Descriptions of the tools; None: there are none.
+        template: The template, where it is not quite the model's own.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
+    template: str | None = None
 
 
 def lay_out(chat: generation_pb2.ChatPrompt, model: ModelText, *, objects: bool) -> Layout:
@@ -51,10 +60,11 @@ def lay_out(chat: generation_pb2.ChatPrompt, model: ModelText, *, objects: bool)
     shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
     tools = [_tool(tool) for tool in chat.tools] if shown else []
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
-    calls = [_message(message, names, model, objects=objects) for message in chat.messages]
+    messages = [_message(message, names, model, objects=objects) for message in chat.messages]
     if not model.has_tools:
-        return Layout(_in_text(calls, tools), None)
-    return Layout(calls, tools or None)
+        return Layout(_in_text(messages, tools), None)
+    empty = any(message["content"] is None for message in messages)
+    return Layout(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
 
 
 def text_of(message: generation_pb2.ChatMessage) -> str:

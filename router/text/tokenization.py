@@ -118,6 +118,7 @@ class Tokenizer:
             text: str = self._tokenizer.apply_chat_template(
                 layout.messages,
                 tools=layout.tools,
+                chat_template=layout.template,
                 tokenize=False,
                 add_generation_prompt=opens and not goes_on,
                 continue_final_message=goes_on,
