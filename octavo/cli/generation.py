@@ -1,7 +1,8 @@
 """Request parameters as options of `octavo generate` and `octavo chat`."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
 import typer
@@ -34,7 +35,23 @@ def with_options(
 def _options(**given: object) -> GenerateOptions:
     """Return the options that were given."""
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
+    for name, value in chosen.items():
+        if isinstance(value, Path):
+            chosen[name] = _read(name, value)
     return cast("GenerateOptions", {n: v for n, v in chosen.items() if v is not False})
+
+
+def _read(name: str, file: Path) -> str:
+    """Return the contents of the file that a flag names.
+
+    Raises:
+        typer.BadParameter: It cannot be read as text.
+    """
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        (flag, *_) = PARAMETERS[name].shown_flags(name)
+        raise typer.BadParameter(f"{flag}: {error}") from None
 
 
 def _option(
@@ -42,8 +59,12 @@ def _option(
 ) -> inspect.Parameter:
     """Return the typer option of one parameter."""
     arms = get_args(TYPES[name])
-    kind: Any = list[str] | None if len(arms) > 2 else TYPES[name]
-    if bool in arms:
+    kind: Any = TYPES[name]
+    if parameter.file:
+        kind = Path | None
+    elif Sequence[str] in arms:
+        kind = list[str] | None
+    elif bool in arms:
         kind, default = bool, False
     option = typer.Option(
         *parameter.shown_flags(name),

@@ -1,5 +1,6 @@
 """Conversion of a client's arguments to requests, for sync and asyncio."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast, get_type_hints
@@ -20,7 +21,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """Build a GenerateRequest; the server checks the ranges.
 
     Raises:
-        InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`.
+        InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`, or
+            several options say what form the outputs must have.
         TypeError: An option is unknown or the prompt is not text, a chat or token ids.
     """
     request = pb.GenerateRequest()
@@ -29,6 +31,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         if name not in PARAMETERS:
             raise TypeError(f"generate() has no option {name!r}")
         _set_option(request, name, value)
+    _check_constraint(options)
     return request
 
 
@@ -99,6 +102,17 @@ def _set_option(request: pb.GenerateRequest | pb.TokenizeRequest, name: str, val
     _set(request, parameter.path, value)
 
 
+def _check_constraint(options: GenerateOptions) -> None:
+    """Refuse two forms of outputs: only the last would be sent."""
+    given = [
+        name
+        for name, value in options.items()
+        if value is not None and PARAMETERS[name].path.startswith("constraint.")
+    ]
+    if len(given) > 1:
+        raise _invalid("constraint", f"set only one of {' and '.join(given)}")
+
+
 def _set(request: Protobuf, path: str, value: object) -> None:
     """Set the scalar, repeated or map field at `path`."""
     *parents, name = path.split(".")
@@ -106,7 +120,9 @@ def _set(request: Protobuf, path: str, value: object) -> None:
     for parent in parents:
         target = getattr(target, parent)
     with _checked(path):
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and isinstance(getattr(target, name), str):
+            setattr(target, name, json.dumps(value, ensure_ascii=False))
+        elif isinstance(value, Mapping):
             getattr(target, name).update(value)
         elif isinstance(getattr(target, name), str | int | float):
             setattr(target, name, value)

@@ -21,6 +21,11 @@ MAX_LOGIT_BIAS = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
+MAX_CONSTRAINT_BYTES = 1 << 20
+MAX_CHOICES = 1024
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 64
+MAX_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Limits:
         max_outputs: Maximum outputs per request.
         budgets: The KV-cache blocks of each engine; a request must fit into every one.
         beam_search: Whether the engines support beam search.
+        constraints: Whether the engines can constrain outputs.
     """
 
     max_model_len: int
@@ -40,6 +46,7 @@ class Limits:
     max_outputs: int
     budgets: tuple[BlockBudget, ...]
     beam_search: bool
+    constraints: bool = False
 
 
 def check_request_id(request_id: str) -> None:
@@ -64,7 +71,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> None:
     """Check the sampling parameters."""
     _check_ranges("sampling", sampling, limits)
-    _count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    check_count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= limits.vocab_size:
@@ -91,7 +98,13 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 f"stop.min_tokens must be in [0, {stop.max_tokens}], up to stop.max_tokens; "
                 f"got {stop.min_tokens}",
             )
-    _count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
+        if stop.max_reasoning_tokens > stop.max_tokens:
+            raise rpc.invalid(
+                "stop.max_reasoning_tokens",
+                f"stop.max_reasoning_tokens must be in [0, {stop.max_tokens}], up to "
+                f"stop.max_tokens; got {stop.max_reasoning_tokens}",
+            )
+    check_count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
     for i, string in enumerate(stop.strings):
         if not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
             field = f"stop.strings[{i}]"
@@ -99,7 +112,7 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 field,
                 f"{field} must have 1 to {MAX_STOP_STRING_LENGTH} characters; it has {len(string)}",
             )
-    _count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
+    check_count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
     check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
 
 
@@ -126,6 +139,36 @@ def check_beam(
 def check_output(output: sampling_pb2.OutputOptions, limits: Limits) -> None:
     """Check the output options."""
     _check_ranges("output", output, limits)
+
+
+def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) -> None:
+    """Check a constraint's kind and size; whether it can be compiled, the engine finds out."""
+    if not limits.constraints:
+        raise rpc.unimplemented(
+            "constraint",
+            "the model's engine cannot constrain outputs: it needs the model's tokenizer, and "
+            "end-of-sequence tokens",
+        )
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise rpc.invalid("constraint", "constraint must have one kind set, such as json_schema")
+    field = f"constraint.{kind}"
+    size = constraint.ByteSize()
+    if size > MAX_CONSTRAINT_BYTES:
+        raise rpc.invalid(
+            field, f"{field} must have at most {MAX_CONSTRAINT_BYTES} bytes; it has {size}"
+        )
+    if kind == "json_object" and not constraint.json_object:
+        raise rpc.invalid(field, f"{field} must be true, or not set")
+    if kind == "choices":
+        values = constraint.choices.values
+        check_count(f"{field}.values", len(values), MAX_CHOICES)
+        if not values or not all(values):
+            raise rpc.invalid(
+                f"{field}.values", f"{field}.values must have at least one text, and none empty"
+            )
+    elif kind != "json_object" and not getattr(constraint, kind):
+        raise rpc.invalid(field, f"{field} must not be empty")
 
 
 def check_priority(priority: int) -> None:
@@ -208,6 +251,7 @@ def _check_length(field: str, text: str, most: int) -> None:
         raise rpc.invalid(field, f"{field} must be at most {most} characters; it has {len(text)}")
 
 
-def _count(field: str, count: int, most: int) -> None:
+def check_count(field: str, count: int, most: int) -> None:
+    """Check the number of entries of a field."""
     if count > most:
         raise rpc.invalid(field, f"{field} may have at most {most} entries; it has {count}")

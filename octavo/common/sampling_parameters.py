@@ -44,6 +44,7 @@ class Parameter:
         range: The numbers that are allowed; None: all of its type, or checked elsewhere.
         default: The value of a request that does not set it; None: there is none.
         flags: Its flags on the command line; empty: no flag. Default: its name.
+        file: Whether a flag's value is the name of a file that has the parameter's value.
         http: Whether it is a member of HTTP requests, by its name.
         generation_config: The key of a model's own default in its generation_config.json; None:
             models have none.
@@ -54,6 +55,7 @@ class Parameter:
     range: Range | None = None
     default: float | None = None
     flags: tuple[str, ...] | None = None
+    file: bool = False
     http: bool = True
     generation_config: str | None = None
 
@@ -259,6 +261,45 @@ class GenerateOptions(ChatOptions, total=False):
             "beam.early_stopping",
             "End the beam search once as many hypotheses as its width are finished.",
             flags=(),
+        ),
+    ]
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None,
+        Parameter(
+            "constraint.json_schema",
+            "JSON Schema that every output keeps to.",
+            file=True,
+            http=False,
+        ),
+    ]
+    json_object: Annotated[
+        bool | None,
+        Parameter("constraint.json_object", "Every output is a JSON object.", http=False),
+    ]
+    regex: Annotated[
+        str | None,
+        Parameter(
+            "constraint.regex",
+            "Regular expression that every output matches as a whole.",
+            http=False,
+        ),
+    ]
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            "constraint.grammar",
+            "Grammar that every output keeps to, in llguidance's dialect of Lark.",
+            file=True,
+            http=False,
+        ),
+    ]
+    choices: Annotated[
+        Sequence[str] | None,
+        Parameter(
+            "constraint.choices.values",
+            "Texts of which every output is one; repeatable.",
+            flags=("--choice",),
+            http=False,
         ),
     ]
     logprobs: Annotated[

@@ -42,16 +42,25 @@ def test_generate(octavo, service):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, name):
+def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, tmp_path, name):
     parameter, kind = PARAMETERS[name], str(TYPES[name])
     value = () if "bool" in kind else ("2",) if "int" in kind or "float" in kind else ("x",)
-    result = octavo("generate", "a", parameter.shown_flags(name)[0], *value)
+    (tmp_path / "file").write_text("x")
+    shown = (str(tmp_path / "file"),) if parameter.file else value
+    result = octavo("generate", "a", parameter.shown_flags(name)[0], *shown)
     assert result.exit_code == 0, result.output
     message = service.requests[0]
     for part in parameter.message.split(".") if parameter.message else ():
         message = getattr(message, part)
     given = True if "bool" in kind else 2 if value == ("2",) else "x"
     assert getattr(message, parameter.field) in (given, [given])
+
+
+def test_a_file_that_a_flag_names_must_be_there(octavo, service):
+    result = octavo("generate", "a", "--json-schema", "/nowhere")
+    assert result.exit_code == 2
+    assert "--json-schema: " in result.output
+    assert not service.requests
 
 
 @pytest.mark.parametrize(
