@@ -37,7 +37,7 @@ def one_thread():
         pytest.param("phi3", RIGHT, id="joined projections"),
         pytest.param("qwen2_moe", RIGHT, id="window in the mask alone"),
         pytest.param("gpt_oss", RIGHT, id="attention sinks"),
-        pytest.param("llama4_text, no temperature", RIGHT, id="chunks in the mask alone"),
+        pytest.param("llama4_text, chunks", RIGHT, id="chunks, temperature by position"),
         pytest.param("deepseek_v3", RIGHT, id="latent attention"),
         pytest.param("phi3, longrope", EITHER, id="rope that depends on the batch"),
         pytest.param("llama, longrope, long context", RIGHT, id="long rope"),
@@ -45,8 +45,8 @@ def one_thread():
         pytest.param("bart", REFUSED, id="no positions taken"),
         pytest.param("doge", REFUSED, id="computed mask"),
         pytest.param("falcon_h1", RIGHT, id="recurrent state"),
-        pytest.param("diffllama", REFUSED, id="attention called twice"),
-        pytest.param("mpt", REFUSED, id="position biases"),
+        pytest.param("diffllama", RIGHT, id="attention called twice"),
+        pytest.param("mpt", RIGHT, id="ALiBi"),
     ],
 )
 def test_it_is_right_or_refused(name, allowed, tmp_path):

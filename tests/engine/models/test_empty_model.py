@@ -27,7 +27,7 @@ TABLE = {
     if line.startswith("| `") and "model_type" not in line
 }
 SERVED = ["llama", "gpt2", "gemma3_text", "qwen3_moe", "falcon_h1"]
-REFUSED = ["bart", "doge", "diffllama", "roberta"]
+REFUSED = ["bart", "doge", "inkling_text", "roberta"]
 OPTIONS = {"device": "cpu", "block_size": 16}
 GIB = 1 << 30
 
