@@ -2,9 +2,9 @@
 
     python -m benchmarks.migration [--streams 100] [--seconds 60] [--every 5] [--engines 3]
 
-Streams send request after request: greedy, seeded, penalised, several outputs of different
-lengths, beam search, in float32. The first run has no faults and gives the expected outputs.
-Then one engine after another has each kind of fault:
+Streams send request after request: greedy, seeded, penalised, constrained by a schema, several
+outputs of different lengths, beam search, in float32. The first run has no faults and gives the
+expected outputs. Then one engine after another has each kind of fault:
 
     kill    SIGKILL, and the engine is started again
     drain   SIGTERM without time to finish, and the engine is started again
@@ -33,12 +33,18 @@ from benchmarks.rounding import Judge
 from octavo import AsyncClient, Completion, Error, Output, UnavailableError
 from octavo.client.requests import GenerateOptions
 
+SCHEMA = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "integer"}, {"type": "string", "maxLength": 9}]},
+    "minItems": 5,
+}
 KINDS: dict[str, GenerateOptions] = {
     "greedy": {"temperature": 0, "logprobs": 2},
     "seeded": {"temperature": 0.8},
     "truncated": {"temperature": 1.0, "top_p": 0.9, "top_k": 40},
     "penalised": {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     "three outputs": {"temperature": 0.9, "n": 3},
+    "constrained": {"temperature": 1.0, "json_schema": SCHEMA, "n": 2},
     "beams": {"beam_width": 2},
 }
 HEARTBEAT_SECONDS = 2.0

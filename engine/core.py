@@ -210,7 +210,7 @@ class EngineCore:
         if previous is None or previous.batch.can_overlap:
             self._await_masks()
             batch = self._scheduler.schedule()
-        self._stalled = previous is None and not batch
+        self._stalled = previous is None and not batch and self._scheduler.waits_for_masks
         if batch:
             self._report_starts(batch)
             with _step_errors(batch):
@@ -299,8 +299,12 @@ class EngineCore:
         self._metrics.output_tokens.inc(len(output.tokens) + len(output.continuations))
 
     def _report_search(self, group: SequenceGroup, search: BeamState) -> None:
-        """Make an event for each output of a beam search that ended, best first."""
-        request = group.request
+        """Make an event for each output of a beam search that ended, best first.
+
+        A constraint may leave fewer than the search's width; then they are repeated.
+        """
+        request, width, count = group.request, search.params.width, len(search.hypotheses)
+        hypotheses = [search.hypotheses[rank * count // width] for rank in range(width)]
         self._events += [
             OutputEvent(
                 request.session,
@@ -312,7 +316,7 @@ class EngineCore:
                 request.finish_reason(found.token_ids[-1], len(found.token_ids)),
                 found.score,
             )
-            for rank, found in enumerate(search.hypotheses)
+            for rank, found in enumerate(hypotheses)
         ]
 
     def _measure_step(self, batch: Batch) -> None:

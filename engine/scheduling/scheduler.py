@@ -67,6 +67,11 @@ class Scheduler:
         """Whether no group is left."""
         return not (self.running or self.swapped or self.waiting)
 
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether a group cannot be scheduled before a mask of its constraint is ready."""
+        return not all(group.ready for group in self.groups())
+
     def groups(self) -> Iterator[SequenceGroup]:
         """Yield every group that is not finished."""
         yield from self.running

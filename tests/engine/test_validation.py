@@ -1,11 +1,14 @@
 """A Submit becomes a request, whatever is in it that a router would never send."""
 
 import time
+from dataclasses import replace
 
+import grpc
 import pytest
 
 from octavo.common.limits import Limits
 from octavo.common.rpc import RpcError
+from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.validation import to_request
 from octavo.v1 import engine_pb2
 from tests.plain import budget
@@ -46,6 +49,58 @@ def test_a_salt_is_kept_and_a_long_one_refused():
     with pytest.raises(RpcError, match="at most 128 characters; it has 129") as caught:
         translate(cache_salt="s" * 129)
     assert caught.value.field == "cache_salt"
+
+
+CONSTRAINED = replace(LIMITS, constraints=True)
+
+
+def constrain(limits=CONSTRAINED, **constraint):
+    submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[1], constraint=constraint)
+    submit.stop.ignore_eos = True
+    return to_request(submit, session=0, limits=limits, eos_token_ids=[2])
+
+
+@pytest.mark.parametrize(
+    ("constraint", "texts"),
+    [
+        ({"json_schema": "{}"}, ("{}",)),
+        ({"json_object": True}, ()),
+        ({"regex": "a+"}, ("a+",)),
+        ({"grammar": 'start: "a"'}, ('start: "a"',)),
+        ({"choices": {"values": ["a", "b"]}}, ("a", "b")),
+    ],
+)
+def test_a_constraint_of_each_kind(constraint, texts):
+    (kind,) = constraint
+    request = constrain(**constraint)
+    assert request.constraint == Constraint(ConstraintKind(kind), texts)
+    assert request.eos_token_ids == {2}  # it may end so where nothing else can follow
+    assert request.end_rule.never == {2}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        ({}, "constraint"),
+        ({"json_object": False}, "constraint.json_object"),
+        ({"regex": ""}, "constraint.regex"),
+        ({"json_schema": "x" * (1 << 20)}, "constraint.json_schema"),
+        ({"choices": {}}, "constraint.choices.values"),
+        ({"choices": {"values": ["a", ""]}}, "constraint.choices.values"),
+        ({"choices": {"values": ["a"] * 1025}}, "constraint.choices.values"),
+    ],
+)
+def test_a_constraint_that_is_none_is_refused(constraint, field):
+    with pytest.raises(RpcError) as caught:
+        constrain(**constraint)
+    assert caught.value.field == field
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_an_engine_without_a_tokenizer_takes_no_constraint():
+    with pytest.raises(RpcError, match="needs the model's tokenizer") as caught:
+        constrain(LIMITS, regex="a")
+    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_without_a_seed_each_request_has_its_own():

@@ -1,0 +1,149 @@
+"""What is finished keeps to its constraint, however tokens are sampled and memory is short."""
+
+import json
+import random
+import re
+
+import pytest
+
+from octavo.engine.scheduling.request import BeamSearch, Resumption
+from tests.engine.constraints.runner import decode, encode
+from tests.engine.constraints.schemas import check, random_schema
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PERSON_TEXT = json.dumps(PERSON)
+
+
+def force(runner, schemas, **options) -> int:
+    """Run every schema with several outputs and with beams; return how many outputs finished."""
+    ways = ({"n": 4, "seed": 1, "max_tokens": 200}, {"beam": BeamSearch(4), "max_tokens": 80})
+    asked = [
+        (schema, runner.submit("json_schema", json.dumps(schema), **(options | way)))
+        for schema in schemas
+        for way in ways
+    ]
+    finished = 0
+    for schema, request_id in asked:
+        ended = runner.wait(request_id)
+        assert ended.failure is None, (schema, ended.failure)
+        for index, reason in ended.reasons.items():
+            assert reason in {"EOS", "LENGTH"}
+            if reason == "EOS":
+                check(decode(ended.tokens[index]), schema)
+                finished += 1
+    runner.settle()
+    return finished
+
+
+@pytest.mark.parametrize(("dtype", "preemption"), [("float32", "swap"), ("bfloat16", "recompute")])
+def test_every_finished_output_keeps_to_its_schema(crowded, dtype, preemption):
+    runner = crowded(dtype=dtype, preemption=preemption)
+    draw = random.Random(preemption)
+    finished = force(runner, [random_schema(draw) for _ in range(12)])
+    assert finished > 12 * 8 * 0.3
+    counters = runner.parts.scheduler.counters
+    assert getattr(counters, f"preemptions_{preemption}") > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_every_finished_output_of_many_keeps_to_its_schema(crowded, dtype, preemption):
+    runner = crowded(dtype=dtype, preemption=preemption)
+    draw = random.Random(dtype + preemption)
+    finished = force(runner, [random_schema(draw) for _ in range(75)])
+    assert finished > 75 * 8 * 0.3
+    assert getattr(runner.parts.scheduler.counters, f"preemptions_{preemption}") > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_kinds(engine, temperature):
+    def text(kind, *texts):
+        ended = engine.run(kind, *texts, temperature=temperature, seed=1)
+        return decode(ended.tokens[0])
+
+    assert re.fullmatch(r"[0-9]{3}-[a-z]{2,5}", text("regex", "[0-9]{3}-[a-z]{2,5}"))
+    assert re.fullmatch("a(x|yy){2,4}", text("grammar", 'start: "a" b{2,4}\nb: "x" | "yy"'))
+    choices = ("yes", "no", "maybe. (a/b) ü\n", "ye")
+    assert text("choices", *choices) in choices
+    ended = engine.run("json_object", temperature=temperature, max_tokens=500)
+    if ended.reasons[0] == "EOS":
+        assert isinstance(json.loads(decode(ended.tokens[0])), dict)
+
+
+def test_the_end_is_forced_where_nothing_else_can_follow(engine):
+    for ignore_eos in (False, True):
+        ended = engine.run("regex", "abc", ignore_eos=ignore_eos, min_tokens=0 if ignore_eos else 9)
+        assert (decode(ended.tokens[0]), ended.reasons) == ("abc", {0: "EOS"})
+
+
+def test_ignored_ends_come_only_where_nothing_else_can_follow(engine):
+    ended = engine.run("regex", "a{1,9}", ignore_eos=True)
+    assert (decode(ended.tokens[0]), ended.reasons) == ("a" * 9, {0: "EOS"})
+
+
+def test_an_output_has_its_least_tokens_if_the_grammar_has_them(engine):
+    for seed in range(5):
+        ended = engine.run("regex", "[ab]{1,40}", min_tokens=20, seed=seed)
+        assert len(ended.tokens[0]) > 20
+        assert ended.reasons == {0: "EOS"}
+
+
+def test_length_and_stop_tokens_cut(engine):
+    ended = engine.run("regex", "[ab]{50}", max_tokens=10)
+    assert (len(ended.tokens[0]), ended.reasons) == (10, {0: "LENGTH"})
+    ended = engine.run("regex", "ab{50}", stop_token_ids=frozenset(encode("b")))
+    assert (decode(ended.tokens[0]), ended.reasons) == ("ab", {0: "STOP_TOKEN"})
+
+
+def test_bias_and_penalties_change_no_more_than_the_choice(engine):
+    bias = {encode("z")[0]: 100.0, encode("b")[0]: 50.0}
+    ended = engine.run("regex", "[ab]{6}", temperature=0.0, logit_bias=bias)
+    assert decode(ended.tokens[0]) == "bbbbbb"
+    ended = engine.run("regex", "[ab]{6}", repetition_penalty=50.0, frequency_penalty=2.0)
+    assert re.fullmatch("[ab]{6}", decode(ended.tokens[0]))
+
+
+def test_logprobs_are_the_model_s_own(engine):
+    free = engine.run(None, max_tokens=1, logprobs=20, temperature=0.0)
+    forced = engine.run("regex", "q", logprobs=20)
+    assert forced.logprobs[0][0] < free.logprobs[0][0] < 0
+
+
+def test_the_same_seed_gives_the_same_output_beside_others(engine):
+    alone = engine.run("json_schema", PERSON_TEXT, seed=7, n=3)
+    others = [engine.submit("json_schema", PERSON_TEXT, seed=i, n=2) for i in range(6)]
+    again = engine.run("json_schema", PERSON_TEXT, seed=7, n=3)
+    for other in others:
+        engine.wait(other)
+    assert again.tokens == alone.tokens
+
+
+@pytest.mark.parametrize("have", [0, 1, 9])
+def test_an_output_that_another_engine_began_goes_on(engine, have):
+    whole = engine.run("json_schema", PERSON_TEXT, seed=3, n=2)
+    resume = {i: Resumption(tuple(tokens[:have])) for i, tokens in whole.tokens.items()}
+    rest = engine.run("json_schema", PERSON_TEXT, seed=3, n=2, resume=resume)
+    for i, tokens in whole.tokens.items():
+        assert tokens[:have] + rest.tokens[i] == tokens
+
+
+def test_tokens_that_break_the_constraint_are_not_resumed(engine):
+    resume = {0: Resumption(tuple(encode("[1")))}
+    failure = engine.run("json_schema", PERSON_TEXT, resume=resume).failure
+    assert failure.field == "constraint"
+    assert "after the 2 tokens of output 0" in failure.message
+
+
+def test_beams_that_a_constraint_leaves_fewer_of_than_their_width(engine):
+    ended = engine.run("regex", "a|b", beam=BeamSearch(4))
+    assert sorted(decode(ended.tokens[i]) for i in range(4)) == ["a", "a", "b", "b"]
