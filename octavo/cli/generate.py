@@ -12,7 +12,7 @@ from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
 from octavo.cli.output import err, failures, out
 from octavo.client import Delta, GenerateOptions, Message, Stream
-from octavo.client.requests import Prompt
+from octavo.client.prompts import Prompt
 from octavo.common.stopping import INTERRUPTED
 
 

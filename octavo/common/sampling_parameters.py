@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 from google.protobuf.message import Message
 
+from octavo.common.tools import Schema, Tool
+
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 
@@ -95,6 +97,25 @@ class ChatOptions(TypedDict, total=False):
             flags=(),
         ),
     ]
+    tools: Annotated[
+        Sequence[Tool | Mapping[str, Any]] | None,
+        Parameter("chat.tools", "Tools that the model may call.", flags=(), http=False),
+    ]
+    tool_choice: Annotated[
+        str | Tool | None,
+        Parameter(
+            "chat.tool_choice",
+            '"auto", "none" or "required"; or a tool, or its name, that must be called.',
+            flags=(),
+            http=False,
+        ),
+    ]
+    parallel_tool_calls: Annotated[
+        bool | None,
+        Parameter(
+            "chat.parallel_tool_calls", "Whether one output may call several tools.", flags=()
+        ),
+    ]
 
 
 class GenerateOptions(ChatOptions, total=False):
@@ -152,6 +173,50 @@ class GenerateOptions(ChatOptions, total=False):
             "stop.include_in_output",
             "Keep the stop string or token in the output.",
             flags=(),
+        ),
+    ]
+    max_reasoning_tokens: Annotated[
+        int | None,
+        Parameter(
+            "stop.max_reasoning_tokens",
+            "Maximum tokens of reasoning per output; then its end is forced.",
+        ),
+    ]
+    json_schema: Annotated[
+        Schema | None,
+        Parameter(
+            "constraint.json_schema",
+            "JSON Schema that outputs must keep to.",
+            http=False,
+        ),
+    ]
+    json_object: Annotated[
+        bool | None,
+        Parameter("constraint.json_object", "Outputs must be JSON objects.", http=False),
+    ]
+    regex: Annotated[
+        str | None,
+        Parameter(
+            "constraint.regex",
+            "Regular expression that outputs must match as a whole.",
+            http=False,
+        ),
+    ]
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            "constraint.grammar",
+            "Grammar, in llguidance's dialect of Lark, that outputs must keep to.",
+            http=False,
+        ),
+    ]
+    choices: Annotated[
+        Sequence[str] | None,
+        Parameter(
+            "constraint.choices.values",
+            "Texts of which outputs must be one; repeatable.",
+            flags=("--choice",),
+            http=False,
         ),
     ]
     temperature: Annotated[
