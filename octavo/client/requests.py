@@ -74,9 +74,10 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
         case "constraint.json_schema":
             with checked(path):
                 request.constraint.json_schema = schema_text(value)
-        case "constraint.choices.values":
+        case "constraint.choices":
             request.constraint.choices.SetInParent()  # also without any, which is refused
-            _set(request, path, value)
+            with checked(path):
+                request.constraint.choices.values.extend(value)
         case _:
             _set(request, path, value)
 

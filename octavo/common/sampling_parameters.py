@@ -213,7 +213,7 @@ class GenerateOptions(ChatOptions, total=False):
     choices: Annotated[
         Sequence[str] | None,
         Parameter(
-            "constraint.choices.values",
+            "constraint.choices",
             "Texts of which outputs must be one; repeatable.",
             flags=("--choice",),
             http=False,
