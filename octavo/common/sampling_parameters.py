@@ -46,6 +46,7 @@ class Parameter:
         range: The numbers that are allowed; None: all of its type, or checked elsewhere.
         default: The value of a request that does not set it; None: there is none.
         flags: Its flags on the command line; empty: no flag. Default: its name.
+        file: Whether its flag names a file that holds the value.
         http: Whether it is a member of HTTP requests, by its name.
         generation_config: The key of a model's own default in its generation_config.json; None:
             models have none.
@@ -56,6 +57,7 @@ class Parameter:
     range: Range | None = None
     default: float | None = None
     flags: tuple[str, ...] | None = None
+    file: bool = False
     http: bool = True
     generation_config: str | None = None
 
@@ -99,14 +101,15 @@ class ChatOptions(TypedDict, total=False):
     ]
     tools: Annotated[
         Sequence[Tool | Mapping[str, Any]] | None,
-        Parameter("chat.tools", "Tools that the model may call.", flags=(), http=False),
+        Parameter(
+            "chat.tools", "Tools that the model may call, a JSON array.", file=True, http=False
+        ),
     ]
     tool_choice: Annotated[
         str | Tool | None,
         Parameter(
             "chat.tool_choice",
-            '"auto", "none" or "required"; or a tool, or its name, that must be called.',
-            flags=(),
+            '"auto", "none" or "required"; or the name of a tool that must be called.',
             http=False,
         ),
     ]
@@ -187,6 +190,7 @@ class GenerateOptions(ChatOptions, total=False):
         Parameter(
             "constraint.json_schema",
             "JSON Schema that outputs must keep to.",
+            file=True,
             http=False,
         ),
     ]
@@ -207,6 +211,7 @@ class GenerateOptions(ChatOptions, total=False):
         Parameter(
             "constraint.grammar",
             "Grammar, in llguidance's dialect of Lark, that outputs must keep to.",
+            file=True,
             http=False,
         ),
     ]

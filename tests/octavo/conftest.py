@@ -16,7 +16,7 @@ from octavo.v1 import sampling_pb2
 
 
 class FakeService(pb_grpc.GenerationServiceServicer):
-    """Echoes the last message, a word a delta, or answers with `deltas`; fails or hangs if told so."""
+    """Echoes the last message, a word a delta, or sends `deltas`; fails or hangs if told so."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
