@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from octavo.engine.constraints.compiler import Outcome
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sequence import SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +12,19 @@ class Submit:
     """Queue a request; its events follow."""
 
     request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Constrain:
+    """Start a request whose constraint was compiled, or fail it by what came of that."""
+
+    group: SequenceGroup
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Look again at what can be scheduled: a mask is ready that no step waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +66,4 @@ class Stop:
     """End the core before its next step; requests that are left fail with UNAVAILABLE."""
 
 
-Command = Submit | Abort | OpenSession | CloseSession | Drain | Stop
+Command = Submit | Constrain | WakeUp | Abort | OpenSession | CloseSession | Drain | Stop

@@ -14,7 +14,25 @@ from typing import assert_never
 
 import structlog
 
-from octavo.engine.commands import Abort, CloseSession, Command, Drain, OpenSession, Stop, Submit
+from octavo.engine.commands import (
+    Abort,
+    CloseSession,
+    Command,
+    Constrain,
+    Drain,
+    OpenSession,
+    Stop,
+    Submit,
+    WakeUp,
+)
+from octavo.engine.constraints.compiler import (
+    ConstraintCompiler,
+    Outcome,
+    Preparation,
+    TokensMissingError,
+)
+from octavo.engine.constraints.constraint import Constraint, ConstraintError
+from octavo.engine.constraints.mask_threads import MaskThreads
 from octavo.engine.events import (
     Event,
     Failure,
@@ -84,6 +102,7 @@ class EngineCore:
         async_scheduling: bool = False,
         publish_prefixes: PublishPrefixes = lambda _: None,
         on_end: OnEnd | None = None,
+        constraints: ConstraintCompiler | None = None,
     ) -> None:
         """Set up the core; `run` starts its loop.
 
@@ -99,6 +118,7 @@ class EngineCore:
             publish_prefixes: called with changes of the prefix cache, before the events of the
                 same step.
             on_end: called with each group that ended, and how it ended.
+            constraints: compiles the constraints of requests; None if none is accepted.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -106,6 +126,10 @@ class EngineCore:
         self._publish_events = publish
         self._publish_prefixes = publish_prefixes
         self._on_end = on_end
+        self._constraints = constraints
+        self._preparing: dict[SequenceGroup, Preparation] = {}  # whose constraint is compiled
+        self._masks: MaskThreads[SequenceGroup] = MaskThreads(lambda: self.send(WakeUp()))
+        self._stalled = False
         self._max_waiting = max_waiting
         self._max_failed_steps = max_failed_steps
         self._async_scheduling = async_scheduling
@@ -157,9 +181,11 @@ class EngineCore:
                         self.step()
                     except StepError as error:
                         self._fail_step(error)
-                if self._scheduler.idle:
+                if self._scheduler.idle or self._stalled:
                     self._publish()  # else the next step does, while the model runs
         finally:
+            if self._constraints is not None:
+                self._constraints.close()
             for group in list(self._groups.values()):
                 self._fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
             self._publish()
@@ -182,7 +208,9 @@ class EngineCore:
         """
         previous, launched, batch = self._pending, None, Batch()
         if previous is None or previous.batch.can_overlap:
+            self._await_masks()
             batch = self._scheduler.schedule()
+        self._stalled = previous is None and not batch
         if batch:
             self._report_starts(batch)
             with _step_errors(batch):
@@ -197,9 +225,34 @@ class EngineCore:
         with _step_errors(done.batch):
             output = done.collect()
         output.tokens = self._scheduler.update(done.batch, output)
+        self._request_masks(done.batch)
         self._report_outputs(done.batch, output)
         self._measure_step(done.batch)
         return output
+
+    # Masks of constrained sequences.
+
+    def _request_masks(self, batch: Batch) -> None:
+        """Have the masks computed that follow the tokens which a step has sampled."""
+        for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
+            if group.request.constraint is None or group.state is GroupState.FINISHED:
+                continue
+            for sequence in group.live:
+                matcher = sequence.matcher
+                assert matcher is not None
+                new = sequence.token_ids[sequence.num_prompt + matcher.length :]
+                if new:
+                    self._masks.request(group, matcher, new)
+
+    def _await_masks(self) -> None:
+        """Wait for the masks that take little time; the others' sequences sit the step out."""
+        if (waited := self._masks.wait()) is not None:
+            self._metrics.mask_seconds.observe(waited.seconds)
+            self._metrics.late_masks.inc(waited.late)
+        for group, matcher in self._masks.failures():
+            if group.state is not GroupState.FINISHED:
+                after = f"after {matcher.length} tokens of the output: {matcher.error}"
+                self._fail(group, FailureCode.INVALID_ARGUMENT, after, "constraint")
 
     # Events and measures of a step.
 
@@ -287,6 +340,8 @@ class EngineCore:
         self.reported = time.monotonic()
         self.load = self._measure_load()
         self._metrics.observe_counters(self._scheduler)
+        if self._constraints is not None:
+            self._metrics.observe_constraints(self._constraints.counters)
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
             self._publish_prefixes(PrefixChange(None, stored, evicted))
@@ -297,7 +352,7 @@ class EngineCore:
         scheduler = self._scheduler
         return Load(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=self._num_waiting,
             swapped=len(scheduler.swapped),
             cache=scheduler.cache.stats,
             step_seconds=self._step_seconds,
@@ -309,7 +364,7 @@ class EngineCore:
 
     def _take_commands(self) -> None:
         """Handle all commands that wait; wait a while for one if there is nothing else to do."""
-        idle = not self.working and not self._use_idle_time()
+        idle = self._stalled or (not self.working and not self._use_idle_time())
         try:
             command = self._commands.get(idle, HEARTBEAT_SECONDS)
             while True:
@@ -335,6 +390,10 @@ class EngineCore:
         match command:
             case Submit(request):
                 self._submit(request)
+            case Constrain(group, outcome):
+                self._constrain(group, outcome)
+            case WakeUp():
+                pass
             case Abort(session, request_id, index):
                 self._abort(session, request_id, index)
             case OpenSession(session):
@@ -357,7 +416,7 @@ class EngineCore:
             failure = FailureCode.UNAVAILABLE, "the engine is draining; try another"
         elif key in self._groups:
             failure = FailureCode.ALREADY_EXISTS, f"request_id {request.request_id!r} is running"
-        elif len(self._scheduler.waiting) >= self._max_waiting:
+        elif self._num_waiting >= self._max_waiting:
             failure = FailureCode.RESOURCE_EXHAUSTED, f"{self._max_waiting} requests wait already"
         if failure:
             self._events.append(Failure(*key, *failure))
@@ -367,7 +426,43 @@ class EngineCore:
         beam = BeamState(request.beam) if request.beam else None
         group = SequenceGroup(request, sequences, beam=beam)
         self._groups[key] = group
-        self._scheduler.submit(group)
+        if request.constraint is None:
+            self._scheduler.submit(group)
+        else:
+            self._prepare(group, request.constraint)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._scheduler.waiting) + len(self._preparing)
+
+    def _prepare(self, group: SequenceGroup, constraint: Constraint) -> None:
+        """Have a group's constraint compiled; a `Constrain` command follows."""
+        assert self._constraints is not None, "validation refuses it"
+        group.state = GroupState.COMPILING
+        self._preparing[group] = preparation = Preparation(
+            constraint,
+            [sequence.token_ids[sequence.num_prompt :] for sequence in group.sequences],
+            group.request.end_rule,
+            lambda outcome: self.send(Constrain(group, outcome)),
+        )
+        self._constraints.prepare(preparation)
+
+    def _constrain(self, group: SequenceGroup, outcome: Outcome) -> None:
+        """Start a group whose constraint was compiled, unless it has ended meanwhile."""
+        if self._preparing.pop(group, None) is None:
+            return
+        match outcome:
+            case ConstraintError():
+                self._fail(group, FailureCode.INVALID_ARGUMENT, str(outcome), "constraint")
+            case TokensMissingError():
+                why = f"the model's engine cannot constrain outputs: {outcome}"
+                self._fail(group, FailureCode.FAILED_PRECONDITION, why, "constraint")
+            case _:
+                for sequence, matcher in zip(group.sequences, outcome, strict=True):
+                    sequence.matcher = matcher
+                group.record(GroupEvent.CONSTRAINED)
+                group.state = GroupState.WAITING
+                self._scheduler.submit(group)
 
     def _new_sequence(self, request: Request, index: int) -> Sequence:
         """Return an output's sequence, with the tokens that another engine sampled for it."""
@@ -427,15 +522,17 @@ class EngineCore:
         if self._failed_steps >= self._max_failed_steps:
             raise EngineFailedError(f"{self._failed_steps} steps in a row failed") from error
 
-    def _fail(self, group: SequenceGroup, code: FailureCode, message: str) -> None:
+    def _fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         self._scheduler.remove(group)
         request = group.request
-        self._events.append(Failure(request.session, request.request_id, code, message))
+        self._events.append(Failure(request.session, request.request_id, code, message, field))
         self._forget(group, code.name.lower())
 
     def _forget(self, group: SequenceGroup, outcome: str) -> None:
         request = group.request
         del self._groups[request.session, request.request_id]
+        if (preparation := self._preparing.pop(group, None)) is not None:
+            preparation.cancelled = True
         self._metrics.requests.labels(outcome).inc()
         if self._on_end is not None:
             self._on_end(group, outcome)

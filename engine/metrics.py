@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
+from octavo.engine.constraints.compiler import CompileCounters
 from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
 from octavo.engine.scheduling.batch import Batch
@@ -13,6 +14,8 @@ from octavo.engine.scheduling.scheduler import Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_COMPILE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_MASK_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01)
 _QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -23,6 +26,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._seen = Counters()
         self._seen_cache = CacheCounters()
+        self._seen_constraints = CompileCounters()
         self._seen_eager_steps = 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -60,6 +64,20 @@ class EngineMetrics:
         self.step_seconds = histogram("step_seconds", "Duration of a step.", _STEP_SECONDS)
         self.batch_tokens = histogram(
             "batch_tokens", "Tokens computed in a step.", tuple(map(float, _BATCH_TOKENS))
+        )
+        self.constraints = counter(
+            "constraints", "Constraints by what came of them: compiled, refused, cached.", "outcome"
+        )
+        for outcome in ("compiled", "refused", "cached"):
+            self.constraints.labels(outcome)
+        self.constraint_seconds = histogram(
+            "constraint_seconds", "Time to compile a constraint, or refuse it.", _COMPILE_SECONDS
+        )
+        self.mask_seconds = histogram(
+            "mask_seconds", "Time that a step waits for masks of constraints.", _MASK_SECONDS
+        )
+        self.late_masks = counter(
+            "late_masks", "Masks that were not ready for the next step, which went on without."
         )
         self.sessions = gauge("sessions", "Routers connected.")
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
@@ -99,6 +117,17 @@ class EngineMetrics:
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
         self.batch_sequences.set(len(batch.sequences))
+
+    def observe_constraints(self, counters: CompileCounters) -> None:
+        """Count what was compiled since the last call."""
+        seen = self._seen_constraints
+        for outcome in ("compiled", "refused", "cached"):
+            new = getattr(counters, outcome) - getattr(seen, outcome)
+            if new:
+                self.constraints.labels(outcome).inc(new)
+        for seconds in counters.take_seconds():
+            self.constraint_seconds.observe(seconds)
+        self._seen_constraints = replace(counters)
 
     def show(self, load: Callable[[], Load]) -> None:
         """Make the gauges of groups and blocks read the core's load when they are scraped.

@@ -15,8 +15,10 @@ import structlog
 from octavo.common.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
+from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Event, Load, PrefixChange
+from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.session import Session, to_load
 from octavo.engine.settings import EngineSettings
@@ -71,6 +73,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             async_scheduling=settings.async_scheduling and parts.executor.asynchronous,
             publish_prefixes=bridge.publish_prefixes,
             on_end=tracer.ended if tracing.on else None,
+            constraints=_compiler(settings, parts),
         )
 
     async def Session(  # noqa: N802 - the contract's name
@@ -114,7 +117,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             block_bytes=parts.block_bytes,
             eos_token_ids=parts.eos_token_ids,
             features=engine_pb2.Features(
-                prefix_caching=settings.enable_prefix_caching, beam_search=True
+                prefix_caching=settings.enable_prefix_caching,
+                beam_search=limits.beam_search,
+                constraints=limits.constraints,
             ),
             version=version("octavo"),
             device=parts.device,
@@ -157,6 +162,17 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         for number, session in self._sessions.items():
             with _isolated(session):
                 session.add(by_session[number], message)
+
+
+def _compiler(settings: EngineSettings, parts: Parts) -> ConstraintCompiler | None:
+    """Return what compiles constraints, where the engine accepts them."""
+    if parts.read_tokens is None:
+        return None
+    return ConstraintCompiler(
+        parts.read_tokens,
+        seconds=settings.constraint_timeout,
+        cache_bytes=int(settings.constraint_cache * GIB),
+    )
 
 
 @contextmanager

@@ -121,6 +121,18 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         ge=1,
         description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU.",
     )
+    constraint_timeout: float = Field(
+        5.0,
+        gt=0,
+        le=600,
+        description="Processor seconds that compiling a constraint (a JSON schema, a regular"
+        " expression, a grammar) may take; one that takes longer is refused.",
+    )
+    constraint_cache: float = Field(
+        0.25,
+        ge=0,
+        description="GiB of memory for compiled constraints that no request uses. 0 keeps none.",
+    )
     max_outputs: int = Field(64, ge=1, description="Maximum outputs per request (n).")
     max_waiting: int = Field(4096, ge=1, description="Maximum requests in the engine's queue.")
     max_message_bytes: int = Field(

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from octavo.engine.capacity import (
     longest_sequence,
 )
 from octavo.engine.compilation.load_step import LoadedStep, load_step
+from octavo.engine.constraints.token_table import TokenTable
+from octavo.engine.constraints.tokens import read_tokens
 from octavo.engine.generation_config import Defaults
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
@@ -68,6 +71,8 @@ class Parts:
         warnings: What makes the engine slow and what to do about it.
         defaults: The model's own defaults of what requests do not set.
         threads: The threads that compute on a CPU.
+        read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
+            constrained.
     """
 
     scheduler: Scheduler
@@ -83,6 +88,7 @@ class Parts:
     warnings: tuple[str, ...]
     defaults: Defaults
     threads: Threads
+    read_tokens: Callable[[], TokenTable] | None
 
 
 def build(settings: EngineSettings) -> Parts:
@@ -98,7 +104,7 @@ def build(settings: EngineSettings) -> Parts:
     threads = _set_threads()
     model = resolve(settings.model)
     check_checkpoint(Path(model))
-    _warn_without_tokenizer(Path(model))
+    has_tokenizer = _has_tokenizer(Path(model))
     loaded = load_step(settings, model)
     log.info(
         "model loaded",
@@ -151,18 +157,20 @@ def build(settings: EngineSettings) -> Parts:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
     )
+    shape = loaded.shape
     limits = Limits(
-        vocab_size=loaded.shape.vocab_size,
+        vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
         max_outputs=min(settings.max_outputs, max_num_seqs),
         budgets=(budget,),
         beam_search=True,
+        constraints=has_tokenizer and bool(shape.eos_token_ids),
     )
     return Parts(
         scheduler=scheduler,
         executor=executor,
         limits=limits,
-        eos_token_ids=loaded.shape.eos_token_ids,
+        eos_token_ids=shape.eos_token_ids,
         block_bytes=block_bytes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -172,15 +180,23 @@ def build(settings: EngineSettings) -> Parts:
         warnings=_warnings(loaded.device),
         defaults=_defaults(settings, Path(model), limits),
         threads=threads,
+        read_tokens=partial(read_tokens, Path(model), shape.vocab_size, shape.eos_token_ids)
+        if limits.constraints
+        else None,
     )
 
 
-def _warn_without_tokenizer(model: Path) -> None:
-    """Log a warning if the model has no tokenizer: an engine needs none, but its routers do."""
+def _has_tokenizer(model: Path) -> bool:
+    """Return whether the model has a tokenizer: routers need one, and so do constraints."""
     try:
         check_tokenizer_files(model)
     except ModelError as error:
-        log.warning("routers need --tokenizer to use this engine", reason=str(error))
+        log.warning(
+            "routers need --tokenizer to use this engine, and outputs cannot be constrained",
+            reason=str(error),
+        )
+        return False
+    return True
 
 
 def _defaults(settings: EngineSettings, model: Path, limits: Limits) -> Defaults:

@@ -12,6 +12,7 @@ from octavo.common.limits import (
     Limits,
     check_beam,
     check_cache_salt,
+    check_constraint,
     check_output,
     check_request_id,
     check_sampling,
@@ -21,6 +22,7 @@ from octavo.common.limits import (
 )
 from octavo.common.sampling_parameters import SamplingParams, set_values
 from octavo.common.tracing import CONTEXT_FIELDS
+from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.scheduling.request import BeamSearch, Request, Resumption
 from octavo.v1 import engine_pb2, sampling_pb2
 
@@ -45,6 +47,10 @@ def to_request(
     if submit.HasField("beam"):
         check_beam(submit.beam, submit.stop, submit.output, limits)
         beam = _beam(submit.beam)
+    constraint = None
+    if submit.HasField("constraint"):
+        check_constraint(submit.constraint, limits)
+        constraint = _constraint(submit.constraint)
     sampling = _sampling(submit.sampling, submit.output)
     prompt = tuple(submit.prompt_token_ids)
     outputs = beam.width if beam else sampling.n
@@ -53,6 +59,7 @@ def to_request(
         raise rpc.invalid("resume", "resume must be empty with beam search")
     resume = _resume(submit.resume, outputs, max_tokens, limits)
     stop = submit.stop
+    goes_on = stop.ignore_eos and constraint is None
     now = time.monotonic()
     timeout = _seconds(submit.timeout) if submit.HasField("timeout") else None
     return Request(
@@ -62,7 +69,7 @@ def to_request(
         sampling=sampling,
         max_tokens=max_tokens,
         min_tokens=stop.min_tokens,
-        eos_token_ids=frozenset() if stop.ignore_eos else frozenset(eos_token_ids),
+        eos_token_ids=frozenset() if goes_on else frozenset(eos_token_ids),
         stop_token_ids=frozenset(stop.token_ids),
         priority=submit.priority,
         cache_salt=submit.cache_salt,
@@ -73,6 +80,8 @@ def to_request(
         trace_context={
             key: submit.trace_context[key] for key in CONTEXT_FIELDS if key in submit.trace_context
         },
+        constraint=constraint,
+        ignore_eos=stop.ignore_eos,
     )
 
 
@@ -104,6 +113,18 @@ def _resume(
 def _seconds(duration: Duration) -> float:
     """As a float, which unlike a timedelta holds whatever a router may send."""
     return duration.seconds + duration.nanos / 1e9
+
+
+def _constraint(message: sampling_pb2.OutputConstraint) -> Constraint:
+    """Translate a constraint that was checked."""
+    kind = ConstraintKind(message.WhichOneof("kind"))
+    match kind:
+        case ConstraintKind.JSON_OBJECT:
+            return Constraint(kind)
+        case ConstraintKind.CHOICES:
+            return Constraint(kind, tuple(message.choices.values))
+        case _:
+            return Constraint(kind, (getattr(message, kind.value),))
 
 
 def _beam(params: sampling_pb2.BeamSearchParams) -> BeamSearch:

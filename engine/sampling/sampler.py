@@ -1,8 +1,8 @@
 """Sample the next token of every sequence of a batch at once.
 
 The order is the contract's: logit bias, penalties, stop tokens masked before
-`min_tokens`, temperature, top-k, top-p, min-p, each applied to what the one before it
-left. Log-probabilities are those of the model's own distribution.
+`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to what
+the one before it left. Log-probabilities are those of the model's own distribution.
 """
 
 import math
@@ -18,6 +18,7 @@ from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, SampledToken
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.kernels.host import AsyncCopy, to_device
+from octavo.kernels.masks import mask_logits
 from octavo.kernels.ops import argmax, draw_tokens, score_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
@@ -123,6 +124,7 @@ def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
     _add_bias(logits, rows)
     _penalize(logits, rows)
     _mask_stop_tokens(logits, rows)
+    _constrain(logits, rows)
     tokens = draw_tokens(logits, _sampling_tensors(rows))
     if not reporting:
         return PendingTokens(tokens, rows)
@@ -153,6 +155,7 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
     """
     logprobs = torch.log_softmax(_select_logits(logits, beams).float(), dim=-1)
     _mask_stop_tokens(logprobs, beams)
+    _constrain(logprobs, beams)
     counts = [
         beam.group.beam.candidates_for(len(beam.group.request.stopping))
         for beam in beams
@@ -161,7 +164,11 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
     top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
     columns = zip(beams, counts, top.indices.tolist(), top.values.tolist(), strict=True)
     return {
-        beam.sequence.id: list(zip(ids[:count], values[:count], strict=True))
+        beam.sequence.id: [
+            (token_id, value)
+            for token_id, value in zip(ids[:count], values[:count], strict=True)
+            if value > -math.inf  # a constraint may leave fewer
+        ]
         for beam, count, ids, values in columns
     }
 
@@ -179,7 +186,8 @@ def _takes_argmax(row: SamplingRow) -> bool:
 def _changes_logits(row: SamplingRow) -> bool:
     params = row.params
     early = row.sequence.num_output < row.group.request.min_tokens
-    return params.penalised or bool(params.logit_bias) or early
+    constrained = row.sequence.matcher is not None
+    return params.penalised or bool(params.logit_bias) or early or constrained
 
 
 # Changes to the logits, in place.
@@ -242,15 +250,23 @@ class _Occurrences:
 
 
 def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
-    """Make stop tokens impossible before `min_tokens`."""
+    """Make stop tokens impossible before `min_tokens`; a constraint's mask has that already."""
     places = [
         i * logits.shape[1] + token
         for i, row in enumerate(rows)
-        if row.sequence.num_output < row.group.request.min_tokens
+        if row.sequence.num_output < row.group.request.min_tokens and row.sequence.matcher is None
         for token in row.group.request.stopping
     ]
     if places:
         logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
+
+
+def _constrain(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+    """Make tokens impossible that an output's constraint does not allow next."""
+    matchers = [(i, row.sequence.matcher) for i, row in enumerate(rows) if row.sequence.matcher]
+    if matchers:
+        masks = np.stack([matcher.mask for _, matcher in matchers])
+        mask_logits(logits, [i for i, _ in matchers], masks)
 
 
 def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:

@@ -61,11 +61,14 @@ class Batch:
     def can_overlap(self) -> bool:
         """Whether the next step can be scheduled before this step's tokens are known.
 
-        Penalties and beams depend on which tokens these are. A prompt that is scored must
-        know how far it has been scored.
+        Penalties, beams and constraints depend on which tokens these are. A prompt that is
+        scored must know how far it has been scored.
         """
         return not any(
-            group.beam or group.request.sampling.penalised or group.wants_prompt_logprobs
+            group.beam
+            or group.request.sampling.penalised
+            or group.request.constraint is not None
+            or group.wants_prompt_logprobs
             for group in (scheduled.group for scheduled in self.sequences)
         )
 

@@ -58,6 +58,7 @@ def _continue(
     """Return the beam itself for its first candidate, and a fork of it for each other one."""
     if all(earlier.beam != candidate.beam for earlier in before):
         return beam
-    fork = replace(beam, id=next(fork_ids))
+    matcher = None if beam.matcher is None else beam.matcher.copy()
+    fork = replace(beam, id=next(fork_ids), matcher=matcher)
     cache.fork(beam.id, fork.id, beam.num_computed)
     return fork

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from octavo.common.sampling_parameters import SamplingParams
+from octavo.engine.constraints.constraint import Constraint
+from octavo.engine.constraints.matcher import EndRule
 
 
 class FinishReason(IntEnum):
@@ -51,7 +53,7 @@ class Request:
         max_tokens: tokens after which an output ends with LENGTH.
         min_tokens: tokens before which no stopping token is drawn.
         eos_token_ids: tokens that end an output with EOS; empty where the
-            client asked to go on past them.
+            client asked to go on past them and nothing else ends it.
         stop_token_ids: tokens that end an output with STOP_TOKEN.
         priority: higher is sooner.
         cache_salt: prefixes are shared only with requests of the same salt.
@@ -60,6 +62,9 @@ class Request:
         beam: search in place of sampling, or None.
         resume: outputs that another engine began, by index.
         trace_context: the trace that it is part of, as W3C Trace Context has it.
+        constraint: the form of every output, or None.
+        ignore_eos: whether the client asked to go on past `eos_token_ids`; a constrained output
+            ends by them where nothing else can follow.
     """
 
     session: int
@@ -77,6 +82,14 @@ class Request:
     beam: BeamSearch | None = None
     resume: Mapping[int, Resumption] = field(default_factory=dict)
     trace_context: Mapping[str, str] = field(default_factory=dict)
+    constraint: Constraint | None = None
+    ignore_eos: bool = False
+
+    @property
+    def end_rule(self) -> EndRule:
+        """When the constraint may let an output end."""
+        never = self.eos_token_ids if self.ignore_eos else frozenset[int]()
+        return EndRule(self.min_tokens, self.stopping, never)
 
     @property
     def stopping(self) -> frozenset[int]:

@@ -25,6 +25,8 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
 
+_BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
+
 
 class Scheduler:
     """Three queues of sequence groups - waiting, running, swapped - and the rules between them.
@@ -150,7 +152,7 @@ class Scheduler:
             self.cache.free(sequence.id)
         if not group.live:
             self.remove(group)
-        elif group.state is not GroupState.WAITING and not with_blocks(group, self.cache):
+        elif group.state in _BEGUN and not with_blocks(group, self.cache):
             self._leave_queue(group)  # the lead ended before its siblings shared the prompt
             group.state = GroupState.WAITING
             _insert(self.waiting, group)
@@ -215,8 +217,11 @@ class Scheduler:
         Where a prompt is scored, that is no more than the step can still score, maybe 0.
 
         Beams that are recomputed after a preemption stop before their last tokens, which are
-        computed in one step: a beam search advances only as a whole.
+        computed in one step: a beam search advances only as a whole. A group that waits for a
+        mask computes nothing.
         """
+        if not group.ready:
+            return []
         ends = self._prefill_ends(group)
         recomputing = (
             group.beam is not None
@@ -287,8 +292,7 @@ class Scheduler:
         return blocks <= self.cache.device.num_available
 
     def _swap_in(self, batch: Batch) -> None:
-        while self.swapped:
-            group = self.swapped[0]
+        while (group := _first_ready(self.swapped)) is not None:
             ends = self._prefill_ends(group)
             ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
@@ -296,15 +300,14 @@ class Scheduler:
             blocks += sum(self.cache.blocks_to_reserve(s.id, end) for s, end in ends)
             if group.num_slots > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
                 return
-            del self.swapped[0]
+            self.swapped.remove(group)
             self.cache.swap_in(ids)
             self.counters.swap_ins += 1
             group.record(GroupEvent.SWAPPED_IN)
             self._start(batch, group, tokens)
 
     def _admit_waiting(self, batch: Batch) -> None:
-        while self.waiting:
-            group = self.waiting[0]
+        while (group := _first_ready(self.waiting)) is not None:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
             reuse = group.request.sampling.prompt_logprobs is None
@@ -314,7 +317,7 @@ class Scheduler:
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
             if group.num_slots > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
                 return
-            del self.waiting[0]
+            self.waiting.remove(group)
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
             if not group.admitted:
                 group.admitted = True
@@ -348,6 +351,11 @@ class Scheduler:
             if taken > 0:
                 spans.append(Span(sequence.id, start, start + taken))
         return spans, used
+
+
+def _first_ready(queue: list[SequenceGroup]) -> SequenceGroup | None:
+    """Return the first group of a queue that does not wait for a mask."""
+    return next((group for group in queue if group.ready), None)
 
 
 def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from octavo.common.priority import effective_arrival
+from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 
@@ -34,6 +35,7 @@ class Sequence:
             when the launched steps are computed.
         num_placeholders: number of tokens, at the end, that are `PLACEHOLDER`.
         finish_reason: set once the output is complete.
+        matcher: of a constrained output: its place in the grammar, and what may come next.
     """
 
     id: int
@@ -43,6 +45,7 @@ class Sequence:
     num_computed: int = 0
     num_placeholders: int = 0
     finish_reason: FinishReason | None = None
+    matcher: Matcher | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -86,8 +89,9 @@ class Sequence:
 
 
 class GroupState(Enum):
-    """The queue that a sequence group is in."""
+    """The queue that a sequence group is in; none while its constraint is compiled."""
 
+    COMPILING = auto()
     WAITING = auto()
     RUNNING = auto()
     SWAPPED = auto()
@@ -97,6 +101,7 @@ class GroupState(Enum):
 class GroupEvent(Enum):
     """Events in the life of a sequence group, by their names in traces."""
 
+    CONSTRAINED = "constraint compiled"
     PREFILL = "prefill begins"
     DECODE = "first token"
     SWAPPED_OUT = "preempted: swapped out"
@@ -154,6 +159,13 @@ class SequenceGroup:
     def live(self) -> list[Sequence]:
         """Its unfinished sequences."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next tokens can be sampled: the masks of its constraint are there."""
+        if self.request.constraint is None:
+            return True
+        return all(s.matcher is not None and s.matcher.ready for s in self.live)
 
     @property
     def num_slots(self) -> int:

@@ -21,6 +21,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
+MAX_CONSTRAINT_BYTES = 1 << 20
+MAX_CHOICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Limits:
         max_outputs: Maximum outputs per request.
         budgets: The KV-cache blocks of each engine; a request must fit into every one.
         beam_search: Whether the engines support beam search.
+        constraints: Whether the engines can constrain outputs.
     """
 
     max_model_len: int
@@ -40,6 +43,7 @@ class Limits:
     max_outputs: int
     budgets: tuple[BlockBudget, ...]
     beam_search: bool
+    constraints: bool = False
 
 
 def check_request_id(request_id: str) -> None:
@@ -126,6 +130,36 @@ def check_beam(
 def check_output(output: sampling_pb2.OutputOptions, limits: Limits) -> None:
     """Check the output options."""
     _check_ranges("output", output, limits)
+
+
+def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) -> None:
+    """Check a constraint's kind and size; whether it can be compiled, the engine finds out."""
+    if not limits.constraints:
+        raise rpc.unimplemented(
+            "constraint",
+            "the model's engine cannot constrain outputs: it needs the model's tokenizer, and "
+            "end-of-sequence tokens",
+        )
+    kind = constraint.WhichOneof("kind")
+    if kind is None:
+        raise rpc.invalid("constraint", "constraint must have one kind set, such as json_schema")
+    field = f"constraint.{kind}"
+    size = constraint.ByteSize()
+    if size > MAX_CONSTRAINT_BYTES:
+        raise rpc.invalid(
+            field, f"{field} must have at most {MAX_CONSTRAINT_BYTES} bytes; it has {size}"
+        )
+    if kind == "json_object" and not constraint.json_object:
+        raise rpc.invalid(field, f"{field} must be true, or not set")
+    if kind == "choices":
+        values = constraint.choices.values
+        _count(f"{field}.values", len(values), MAX_CHOICES)
+        if not values or not all(values):
+            raise rpc.invalid(
+                f"{field}.values", f"{field}.values must have at least one text, and none empty"
+            )
+    elif kind != "json_object" and not getattr(constraint, kind):
+        raise rpc.invalid(field, f"{field} must not be empty")
 
 
 def check_priority(priority: int) -> None:

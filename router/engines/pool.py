@@ -189,6 +189,7 @@ class EnginePool:
             max_outputs=min(info.max_outputs for info in infos),
             budgets=tuple({engine.budget for engine in engines}),
             beam_search=all(info.features.beam_search for info in infos),
+            constraints=all(info.features.constraints for info in infos),
         )
 
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:

@@ -54,7 +54,8 @@ class Request:
     def min_tokens(self) -> int:
         """Minimum tokens per output; `max_tokens` if nothing else can end an output."""
         stop = self.message.stop
-        endless = stop.ignore_eos and not (stop.strings or stop.token_ids)
+        ends = stop.strings or stop.token_ids or self.message.HasField("constraint")
+        endless = stop.ignore_eos and not ends
         return self.max_tokens if endless else stop.min_tokens
 
     @property
@@ -73,6 +74,8 @@ class Request:
             priority=message.priority,
             cache_salt=self.prompt.salt,
         )
+        if message.HasField("constraint"):
+            submit.constraint.CopyFrom(message.constraint)
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")
         submit.stop.ClearField("include_in_output")

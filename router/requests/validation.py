@@ -40,6 +40,8 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
     common.check_sampling(request.sampling, limits)
     common.check_stop(request.stop, limits)
     common.check_output(request.output, limits)
+    if request.HasField("constraint"):
+        common.check_constraint(request.constraint, limits)
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:

@@ -1,0 +1,1 @@
+"""Constrain outputs: grammars compiled in the background, and the tokens that they allow."""

@@ -1,0 +1,270 @@
+"""Compile constraints in the background, once each, and make the matchers of requests."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import structlog
+from llguidance import LLMatcher, LLTokenizer
+
+from octavo.common.background import keep_thread_running
+from octavo.common.models.errors import ModelError
+from octavo.engine.constraints.constraint import Constraint, ConstraintError
+from octavo.engine.constraints.grammar import compile_grammar
+from octavo.engine.constraints.matcher import WORD_BITS, EndRule, Matcher
+from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.sandbox_process import Sandbox
+from octavo.engine.constraints.token_table import TokenTable
+
+log = structlog.get_logger(__name__)
+
+COMPILE_THREADS = 2
+REFUSED_BYTES = 1024
+"""What a refused constraint counts in the cache, besides its text."""
+
+
+class TokensMissingError(Exception):
+    """The model's tokenizer cannot be used for constraints; the message says why."""
+
+
+Outcome = list[Matcher] | ConstraintError | TokensMissingError
+"""A request's matchers, one for each output, or why there are none."""
+
+
+@dataclass(slots=True, eq=False)
+class Preparation:
+    """A request that waits for its matchers.
+
+    Attributes:
+        constraint: What to compile.
+        outputs: The tokens that each output has already.
+        rule: When outputs may end.
+        done: Called in another thread with the outcome.
+        cancelled: Whether nobody waits for it any more; set by any thread.
+    """
+
+    constraint: Constraint
+    outputs: Sequence[Sequence[int]]
+    rule: EndRule
+    done: Callable[[Outcome], None]
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A compiled constraint, or why there is none; copies of `state` share most of its memory."""
+
+    state: LLMatcher | ConstraintError
+    bytes: int
+
+
+@dataclass(slots=True)
+class CompileCounters:
+    """What was compiled since the start.
+
+    Attributes:
+        compiled: Constraints compiled.
+        refused: Constraints refused.
+        cached: Requests whose constraint was compiled already, or being compiled.
+        seconds: How long each took since `take_seconds`, trial included.
+    """
+
+    compiled: int = 0
+    refused: int = 0
+    cached: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def take_seconds(self) -> list[float]:
+        """Return how long each took since the last call."""
+        taken, self.seconds = self.seconds, []
+        return taken
+
+
+class ConstraintCompiler:
+    """Threads of low priority that compile constraints, and the cache of those compiled.
+
+    A constraint is tried in another process first (`sandbox.py`), so that one that takes too
+    long, takes too much memory or crashes the library is refused and harms nobody.
+    """
+
+    def __init__(
+        self, read_tokens: Callable[[], TokenTable], *, seconds: float, cache_bytes: int
+    ) -> None:
+        """Start no thread yet: the first constraint does, and the tokens are read for it.
+
+        Args:
+            read_tokens: Returns the model's tokens, or raises ModelError or OSError.
+            seconds: Processor time that compiling a constraint may take.
+            cache_bytes: Most memory of compiled constraints that no request uses.
+        """
+        self._read_tokens = read_tokens
+        self._seconds = seconds
+        self._cache_bytes = cache_bytes
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._table: TokenTable | None = None
+        self._tokens: LLTokenizer | TokensMissingError | None = None
+        self._cache: OrderedDict[Constraint, _Compiled] = OrderedDict()
+        self._cached_bytes = 0
+        self._compiling: dict[Constraint, list[Preparation]] = {}
+        self._to_compile: SimpleQueue[Constraint | None] = SimpleQueue()
+        self._to_finish: SimpleQueue[tuple[Preparation, LLMatcher] | None] = SimpleQueue()
+        self._started = False
+        self.counters = CompileCounters()
+
+    def prepare(self, preparation: Preparation) -> None:
+        """Make a request's matchers in the background; `done` is called with the outcome."""
+        constraint = preparation.constraint
+        with self._lock:
+            self._start()
+            found = self._cache.get(constraint)
+            if found is not None:
+                self._cache.move_to_end(constraint)
+                self.counters.cached += 1
+            elif constraint in self._compiling:
+                self._compiling[constraint].append(preparation)
+                self.counters.cached += 1
+            else:
+                self._compiling[constraint] = [preparation]
+                self._to_compile.put(constraint)
+        if found is not None:
+            self._hand_over(preparation, found.state)
+
+    def close(self) -> None:
+        """End the threads, after what they do now."""
+        for _ in range(COMPILE_THREADS):
+            self._to_compile.put(None)
+        self._to_finish.put(None)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        for i in range(COMPILE_THREADS):
+            keep_thread_running(self._compile_all, f"constraints-{i}")
+        keep_thread_running(self._finish_all, "constraints-ready")
+
+    def _hand_over(
+        self,
+        preparation: Preparation,
+        state: LLMatcher | ConstraintError | TokensMissingError,
+    ) -> None:
+        if preparation.cancelled:
+            return
+        if isinstance(state, LLMatcher):
+            self._to_finish.put((preparation, state))
+        else:
+            preparation.done(state)
+
+    # The threads.
+
+    def _compile_all(self) -> None:
+        lower_priority()
+        tokens = self._load()
+        sandbox = None if self._table is None else Sandbox(self._table, self._seconds)
+        try:
+            while (constraint := self._to_compile.get()) is not None:
+                state: LLMatcher | ConstraintError | TokensMissingError
+                if sandbox is None or isinstance(tokens, TokensMissingError):
+                    assert isinstance(tokens, TokensMissingError)
+                    state = tokens
+                elif self._wanted(constraint):
+                    state = self._compile(constraint, tokens, sandbox)
+                else:
+                    continue
+                with self._lock:
+                    waiting = self._compiling.pop(constraint)
+                for preparation in waiting:
+                    self._hand_over(preparation, state)
+                del waiting, state  # or they would keep the requests until the next one
+        finally:
+            if sandbox is not None:
+                sandbox.close()
+
+    def _wanted(self, constraint: Constraint) -> bool:
+        """Return whether a request still waits for a constraint; forget it if none does."""
+        with self._lock:
+            if all(preparation.cancelled for preparation in self._compiling[constraint]):
+                del self._compiling[constraint]
+                return False
+        return True
+
+    def _compile(
+        self, constraint: Constraint, tokens: LLTokenizer, sandbox: Sandbox
+    ) -> LLMatcher | ConstraintError:
+        """Try a constraint, compile it, and keep the outcome."""
+        began = time.perf_counter()
+        text = sum(map(len, constraint.texts))
+        state: LLMatcher | ConstraintError
+        try:
+            size = sandbox.check(constraint)
+            state = compile_grammar(constraint, tokens)
+        except ConstraintError as error:
+            state, size = error, REFUSED_BYTES
+        seconds = time.perf_counter() - began
+        refused = isinstance(state, ConstraintError)
+        log.info(
+            "constraint refused" if refused else "constraint compiled",
+            kind=constraint.kind.value,
+            characters=text,
+            seconds=round(seconds, 3),
+            **({"reason": str(state)} if refused else {"bytes": size}),
+        )
+        with self._lock:
+            self.counters.seconds.append(seconds)
+            if refused:
+                self.counters.refused += 1
+            else:
+                self.counters.compiled += 1
+            self._keep(constraint, _Compiled(state, size + text))
+        return state
+
+    def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
+        """Put a constraint into the cache; the least recently used ones leave it."""
+        self._cache[constraint] = compiled
+        self._cached_bytes += compiled.bytes
+        while self._cached_bytes > self._cache_bytes and self._cache:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.bytes
+
+    def _load(self) -> LLTokenizer | TokensMissingError:
+        """Return the model's tokens; the first thread reads them."""
+        with self._loading:
+            if self._tokens is None:
+                began = time.perf_counter()
+                try:
+                    self._table = self._read_tokens()
+                    self._tokens = self._table.build()
+                except (ModelError, OSError, ValueError) as error:
+                    self._table, self._tokens = None, TokensMissingError(str(error))
+                    log.warning("no constraints: the tokenizer cannot be used", reason=str(error))
+                else:
+                    seconds = round(time.perf_counter() - began, 2)
+                    log.info("constraints ready", tokens=self._table.size, seconds=seconds)
+            return self._tokens
+
+    def _finish_all(self) -> None:
+        lower_priority()
+        while (job := self._to_finish.get()) is not None:
+            preparation, state = job
+            if not preparation.cancelled:
+                preparation.done(self._matchers(preparation, state))
+            del job, preparation, state
+
+    def _matchers(self, preparation: Preparation, state: LLMatcher) -> Outcome:
+        """Return a matcher for each output, after the tokens that it has already."""
+        assert self._table is not None
+        words = (self._table.size + WORD_BITS - 1) // WORD_BITS
+        matchers = []
+        for index, token_ids in enumerate(preparation.outputs):
+            matcher = Matcher(state.deep_copy(), words, preparation.rule)
+            matcher.advance(token_ids)
+            matcher.seconds = 0.0  # it read a whole output
+            if matcher.error is not None:
+                after = f"after the {len(token_ids)} tokens of output {index}: "
+                return ConstraintError(after + matcher.error)
+            matchers.append(matcher)
+        return matchers

@@ -1,0 +1,32 @@
+"""What a request constrains its outputs to."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ConstraintKind(Enum):
+    """The kinds of octavo.v1.OutputConstraint, by the names of their fields."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    CHOICES = "choices"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """The form of a request's outputs; equal constraints share a compiled grammar.
+
+    Attributes:
+        kind: How it is written.
+        texts: The schema, the expression or the grammar alone, or the choices; empty for any
+            JSON object.
+    """
+
+    kind: ConstraintKind
+    texts: tuple[str, ...] = ()
+
+
+class ConstraintError(Exception):
+    """A constraint cannot be served; the message says what is wrong with it, and where."""

@@ -1,0 +1,103 @@
+"""Try constraints in processes that may fail: some take for ever, and some crash the library.
+
+    python -m octavo.engine.constraints.sandbox
+
+This process reads the tokens' table and then constraints from its standard input, a line of JSON
+each, and forks for every constraint. The fork has limits of time, memory and stack, and the
+outcome is a line of JSON on standard output.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from llguidance import LLTokenizer
+
+from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
+from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.token_table import TokenTable
+from octavo.engine.constraints.trial import try_constraint
+
+STACK_BYTES = 2 << 20
+"""A quarter of what the engine's own threads have: what fits here fits there."""
+MEMORY_BYTES = 1 << 30
+"""Most memory that a trial may take besides that of the process itself."""
+WALL_FACTOR = 20
+"""A trial that gets little of the processor may take this many times its limit."""
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    lower_priority()
+    first = json.loads(sys.stdin.readline())
+    tokens = TokenTable(first["json"], first["size"], tuple(first["eos_token_ids"])).build()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        constraint = Constraint(ConstraintKind(asked["kind"]), tuple(asked["texts"]))
+        print(json.dumps(_fork(constraint, tokens, asked["seconds"])), flush=True)
+
+
+def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[str, Any]:
+    """Try a constraint in a fork and return its outcome."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        code = 1
+        try:
+            os.write(writing, json.dumps(_limited(constraint, tokens, seconds)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    limit = WALL_FACTOR * seconds
+    ended = bool(select.select([reading], [], [], limit)[0])
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    with os.fdopen(reading, "rb") as pipe:
+        outcome = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if outcome:
+        found: dict[str, Any] = json.loads(outcome)
+        return found
+    return {"error": _why(os.waitstatus_to_exitcode(status), seconds, ended=ended)}
+
+
+def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[str, Any]:
+    """Try a constraint in this process, under limits."""
+    size, resident = _memory()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
+    cpu = int(time.process_time() + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    try:
+        try_constraint(constraint, tokens)
+    except ConstraintError as error:
+        return {"error": str(error)}
+    return {"error": None, "bytes": max(0, _memory()[1] - resident)}
+
+
+def _memory() -> tuple[int, int]:
+    """Return this process' bytes of addresses and of memory."""
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - read in a fork
+        size, resident = file.read().split()[:2]
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _why(code: int, seconds: float, *, ended: bool) -> str:
+    """Return why a fork has no outcome."""
+    if not ended or -code in {signal.SIGXCPU, signal.SIGKILL}:
+        return f"it takes more than {seconds:g} s to compile; make it simpler"
+    if code == -signal.SIGSEGV:
+        return "it is nested too deeply"
+    return f"it takes more than {MEMORY_BYTES >> 20} MiB to compile; make it simpler"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Load the model's tokenizer for grammars, which speak of text."""
+
+from collections.abc import Sequence
+from copy import copy
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from octavo.common.models.errors import ModelError
+from octavo.common.models.tokenizer_files import check_tokenizer_files
+from octavo.engine.constraints.token_table import TokenTable
+
+
+def read_tokens(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenTable:
+    """Return the tokens of a model's directory.
+
+    Args:
+        model: The model's directory.
+        vocab_size: The model's number of tokens, of which a tokenizer may leave some out.
+        eos_token_ids: The tokens that end an output.
+
+    Raises:
+        ModelError: The tokenizer cannot be read, or is not of a kind that grammars can use.
+        OSError: A file cannot be read.
+    """
+    check_tokenizer_files(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # transformers raises what it likes
+        raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"the tokenizer {type(tokenizer).__name__} has no fast version")
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    size = max(vocab_size, len(tokenizer))
+    return TokenTable(backend.to_str(), size, tuple(eos_token_ids))

@@ -1,0 +1,48 @@
+"""Compile a constraint and follow some tokens through it, to see what it costs."""
+
+import random
+import time
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from octavo.engine.constraints.constraint import Constraint, ConstraintError
+from octavo.engine.constraints.grammar import compile_grammar, shorten
+
+TRIAL_TOKENS = 48
+MAX_MASK_SECONDS = 0.25
+"""A constraint is refused if a mask of its trial takes longer."""
+
+
+def try_constraint(constraint: Constraint, tokens: LLTokenizer) -> None:
+    """Compile a constraint and draw some tokens at random under it.
+
+    Raises:
+        ConstraintError: It is not valid or not supported, or exceeds a limit.
+    """
+    matcher = compile_grammar(constraint, tokens)
+    draw = random.Random(0)  # noqa: S311 - the same trial every time
+    mask = np.empty((tokens.vocab_size + 31) // 32, np.int32)
+    for length in range(TRIAL_TOKENS):
+        began = time.process_time()
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        seconds = time.process_time() - began
+        _check(matcher, length)
+        if seconds > MAX_MASK_SECONDS:
+            raise ConstraintError(
+                f"the tokens that may follow the first {length} took {seconds:.2f} s to find; at "
+                f"most {MAX_MASK_SECONDS} s are allowed: make it simpler"
+            )
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        if not allowed.size:
+            raise ConstraintError(f"no token of the model can follow the first {length}")
+        token_id = int(allowed[draw.randrange(allowed.size)])
+        if token_id in tokens.eos_tokens:
+            return
+        matcher.consume_token(token_id)
+        _check(matcher, length + 1)
+
+
+def _check(matcher: LLMatcher, length: int) -> None:
+    if matcher.is_error():
+        raise ConstraintError(f"after {length} tokens: {shorten(matcher.get_error())}")
