@@ -114,7 +114,7 @@ class FormArguments(Strict):
 
     def form_params(self) -> dict[str, str]:
         """Return the HTTP name of the field of GenerateRequest that has the form."""
-        return {f"constraint.{form.option}": form.param for form in self._forms()}
+        return {"constraint": form.param for form in self._forms()}
 
     def _forms(self) -> Iterator[Form]:
         """Yield the forms that are asked for; more than one are refused."""
