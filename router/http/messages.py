@@ -41,6 +41,7 @@ class FunctionCall(Strict):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None  # OpenAI's client adds it: the same once more
 
 
 class MessageCall(Strict):
@@ -71,6 +72,7 @@ class ChatMessage(Strict):
     annotations: Annotated[Any, only([])] = None
     audio: Never = None
     function_call: Never = None
+    parsed: Any = None  # OpenAI's client adds it: the content once more
 
     def message(self) -> Message:
         """Return the message as the contract has it."""
