@@ -114,7 +114,8 @@ class FormArguments(Strict):
 
     def form_params(self) -> dict[str, str]:
         """Return the HTTP name of the field of GenerateRequest that has the form."""
-        return {"constraint": form.param for form in self._forms()}
+        form = next(self._forms(), None)
+        return {} if form is None else {"constraint": form.param}
 
     def _forms(self) -> Iterator[Form]:
         """Yield the forms that are asked for; more than one are refused."""
