@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from structlog.contextvars import bound_contextvars
 
 from octavo.common import rpc
-from octavo.common.limits import check_token_ids
+from octavo.common.limits import check_constraint, check_token_ids
 from octavo.common.tracing import Tracing
 from octavo.router.admission import Admission
 from octavo.router.balancing.prompt import Prompt
@@ -23,6 +23,7 @@ from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import validation
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
+from octavo.router.requests.output_plan import OutputFormats, OutputPlan
 from octavo.router.requests.pacing import Pacer, WriteLimit
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
@@ -35,6 +36,9 @@ from octavo.router.tracing import RequestSpan
 from octavo.v1 import generation_pb2
 
 log = structlog.get_logger(__name__)
+
+TAIL_TOKENS = 256
+"""Tokens of a prompt's end in which to look for what begins reasoning or an answer."""
 
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 """Sends one response to the client; returns when the client can take the next."""
@@ -70,6 +74,7 @@ class Generator:
         self._calls = 0
         self._requests: set[RequestState] = set()
         self._draining = False
+        self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
         self._pacer = Pacer()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -259,12 +264,16 @@ class Generator:
         defaults = self._pool.defaults(model)
         defaults.fill_in(message)
         validation.check_request(message, limits)
+        self._formats.check(message.chat, tokenizer.model)
         if message.WhichOneof("prompt") == "tokens":
             token_ids = list(message.tokens.token_ids)
         else:
             token_ids = await self._tokenizers.encode(
                 tokenizer, message, usage.tenant, limits.max_model_len - 1
             )
+        plan = self._plan(message, model, token_ids)
+        if message.HasField("constraint"):
+            check_constraint(message.constraint, limits)
         seeded = message.sampling.HasField("seed")
         request = Request(
             request_id=request_id,
@@ -278,6 +287,7 @@ class Generator:
             arrival=arrival,
             deadline=deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),
+            plan=plan,
         )
         return RequestState(
             request,
@@ -287,6 +297,15 @@ class Generator:
             pacer=self._pacer,
             max_unread_tokens=self._settings.max_unread_tokens,
         )
+
+    def _plan(
+        self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
+    ) -> OutputPlan:
+        """Return how a request's outputs are read, and set its constraint to that of them all."""
+        chat = message.WhichOneof("prompt") == "chat"
+        tokenizer = self._pool.tokenizer(model)
+        tail = tokenizer.decode(token_ids[-TAIL_TOKENS:], keep_special_tokens=True) if chat else ""
+        return self._formats.plan(message, tokenizer.model, tail, self._pool.eos_token_ids(model))
 
     def _tokens_to_reserve(self, state: RequestState) -> int:
         """Return how many of its tenant's tokens a request reserves.

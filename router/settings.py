@@ -12,6 +12,7 @@ from octavo.common.ports import NO_PORT, Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
+from octavo.router.requests.parsers import ReasoningParserName, ToolParserName
 
 DNS_SCHEME = "dns:///"
 """Prefix of a DNS name with one engine per address, as in gRPC targets."""
@@ -90,6 +91,16 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         description="Hub name, directory or `demo` to load the tokenizer from. Default: the "
         "engine's model.",
+    )
+    tool_parser: ToolParserName = Field(
+        "auto",
+        description="Form in which models call tools; auto: by the chat template, none: requests "
+        "with tools are refused.",
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="Form in which models mark their reasoning; auto: by the chat template and "
+        "the vocabulary, none: reasoning is part of the text.",
     )
     balancing: PolicyName = Field(
         "prefix_aware",

@@ -1,16 +1,31 @@
 """Turn a constraint into a grammar of llguidance."""
 
 import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[ \t\n\r]{1,40}"
 """Whitespace between the parts of a JSON document. Its length is bounded, because many models,
 small ones above all, go on with it for ever once they have begun."""
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 """Characters that mean something in a regular expression."""
+DEFAULT_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": WHITESPACE}
+"""Of JSON Schemas; `x-guidance` in a schema replaces them."""
+FIXED_OPTIONS: "JsonCompileOptions" = {
+    "lenient": False,
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+"""Whatever a schema says. Without `u`, as a name that is in `properties` could else be written in
+another way and have a value that its schema does not allow."""
+EMBEDDED = "%json"
 MAX_ERROR = 1000
 """Most characters of a message of the library."""
 
@@ -54,7 +69,7 @@ def to_grammar(constraint: Constraint) -> str:
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             (schema,) = constraint.texts
-            return _json_grammar("{}" if schema.strip() == "true" else schema)
+            return _json_grammar(_as_object(schema))
         case ConstraintKind.JSON_OBJECT:
             return _json_grammar('{"type": "object"}')
         case ConstraintKind.REGEX:
@@ -62,18 +77,73 @@ def to_grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(expression)
         case ConstraintKind.GRAMMAR:
             (grammar,) = constraint.texts
-            return LLMatcher.grammar_from_lark(grammar)
+            return LLMatcher.grammar_from_lark(_with_options(grammar))
         case ConstraintKind.CHOICES:
             return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.texts)))
+
+
+def schemas(constraint: Constraint) -> list[object]:
+    """Return the JSON Schemas of a constraint, those in a grammar after `%json` among them."""
+    match constraint.kind:
+        case ConstraintKind.JSON_SCHEMA:
+            try:
+                return [json.loads(constraint.texts[0])]
+            except (ValueError, RecursionError):
+                return []  # llguidance says where it is wrong
+        case ConstraintKind.GRAMMAR:
+            return [schema for schema, _, _ in _embedded(constraint.texts[0])]
+        case _:
+            return []
+
+
+def _as_object(schema: str) -> str:
+    """Return a schema as an object, which llguidance wants even for a boolean.
+
+    Raises:
+        ValueError: It is no schema, or it is false.
+    """
+    match schema.strip()[:1]:
+        case "{":
+            return schema
+        case "t":
+            return "{}" if schema.strip() == "true" else schema
+        case "f":
+            raise ValueError("#: it is false, so no output keeps to it")
+        case _:
+            raise ValueError("#: it must be a JSON object or a boolean")
 
 
 def _json_grammar(schema: str) -> str:
     """Return the grammar of a JSON Schema; what llguidance does not support is an error later."""
     return LLMatcher.grammar_from_json_schema(
-        schema,
-        defaults={"whitespace_pattern": WHITESPACE},
-        overrides={"lenient": False, "coerce_one_of": False},
+        schema, defaults=DEFAULT_OPTIONS, overrides=FIXED_OPTIONS
     )
+
+
+def _with_options(grammar: str) -> str:
+    """Return a Lark grammar whose JSON Schemas have the same options as one by itself."""
+    parts, end = [], 0
+    for schema, start, after in _embedded(grammar):
+        if isinstance(schema, dict):
+            own = schema.get("x-guidance")
+            options = DEFAULT_OPTIONS | (own if isinstance(own, dict) else {}) | FIXED_OPTIONS
+            text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+            parts += [grammar[end:start], text]
+            end = after
+    return "".join([*parts, grammar[end:]])
+
+
+def _embedded(grammar: str) -> Iterator[tuple[object, int, int]]:
+    """Yield each JSON Schema after `%json` in a Lark grammar, with its start and end."""
+    decoder, place = json.JSONDecoder(), 0
+    while (place := grammar.find(EMBEDDED, place)) >= 0:
+        place += len(EMBEDDED)
+        start = place + len(grammar[place:]) - len(grammar[place:].lstrip())
+        try:
+            schema, place = decoder.raw_decode(grammar, start)
+        except (ValueError, RecursionError):
+            continue  # in a string or a comment, or llguidance says where it is wrong
+        yield schema, start, place
 
 
 def _literal(text: str) -> str:
@@ -83,17 +153,8 @@ def _literal(text: str) -> str:
 
 def shorten(message: str) -> str:
     """Return a message of the library without what it says of its own state."""
-    return message.partition("<state>")[0].strip()[:MAX_ERROR]
-
-
-def embedded_schemas(grammar: str) -> list[object]:
-    """Return the JSON Schemas that a Lark grammar holds after `%json`."""
-    decoder, schemas, place = json.JSONDecoder(), list[object](), 0
-    while (place := grammar.find("%json", place)) >= 0:
-        place += len("%json")
-        text = grammar[place:].lstrip()
-        try:
-            schemas.append(decoder.raw_decode(text)[0])
-        except (ValueError, RecursionError):
-            continue  # in a string or a comment, or refused when it is compiled
-    return schemas
+    for mark in ("<state>", "<non-verbose/>"):
+        message = message.partition(mark)[0]
+    if "NoExtension" in message:
+        message = "no text continues it as the constraint says"
+    return message.strip()[:MAX_ERROR]

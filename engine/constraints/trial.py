@@ -7,7 +7,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
-from octavo.engine.constraints.grammar import compile_grammar, shorten
+from octavo.engine.constraints.grammar import compile_grammar, schemas, shorten
+from octavo.engine.constraints.json_schema import locate, unenforceable
 
 TRIAL_TOKENS = 48
 MAX_MASK_SECONDS = 0.25
@@ -20,7 +21,7 @@ def try_constraint(constraint: Constraint, tokens: LLTokenizer) -> None:
     Raises:
         ConstraintError: It is not valid or not supported, or exceeds a limit.
     """
-    matcher = compile_grammar(constraint, tokens)
+    matcher = _compile(constraint, tokens)
     draw = random.Random(0)  # noqa: S311 - the same trial every time
     mask = np.empty((tokens.vocab_size + 31) // 32, np.int32)
     for length in range(TRIAL_TOKENS):
@@ -41,6 +42,21 @@ def try_constraint(constraint: Constraint, tokens: LLTokenizer) -> None:
             return
         matcher.consume_token(token_id)
         _check(matcher, length + 1)
+
+
+def _compile(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+    """Compile a constraint; the error says at which place of a schema it is wrong."""
+    found = schemas(constraint)
+    for schema in found:
+        if (why := unenforceable(schema)) is not None:
+            raise ConstraintError(why)
+    try:
+        return compile_grammar(constraint, tokens)
+    except ConstraintError as error:
+        message = str(error)
+        for schema in found:
+            message = locate(schema, message)
+        raise ConstraintError(message) from None
 
 
 def _check(matcher: LLMatcher, length: int) -> None:

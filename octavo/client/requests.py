@@ -16,7 +16,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """Build a GenerateRequest; the server checks the ranges.
 
     Raises:
-        InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`.
+        InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`, or
+            several options say what form the outputs must have.
         TypeError: An option is unknown or the prompt is not text, a chat or token ids.
     """
     request = pb.GenerateRequest()
@@ -74,7 +75,7 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
         case "constraint.json_schema":
             with checked(path):
                 request.constraint.json_schema = schema_text(value)
-        case "constraint.choices":
+        case "constraint.choices.values":
             request.constraint.choices.SetInParent()  # also without any, which is refused
             with checked(path):
                 request.constraint.choices.values.extend(value)

@@ -23,6 +23,9 @@ MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
 MAX_CONSTRAINT_BYTES = 1 << 20
 MAX_CHOICES = 1024
+MAX_TOOLS = 128
+MAX_TOOL_NAME = 64
+MAX_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> None:
     """Check the sampling parameters."""
     _check_ranges("sampling", sampling, limits)
-    _count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
+    check_count("sampling.logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= limits.vocab_size:
@@ -95,7 +98,13 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 f"stop.min_tokens must be in [0, {stop.max_tokens}], up to stop.max_tokens; "
                 f"got {stop.min_tokens}",
             )
-    _count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
+        if stop.max_reasoning_tokens > stop.max_tokens:
+            raise rpc.invalid(
+                "stop.max_reasoning_tokens",
+                f"stop.max_reasoning_tokens must be in [0, {stop.max_tokens}], up to "
+                f"stop.max_tokens; got {stop.max_reasoning_tokens}",
+            )
+    check_count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
     for i, string in enumerate(stop.strings):
         if not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
             field = f"stop.strings[{i}]"
@@ -103,7 +112,7 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 field,
                 f"{field} must have 1 to {MAX_STOP_STRING_LENGTH} characters; it has {len(string)}",
             )
-    _count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
+    check_count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
     check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
 
 
@@ -153,7 +162,7 @@ def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) 
         raise rpc.invalid(field, f"{field} must be true, or not set")
     if kind == "choices":
         values = constraint.choices.values
-        _count(f"{field}.values", len(values), MAX_CHOICES)
+        check_count(f"{field}.values", len(values), MAX_CHOICES)
         if not values or not all(values):
             raise rpc.invalid(
                 f"{field}.values", f"{field}.values must have at least one text, and none empty"
@@ -242,6 +251,7 @@ def _check_length(field: str, text: str, most: int) -> None:
         raise rpc.invalid(field, f"{field} must be at most {most} characters; it has {len(text)}")
 
 
-def _count(field: str, count: int, most: int) -> None:
+def check_count(field: str, count: int, most: int) -> None:
+    """Check the number of entries of a field."""
     if count > most:
         raise rpc.invalid(field, f"{field} may have at most {most} entries; it has {count}")

@@ -185,45 +185,6 @@ class GenerateOptions(ChatOptions, total=False):
             "Maximum tokens of reasoning per output; then its end is forced.",
         ),
     ]
-    json_schema: Annotated[
-        Schema | None,
-        Parameter(
-            "constraint.json_schema",
-            "JSON Schema that outputs must keep to.",
-            file=True,
-            http=False,
-        ),
-    ]
-    json_object: Annotated[
-        bool | None,
-        Parameter("constraint.json_object", "Outputs must be JSON objects.", http=False),
-    ]
-    regex: Annotated[
-        str | None,
-        Parameter(
-            "constraint.regex",
-            "Regular expression that outputs must match as a whole.",
-            http=False,
-        ),
-    ]
-    grammar: Annotated[
-        str | None,
-        Parameter(
-            "constraint.grammar",
-            "Grammar, in llguidance's dialect of Lark, that outputs must keep to.",
-            file=True,
-            http=False,
-        ),
-    ]
-    choices: Annotated[
-        Sequence[str] | None,
-        Parameter(
-            "constraint.choices",
-            "Texts of which outputs must be one; repeatable.",
-            flags=("--choice",),
-            http=False,
-        ),
-    ]
     temperature: Annotated[
         float | None,
         Parameter(
@@ -329,6 +290,45 @@ class GenerateOptions(ChatOptions, total=False):
             "beam.early_stopping",
             "End the beam search once as many hypotheses as its width are finished.",
             flags=(),
+        ),
+    ]
+    json_schema: Annotated[
+        Schema | None,
+        Parameter(
+            "constraint.json_schema",
+            "JSON Schema that every output keeps to.",
+            file=True,
+            http=False,
+        ),
+    ]
+    json_object: Annotated[
+        bool | None,
+        Parameter("constraint.json_object", "Every output is a JSON object.", http=False),
+    ]
+    regex: Annotated[
+        str | None,
+        Parameter(
+            "constraint.regex",
+            "Regular expression that every output matches as a whole.",
+            http=False,
+        ),
+    ]
+    grammar: Annotated[
+        str | None,
+        Parameter(
+            "constraint.grammar",
+            "Grammar that every output keeps to, in llguidance's dialect of Lark.",
+            file=True,
+            http=False,
+        ),
+    ]
+    choices: Annotated[
+        Sequence[str] | None,
+        Parameter(
+            "constraint.choices.values",
+            "Texts of which every output is one; repeatable.",
+            flags=("--choice",),
+            http=False,
         ),
     ]
     logprobs: Annotated[

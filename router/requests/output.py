@@ -1,8 +1,13 @@
 """One output of a request: its tokens, its text, its end."""
 
-from collections.abc import Sequence
+import secrets
+import string
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from octavo.router.requests.output_plan import OutputPlan
+from octavo.router.requests.parsers.parser import Kind as PieceKind
+from octavo.router.requests.parsers.parser import Piece
 from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
 from octavo.router.text.stop_strings import StopStrings
 from octavo.v1 import generation_pb2, sampling_pb2
@@ -13,7 +18,12 @@ Reason: TypeAlias = "FinishReason.ValueType"
 # Enum attributes are looked up by name each time; these are used for every token.
 NOT_ENDED = FinishReason.FINISH_REASON_UNSPECIFIED
 STOP_STRING = FinishReason.FINISH_REASON_STOP_STRING
+TOOL_CALLS = FinishReason.FINISH_REASON_TOOL_CALLS
 STOPPING_TOKEN = (FinishReason.FINISH_REASON_EOS, FinishReason.FINISH_REASON_STOP_TOKEN)
+
+CALL_ID_LENGTH = 9
+CALL_ID_LETTERS = string.ascii_letters + string.digits
+"""Mistral's chat templates take no other ids than of nine letters and digits; others take any."""
 
 
 class Output:
@@ -33,17 +43,22 @@ class Output:
     """
 
     __slots__ = (
+        "_calls",
         "_delta",
         "_detokenizer",
         "_finish_sent",
         "_include",
         "_min_tokens",
         "_options",
+        "_parser",
         "_pieces",
+        "_reasoning",
         "_reported",
         "_stop_strings",
+        "_stopped",
         "_taken",
         "_text",
+        "_visible",
         "first_time",
         "index",
         "last_time",
@@ -58,6 +73,7 @@ class Output:
         pieces: Pieces,
         stop: sampling_pb2.StopConditions,
         options: sampling_pb2.OutputOptions,
+        plan: OutputPlan | None = None,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
@@ -65,12 +81,21 @@ class Output:
         self.score: float | None = None
         self.first_time = self.last_time = 0.0
         self._pieces = pieces
-        self._detokenizer = Detokenizer(pieces, keep_special=options.keep_special_tokens)
+        self._parser = None if plan is None else plan.parser()
+        self._visible: frozenset[int] = frozenset()
+        if plan is not None and self._parser is not None:
+            self._visible = plan.visible(self._parser)
+        self._detokenizer = Detokenizer(
+            pieces, keep_special=options.keep_special_tokens, visible=self._visible
+        )
         self._stop_strings = StopStrings(stop.strings, include=stop.include_in_output)
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens
         self._options = options
         self._text: list[str] = []  # not yet sent
+        self._reasoning: list[str] = []  # likewise
+        self._calls = 0  # calls of tools that have begun
+        self._stopped = False  # by a token
         self._taken = 0  # tokens that came before the last `take`
         self._reported = 0  # tokens whose ids were sent
         self._delta = generation_pb2.Delta(index=index)  # log-probabilities not yet sent
@@ -125,10 +150,13 @@ class Output:
         if self._text:
             delta.text = "".join(self._text)
             self._text.clear()
+        if self._reasoning:
+            delta.reasoning = "".join(self._reasoning)
+            self._reasoning.clear()
         if self._options.token_ids:
             delta.token_ids.extend(self.token_ids[self._reported :])
             self._reported = len(self.token_ids)
-        if not (delta.text or delta.token_ids or delta.logprobs):
+        if not delta.ListFields()[1 if delta.index else 0 :]:  # the index alone says nothing
             return None
         self._delta = generation_pb2.Delta(index=self.index)
         return delta
@@ -145,7 +173,7 @@ class Output:
                 output_tokens=len(self.token_ids),
             ),
             stop_string=self._stop_strings.found or "",
-            stop_token_id=self.token_ids[-1] if self.reason in STOPPING_TOKEN else None,
+            stop_token_id=self.token_ids[-1] if self._stopped else None,
             score=self.score,
         )
 
@@ -153,23 +181,56 @@ class Output:
         """Show text, up to a stop string, which ends the output unless it is too early."""
         if not text:
             return
+        if self._parser is None:
+            self._show_content(text)
+        else:
+            self._show_pieces(self._parser.feed(text))
+
+    def _show_pieces(self, pieces: Iterable[Piece]) -> None:
+        for kind, text in pieces:
+            if kind == PieceKind.CONTENT:
+                self._show_content(text)
+                if self.ended:
+                    return
+            elif kind == PieceKind.REASONING:
+                self._reasoning.append(text)
+            elif kind == PieceKind.CALL:
+                self._begin_call(text)
+            else:
+                self._add_arguments(text)
+
+    def _show_content(self, text: str) -> None:
         text = self._stop_strings.feed(text, armed=len(self.token_ids) >= self._min_tokens)
         if text:
             self._text.append(text)
         if self._stop_strings.found is not None:
             self.reason = STOP_STRING
 
+    def _begin_call(self, name: str) -> None:
+        call_id = "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(CALL_ID_LENGTH))
+        self._delta.tool_calls.add(index=self._calls, id=call_id, name=name)
+        self._calls += 1
+
+    def _add_arguments(self, text: str) -> None:
+        calls = self._delta.tool_calls
+        call = calls[-1] if calls else calls.add(index=self._calls - 1)
+        call.arguments += text
+
     def _end(self, reason: Reason) -> None:
         """Show what was held back, and the token that ended the output if it is wanted."""
-        last = self.token_ids[-1] if reason in STOPPING_TOKEN and self._include else None
+        self._stopped = reason in STOPPING_TOKEN
+        last = self.token_ids[-1] if self._stopped and self._include else None
         special = last is not None and self._pieces.kind(last) == Kind.SKIPPED
         if last is not None and not special:
             self._show(self._detokenizer.feed(last))
         if not self.ended:
             self._show(self._detokenizer.flush())
+        if not self.ended and self._parser is not None:
+            self._show_pieces(self._parser.flush())
         if self.ended:  # a stop string was complete in it
+            self._stopped = False
             return
         self._text.append(self._stop_strings.flush())
-        if last is not None and special:
+        if last is not None and special and last not in self._visible:
             self._text.append(self._pieces.special_text(last))
-        self.reason = reason
+        self.reason = TOOL_CALLS if self._calls and self._stopped else reason

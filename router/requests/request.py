@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from octavo.common.priority import effective_arrival
 from octavo.router.balancing.prompt import Prompt
+from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2, generation_pb2
@@ -17,11 +18,13 @@ class Request:
         request_id: Its id in responses, logs and traces.
         model: Resolved name of the model.
         tenant: The caller.
-        message: What the client sent, and the model's defaults of what it did not set.
+        message: What the client sent, the model's defaults of what it did not set, and the
+            constraint of whole outputs.
         prompt: The prompt's tokens.
         max_tokens: Maximum tokens per output.
         arrival: When it arrived, in seconds of the monotonic clock.
         deadline: When the client gives up, by the same clock; None for never.
+        plan: How its outputs are read; None: all of them is text.
         seed: The client's seed or a random one: either way another engine can draw the same tokens.
     """
 
@@ -34,6 +37,7 @@ class Request:
     arrival: float
     deadline: float | None = None
     seed: int = 0
+    plan: OutputPlan | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -64,7 +68,7 @@ class Request:
         return self.message.HasField("beam") or self.message.output.final_only
 
     def submit(self) -> engine_pb2.Submit:
-        """Return what starts the request on an engine: all but stop strings, which need text."""
+        """Return what starts the request on an engine: all but what needs text."""
         message = self.message
         submit = engine_pb2.Submit(
             request_id=self.request_id,
@@ -79,6 +83,7 @@ class Request:
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")
         submit.stop.ClearField("include_in_output")
+        submit.stop.ClearField("max_reasoning_tokens")
         if message.HasField("beam"):
             submit.beam.CopyFrom(message.beam)
         else:

@@ -56,7 +56,8 @@ class RequestState:
         message = request.message
         self.request = request
         self.outputs = [
-            Output(i, pieces, message.stop, message.output) for i in range(request.num_outputs)
+            Output(i, pieces, message.stop, message.output, request.plan)
+            for i in range(request.num_outputs)
         ]
         self.cached_tokens = 0
         self.engine = ""

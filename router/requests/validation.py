@@ -7,9 +7,10 @@ would be refused at any time.
 from octavo.common import limits as common
 from octavo.common import rpc
 from octavo.common.limits import MAX_REQUEST_ID, Limits, check_token_ids
+from octavo.router.requests.tool_validation import check_call, check_excluded, check_tools
 from octavo.v1 import generation_pb2
 
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PromptRequest = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest
 
@@ -40,6 +41,7 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
     common.check_sampling(request.sampling, limits)
     common.check_stop(request.stop, limits)
     common.check_output(request.output, limits)
+    check_excluded(request)
     if request.HasField("constraint"):
         common.check_constraint(request.constraint, limits)
 
@@ -64,11 +66,32 @@ def check_chat(request: PromptRequest, limits: Limits) -> None:
             "chat.continue_final_message excludes chat.add_generation_prompt; set only one of them",
         )
     for i, message in enumerate(request.chat.messages):
-        if message.role not in ROLES:
-            field = f"chat.messages[{i}].role"
-            raise rpc.invalid(
-                field, f"{field} must be one of {', '.join(ROLES)}; got {message.role[:64]!r}"
-            )
+        _check_message(f"chat.messages[{i}]", message)
+    check_tools(request.chat)
+
+
+def _check_message(field: str, message: generation_pb2.ChatMessage) -> None:
+    role = message.role
+    if role not in ROLES:
+        raise rpc.invalid(
+            f"{field}.role", f"{field}.role must be one of {', '.join(ROLES)}; got {role[:64]!r}"
+        )
+    if message.parts and message.content:
+        raise rpc.invalid(f"{field}.parts", f"{field}.parts excludes content; set only one of them")
+    common.check_count(f"{field}.parts", len(message.parts), common.MAX_PARTS)
+    for i, part in enumerate(message.parts):
+        if part.WhichOneof("part") is None:
+            name = f"{field}.parts[{i}]"
+            raise rpc.invalid(name, f"{name} must be set; the model reads text")
+    allowed = {"assistant": ("tool_calls", "reasoning"), "tool": ("tool_call_id",)}
+    for of, names in allowed.items():
+        for name in names:
+            if role != of and getattr(message, name):
+                raise rpc.invalid(
+                    f"{field}.{name}", f"{field}.{name} belongs to messages of role {of!r}"
+                )
+    for i, call in enumerate(message.tool_calls):
+        check_call(f"{field}.tool_calls[{i}]", call)
 
 
 def output_length(

@@ -121,12 +121,25 @@ class Pieces:
 
 
 class Detokenizer:
-    """The text of one output."""
+    """The text of one output.
 
-    __slots__ = ("_first", "_keep_special", "_pending", "_pieces", "_shown")
+    Args:
+        pieces: The vocabulary.
+        keep_special: Whether special tokens are in the text.
+        visible: Special tokens that are in the text in any case.
+    """
 
-    def __init__(self, pieces: Pieces, *, keep_special: bool = False) -> None:
+    __slots__ = ("_first", "_keep_special", "_pending", "_pieces", "_shown", "_visible")
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        *,
+        keep_special: bool = False,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
         self._pieces = pieces
+        self._visible = visible
         self._keep_special = keep_special
         self._first = True  # nothing has been shown of any token that is not pending
         self._pending: list[int] = []  # tokens whose text is not wholly shown
@@ -140,7 +153,8 @@ class Detokenizer:
                 return text
         kind = self._pieces.kind(token_id)
         if kind == Kind.SKIPPED:
-            return self._show_special(token_id) if self._keep_special else ""
+            shown = self._keep_special or token_id in self._visible
+            return self._show_special(token_id) if shown else ""
         self._pending.append(token_id)
         if kind == Kind.BYTE:
             return self._show_long_row()

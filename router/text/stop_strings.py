@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from octavo.router.text.markers import first_match, possible_start
+
 
 class StopStrings:
     """Watches the text of one output for the first of its stop strings.
@@ -16,11 +18,10 @@ class StopStrings:
         include: Whether the string found is part of the text.
     """
 
-    __slots__ = ("_held", "_include", "_longest", "_strings", "found")
+    __slots__ = ("_held", "_include", "_strings", "found")
 
     def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
         self._strings = tuple(strings)
-        self._longest = max(map(len, self._strings), default=0)
         self._include = include
         self._held = ""
         self.found: str | None = None
@@ -36,11 +37,11 @@ class StopStrings:
         if not self._strings:
             return text
         text = self._held + text
-        if armed and (match := self._first_match(text)) is not None:
+        if armed and (match := first_match(text, self._strings)) is not None:
             start, self.found = match
             self._held = ""
             return text[: start + len(self.found)] if self._include else text[:start]
-        keep = len(text) - self._possible_start(text)
+        keep = len(text) - possible_start(text, self._strings)
         self._held = text[keep:]
         return text[:keep]
 
@@ -48,17 +49,3 @@ class StopStrings:
         """Return what was held back: the output ended for another reason."""
         held, self._held = self._held, ""
         return held
-
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        """Return start and string of the first stop string in `text`, if one is there."""
-        found = [(text.find(string), len(string), string) for string in self._strings]
-        start, _, string = min((f for f in found if f[0] >= 0), default=(-1, 0, ""))
-        return None if start < 0 else (start, string)
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of `text` that may begin a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(len(s) > length and s.startswith(end) for s in self._strings):
-                return length
-        return 0

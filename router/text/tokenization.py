@@ -16,8 +16,10 @@ from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.tokenizer_files import check_tokenizer_files, tokenizer_files
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
+from octavo.router.text.chat_messages import lay_out
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.detokenizer import Pieces
+from octavo.router.text.model_text import model_text
 from octavo.router.text.turns import Turn, Turns
 from octavo.v1 import generation_pb2
 
@@ -50,6 +52,7 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
+        self.model = model_text(tokenizer)
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
 
     def check_length(self, text: str, max_tokens: int) -> None:
@@ -106,22 +109,35 @@ class Tokenizer:
             raise rpc.precondition(
                 "chat", "the model has no chat template; send the prompt as text or tokens"
             )
-        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
         goes_on = chat.continue_final_message
         opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        try:
+        variables = template_variables(chat)
+
+        def fill(*, objects: bool) -> str:
+            layout = lay_out(chat, self.model, objects=objects)
             text: str = self._tokenizer.apply_chat_template(
-                messages,
+                layout.messages,
+                tools=layout.tools,
+                chat_template=layout.template,
                 tokenize=False,
                 add_generation_prompt=opens and not goes_on,
                 continue_final_message=goes_on,
-                **template_variables(chat),
+                **variables,
             )
+            return text
+
+        try:
+            try:
+                return fill(objects=True)
+            except TypeError:
+                # Some templates join arguments to texts, instead of writing them as JSON.
+                if not any(message.tool_calls for message in chat.messages):
+                    raise
+                return fill(objects=False)
         except TEMPLATE_ERRORS as error:
             raise rpc.invalid(
                 "chat.messages", f"the model's chat template refuses chat.messages: {error}"
             ) from error
-        return text
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""

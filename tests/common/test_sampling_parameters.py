@@ -23,6 +23,8 @@ MESSAGES = {
     "stop": sampling_pb2.StopConditions,
     "output": sampling_pb2.OutputOptions,
     "chat": generation_pb2.ChatPrompt,
+    "constraint": sampling_pb2.OutputConstraint,
+    "constraint.choices": sampling_pb2.Choices,
 }
 
 
@@ -56,7 +58,8 @@ def plain(value: object) -> object:
 
 def test_every_field_of_the_contract_has_a_parameter():
     paths = {f"{name}.{f.name}" for name, cls in MESSAGES.items() for f in cls.DESCRIPTOR.fields}
-    assert paths - {"chat.messages"} == {p.path for p in PARAMETERS.values() if p.message}
+    parents = {"chat.messages", "constraint.choices"}
+    assert paths - parents == {p.path for p in PARAMETERS.values() if p.message}
     request = set(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert {p.path for p in PARAMETERS.values() if not p.message} <= request
 

@@ -28,6 +28,12 @@ def test_many_at_once(served):
     assert len({text for _, text in drafts}) > 1
 
 
+def test_call_a_tool(served):
+    call, *answer = run("call_a_tool.py", served).splitlines()
+    assert re.fullmatch(r'get_weather\(\{"city": ".*"\}\)', call)
+    assert "".join(answer)
+
+
 def test_deadlines_and_failures(served):
     sentence, numbers, *rest = run("deadlines_and_failures.py", served).splitlines()[-4:]
     assert sentence.endswith(".")

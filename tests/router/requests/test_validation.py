@@ -36,7 +36,11 @@ BAD = [
     (request(tokens={}), "tokens.token_ids", "at least one"),
     (request(chat={}), "chat.messages", "at least one"),
     (request(tokens={"token_ids": [1, 1000]}), "tokens.token_ids[1]", "[0, 999]"),
-    (request(chat={"messages": [{"role": "king"}]}), "chat.messages[0].role", "system, user"),
+    (
+        request(chat={"messages": [{"role": "king"}]}),
+        "chat.messages[0].role",
+        "system, developer, user",
+    ),
     (request(request_id="a b"), "request_id", "visible ASCII"),
     (request(request_id="é"), "request_id", "visible ASCII"),
     (request(request_id="x" * 129), "request_id", "128"),

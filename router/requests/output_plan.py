@@ -1,0 +1,269 @@
+"""How a request's outputs are read, and which form they must have."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.common import rpc
+from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
+from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark, either, sequence
+from octavo.router.text.model_text import ModelText
+from octavo.v1 import generation_pb2, sampling_pb2
+from octavo.v1.generation_pb2 import ToolChoiceMode
+
+AUTO, NONE = "auto", "none"
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """How a request's outputs are read.
+
+    Attributes:
+        context: What the outputs go on with.
+        tools: How they call tools; None: they call none.
+        reasoning: How they mark reasoning; None: they have none.
+    """
+
+    context: Context
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+    def parser(self) -> Parser | None:
+        """Return what reads one output; None: all of it is content."""
+        parser = None if self.tools is None else self.tools.parser(self.context)
+        if self.reasoning is not None:
+            parser = self.reasoning.parser(self.context, parser)
+        return parser
+
+    def visible(self, parser: Parser) -> frozenset[int]:
+        """Return the special tokens that a parser must see."""
+        return self.context.model.ids(parser.visible)
+
+
+class OutputFormats:
+    """Chooses how the outputs of each model are read.
+
+    Args:
+        tool_parser: A name in `TOOL_FORMATS`, or "auto" or "none".
+        reasoning_parser: A name in `REASONING_FORMATS`, or "auto" or "none".
+    """
+
+    def __init__(self, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+
+    def tools(self, model: ModelText) -> ToolFormat | None:
+        """Return how a model calls tools, if that is known."""
+        if self._tool_parser != AUTO:
+            return TOOL_FORMATS.get(self._tool_parser)
+        return next((one for one in TOOL_FORMATS.values() if one.recognizes(model)), None)
+
+    def reasoning(self, model: ModelText) -> ReasoningFormat | None:
+        """Return how a model marks its reasoning, if it does."""
+        if self._reasoning_parser != AUTO:
+            return REASONING_FORMATS.get(self._reasoning_parser)
+        return next((one for one in REASONING_FORMATS.values() if one.recognizes(model)), None)
+
+    def check(self, chat: generation_pb2.ChatPrompt, model: ModelText) -> None:
+        """Check that a chat's tools can be told from its outputs' text.
+
+        Raises:
+            rpc.RpcError: FAILED_PRECONDITION.
+        """
+        if not offered_tools(chat) or self.tools(model) is not None:
+            return
+        why = "the router was started with --tool-parser none"
+        if self._tool_parser == AUTO:
+            why = "the model's chat template does not say in which form it calls tools"
+        raise rpc.precondition(
+            "chat.tools",
+            f"{why}; start the router with --tool-parser and one of {', '.join(TOOL_FORMATS)}",
+        )
+
+    def plan(
+        self,
+        message: generation_pb2.GenerateRequest,
+        model: ModelText,
+        tail: str,
+        eos_token_ids: frozenset[int],
+    ) -> OutputPlan:
+        """Return how a valid request's outputs are read, and set its constraint.
+
+        Args:
+            message: The request; its constraint becomes that of the whole outputs.
+            model: The model's template and markers.
+            tail: The end of its prompt, special tokens included.
+            eos_token_ids: The tokens that end an output.
+
+        Raises:
+            rpc.RpcError: INVALID_ARGUMENT if its outputs cannot be held to what it asks for.
+        """
+        limit = message.stop.max_reasoning_tokens
+        bounded = message.stop.HasField("max_reasoning_tokens")
+        if message.WhichOneof("prompt") != "chat":
+            if bounded:
+                raise _unbounded("reasoning is told from the answer in chats alone")
+            return OutputPlan(Context(model))
+        chat = message.chat
+        tools = offered_tools(chat)
+        context = Context(model, tail, chat.continue_final_message, tools)
+        reasoning = self.reasoning(model)
+        if bounded and reasoning is None:
+            raise _unbounded("the model marks no reasoning, or the router has no parser for it")
+        form = self.tools(model) if tools else None
+        plan = _Constraint(message, context, form, reasoning, Lark(model, eos_token_ids))
+        grammar = plan.grammar(limit if bounded else None)
+        if grammar is not None:
+            message.constraint.grammar = grammar
+            form = form and form.constrained
+        return OutputPlan(context, form, reasoning)
+
+
+class _Constraint:
+    """Makes the grammar of whole outputs: reasoning, calls, and the client's form."""
+
+    def __init__(
+        self,
+        message: generation_pb2.GenerateRequest,
+        context: Context,
+        tools: ToolFormat | None,
+        reasoning: ReasoningFormat | None,
+        lark: Lark,
+    ) -> None:
+        self._message = message
+        self._context = context
+        self._tools = tools and tools.constrained
+        self._reasoning = reasoning
+        self._lark = lark
+
+    def grammar(self, limit: int | None) -> str | None:
+        """Return the grammar; None: the client's own constraint, if any, says it all.
+
+        Args:
+            limit: Maximum tokens of reasoning; None: any number.
+        """
+        lark, lead = self._lark, ""
+        if self._reasoning is not None:
+            try:
+                lead = self._reasoning.lead(lark, self._context, limit)
+            except ValueError as error:
+                raise _unbounded(str(error)) from None
+        body = self._calls()
+        if body is None and self._message.HasField("constraint"):
+            form = _form(lark, self._message.constraint)
+            answer = form
+            if self._reasoning is not None:
+                answer = self._reasoning.answer(lark, self._context, form)
+            if not lead and answer == form and self._tools is None:
+                return None
+            body = answer
+            if self._tools is not None:
+                calls = self._tools.forced(lark, self._context.tools, parallel=self._parallel)
+                body = either(calls, answer)
+        if body is None:
+            if limit is None or self._reasoning is None:
+                return None
+            body = self._reasoning.rest(lark, self._context)
+        return lark.render(sequence(lead, body))
+
+    @property
+    def _parallel(self) -> bool:
+        chat = self._message.chat
+        return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+
+    def _calls(self) -> str | None:
+        """Return what matches an answer with calls; None: they are not constrained."""
+        chat, tools, form = self._message.chat, self._context.tools, self._tools
+        if form is None:
+            return None
+        if must_call(chat):
+            named = chat.tool_choice.name
+            # Where a tool must be called, its arguments are always those of its schema.
+            chosen = [
+                Tool(tool.name, closed(tool.schema), strict=True)
+                for tool in tools
+                if named in {"", tool.name}
+            ]
+            return form.forced(self._lark, chosen, parallel=self._parallel)
+        free = self._parallel and not any(tool.strict for tool in tools)
+        if free or self._message.HasField("constraint"):
+            return None
+        return form.offered(self._lark, tools, parallel=self._parallel)
+
+
+def offered_tools(chat: generation_pb2.ChatPrompt) -> list[Tool]:
+    """Return the tools that a valid chat's outputs may call."""
+    if _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_NONE:
+        return []
+    return [Tool(one.name, arguments_schema(one), strict=one.strict) for one in chat.tools]
+
+
+def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:
+    """Return the JSON Schema of a valid tool's arguments."""
+    schema: dict[str, Any] = json.loads(tool.parameters) if tool.parameters else {}
+    return schema or NO_ARGUMENTS
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of an object that has no other properties than it names.
+
+    What it accepts, the original does too. A schema that says more of its properties stays.
+    """
+    if "properties" not in schema or any(key in schema for key in (*_OPEN_ENDED, *_COMBINING)):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def must_call(chat: generation_pb2.ChatPrompt) -> bool:
+    """Return whether a chat's outputs must call a tool."""
+    return bool(chat.tool_choice.name) or _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED
+
+
+def _mode(chat: generation_pb2.ChatPrompt) -> ToolChoiceMode.ValueType:
+    return chat.tool_choice.mode
+
+
+def _form(lark: Lark, constraint: sampling_pb2.OutputConstraint) -> str:
+    """Return what matches an answer that a client's constraint allows."""
+    match constraint.WhichOneof("kind"):
+        case "json_schema":
+            return lark.document(read_schema("constraint.json_schema", constraint.json_schema))
+        case "json_object":
+            return lark.document({"type": "object"})
+        case "regex":
+            return lark.regex(constraint.regex)
+        case "grammar":
+            return lark.include(constraint.grammar)
+    return either(*map(lark.text, constraint.choices.values))
+
+
+def read_schema(field: str, text: str) -> Mapping[str, Any]:
+    """Return a JSON Schema.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT: it is no JSON object.
+    """
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise rpc.invalid(field, f"{field} must be JSON: {error}") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise rpc.invalid(field, f"{field} must be a JSON object")
+    return schema
+
+
+def _unbounded(why: str) -> rpc.RpcError:
+    field = "stop.max_reasoning_tokens"
+    return rpc.invalid(field, f"{field} cannot be used: {why}")

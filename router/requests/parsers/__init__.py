@@ -1,0 +1,64 @@
+"""Parsers of outputs: what is content, what is reasoning, what is a call of a tool.
+
+A family of models is a file here and a line in `TOOL_FORMATS` or `REASONING_FORMATS`.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+from octavo.router.requests.parsers.deepseek import DeepSeek
+from octavo.router.requests.parsers.formats import ReasoningFormat, ToolFormat
+from octavo.router.requests.parsers.glm import Glm
+from octavo.router.requests.parsers.gpt_oss import GptOssReasoning, GptOssTools
+from octavo.router.requests.parsers.granite import Granite
+from octavo.router.requests.parsers.hermes import Hermes
+from octavo.router.requests.parsers.kimi import Kimi
+from octavo.router.requests.parsers.llama3 import Llama3
+from octavo.router.requests.parsers.minimax import MiniMax
+from octavo.router.requests.parsers.mistral import Mistral
+from octavo.router.requests.parsers.phi4 import Phi4
+from octavo.router.requests.parsers.pythonic import Pythonic
+from octavo.router.requests.parsers.qwen3_coder import Qwen3Coder
+from octavo.router.requests.parsers.response_template import (
+    ResponseTemplateReasoning,
+    ResponseTemplateTools,
+)
+from octavo.router.requests.parsers.think import Think
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    one.name: one
+    for one in (
+        ResponseTemplateTools(),
+        GptOssTools(),
+        DeepSeek(),
+        Kimi(),
+        MiniMax(),
+        Glm(),
+        Qwen3Coder(),
+        Mistral(),
+        Phi4(),
+        Granite(),
+        Pythonic(),
+        Llama3(),
+        Hermes(),
+    )
+}
+"""In the order in which they are tried: what is particular first."""
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    one.name: one
+    for one in (
+        ResponseTemplateReasoning(),
+        GptOssReasoning(),
+        Think("think", "<think>", "</think>"),
+        Think("mistral", "[THINK]", "[/THINK]"),
+        Think("seed", "<seed:think>", "</seed:think>"),
+    )
+}
+"""Likewise."""
+
+if TYPE_CHECKING:  # mypy cannot read a computed Literal
+    ToolParserName = str
+    ReasoningParserName = str
+else:
+    ToolParserName = Literal["auto", *TOOL_FORMATS, "none"]
+    ReasoningParserName = Literal["auto", *REASONING_FORMATS, "none"]

@@ -1,0 +1,90 @@
+"""Messages in channels, as gpt-oss writes them (the harmony format).
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+
+A call is a message to a tool: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>.
+"""
+
+import re
+from typing import ClassVar
+
+from octavo.router.requests.parsers.parser import Buffer, Kind, Parser, Piece
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
+_TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+class Channels(Parser):
+    """Reasoning, content and calls by the channels and recipients of messages.
+
+    Args:
+        begun: What the prompt has of the message that the output goes on with, from behind its
+            last `<|start|>`.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
+    def __init__(self, begun: str = "assistant") -> None:
+        self._buffer = Buffer()
+        self._header = ""
+        self._kind: Kind | None = None  # of the message that is being read; None: its header is
+        self._arguments = False  # the message has some
+        self.feed(begun)
+        if self._kind is not None:
+            self._buffer.rest()  # the end of the prompt's text, which is no part of a marker
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take more text and return what is known of all that came."""
+        self._buffer.add(text)
+        pieces: list[Piece] = []
+        while True:
+            if self._kind is None:
+                header, marker = self._buffer.until((MESSAGE, *ENDS, START))
+                self._header += header
+                if marker is None:
+                    return pieces
+                if marker == MESSAGE:
+                    self._open(pieces)
+                self._header = ""
+            else:
+                body, marker = self._buffer.until((*ENDS, START))
+                self._give(body, pieces)
+                if marker is None:
+                    return pieces
+                self._close(pieces)
+
+    def flush(self) -> list[Piece]:
+        """Return what was held back: the output has ended."""
+        pieces: list[Piece] = []
+        if self._kind is not None:
+            self._give(self._buffer.rest(), pieces)
+            self._close(pieces)
+        elif not any(marker in self._header for marker in self.markers):
+            # No header at all: the model did not keep to the format.
+            text = (self._header + self._buffer.rest()).removeprefix("assistant")
+            if text.strip():
+                pieces.append(Piece(Kind.CONTENT, text))
+        return pieces
+
+    def _open(self, pieces: list[Piece]) -> None:
+        channel = self._header.partition(CHANNEL)[2].split()
+        recipient = _TO.search(self._header)
+        self._arguments = False
+        if recipient is not None:
+            self._kind = Kind.ARGUMENTS
+            pieces.append(Piece(Kind.CALL, recipient[1]))
+        else:
+            self._kind = Kind.REASONING if channel[:1] == ["analysis"] else Kind.CONTENT
+
+    def _give(self, text: str, pieces: list[Piece]) -> None:
+        if text:
+            assert self._kind is not None
+            self._arguments = True
+            pieces.append(Piece(self._kind, text))
+
+    def _close(self, pieces: list[Piece]) -> None:
+        if self._kind == Kind.ARGUMENTS and not self._arguments:
+            pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+        self._kind = None

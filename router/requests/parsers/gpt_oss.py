@@ -1,0 +1,103 @@
+"""gpt-oss: reasoning, answers and calls are messages in channels.
+
+`openai-harmony` is not used: it must download a vocabulary, and reads no other model's tokens.
+"""
+
+from collections.abc import Sequence
+
+from octavo.router.requests.parsers.channels import (
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    MESSAGE,
+    START,
+    Channels,
+)
+from octavo.router.requests.parsers.formats import (
+    Context,
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+    named_call,
+)
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark, either, sequence
+from octavo.router.text.model_text import ModelText
+
+NAME = "gpt_oss"
+
+
+def _parser(context: Context) -> Parser:
+    return Channels(_begun(context))
+
+
+def _begun(context: Context) -> str:
+    """Return what the prompt has of the message that the output goes on with."""
+    return context.tail.rpartition(START)[2] if START in context.tail else "assistant"
+
+
+class GptOssTools(ToolFormat):
+    """Messages to a function."""
+
+    name = NAME
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether there are channels."""
+        return model.mentions(CHANNEL) and model.mentions(MESSAGE)
+
+    def parser(self, context: Context) -> Parser:
+        """Return what reads one output."""
+        return _parser(context)
+
+    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
+        """Return what matches a call: an output has one."""
+        opening = [CHANNEL, "commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE]
+        return named_call(lark, tools, opening, [])
+
+    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches a call, or a message in the final channel."""
+        call = self.forced(lark, tools, parallel=parallel)
+        anything = f"{lark.tokens_but()}*"
+        return either(call, sequence(_final(lark), anything))
+
+
+class GptOssReasoning(ReasoningFormat):
+    """Messages in the analysis channel."""
+
+    name = NAME
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether there are channels."""
+        return model.mentions(CHANNEL) and model.mentions(MESSAGE)
+
+    def parser(self, context: Context, then: Parser | None) -> Parser:  # noqa: ARG002
+        """Return what reads one output, calls included."""
+        return _parser(context)
+
+    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+        """Return what matches an output up to the header of its answer."""
+        if MESSAGE in _begun(context):
+            return ""
+        word = lark.tokens_but(END, CHANNEL)
+        if word is None:
+            raise ValueError("the vocabulary has no tokens for channels")
+        analysis = sequence(lark.marker(CHANNEL), lark.text("analysis"), lark.marker(MESSAGE))
+        turn = sequence(lark.marker(END), lark.marker(START), lark.text("assistant"))
+        if limit is None:
+            return f"({sequence(analysis, f'{word}*', turn)})*"
+        return f"({sequence(analysis, f'{word}{{0,{limit}}}', turn)})?" if limit else ""
+
+    def answer(self, lark: Lark, context: Context, form: str) -> str:
+        """Return what matches a final message of a form."""
+        return form if MESSAGE in _begun(context) else sequence(_final(lark), form)
+
+    def rest(self, lark: Lark, context: Context) -> str:
+        """Return what matches messages in other channels than the analysis."""
+        if MESSAGE in _begun(context):
+            return super().rest(lark, context)
+        channel = f'{lark.marker(CHANNEL)} ("final" | "commentary")'
+        return f"({channel} {lark.tokens_but(CHANNEL)}*)+"
+
+
+def _final(lark: Lark) -> str:
+    return sequence(lark.marker(CHANNEL), lark.text("final"), lark.marker(MESSAGE))

@@ -1,0 +1,34 @@
+"""Granite 3, but not 4, which writes as Hermes.
+
+<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
+"""
+
+from collections.abc import Sequence
+
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_list
+from octavo.router.requests.parsers.json_call import JsonCalls
+from octavo.router.requests.parsers.marked_calls import MarkedCalls
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark
+from octavo.router.text.model_text import ModelText
+
+OPENING, OTHER = "<|tool_call|>", "<tool_call>"
+
+
+class Granite(ToolFormat):
+    """A JSON list of calls behind a marker."""
+
+    name = "granite"
+    trigger = OPENING
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template has the marker."""
+        return OPENING in model.template
+
+    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+        """Return what reads one output."""
+        return MarkedCalls({OPENING: JsonCalls, OTHER: JsonCalls})
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls behind the marker."""
+        return json_list(lark, tools, parallel=parallel)

@@ -1,0 +1,40 @@
+"""Hermes 2 and 3, Qwen 2.5 and 3, and many others.
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+"""
+
+from collections.abc import Sequence
+
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_section
+from octavo.router.requests.parsers.json_call import JsonCall
+from octavo.router.requests.parsers.marked_calls import MarkedCalls
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark
+from octavo.router.text.model_text import ModelText
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+
+
+class Hermes(ToolFormat):
+    """A JSON object between two markers."""
+
+    name = "hermes"
+    trigger = OPENING
+    between = "\n"
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template has the marker, or no place for tools.
+
+        A model without one is told of tools in a system message, in this form.
+        """
+        return OPENING in model.template or not model.has_tools
+
+    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+        """Return what reads one output."""
+        return MarkedCalls({OPENING: JsonCall}, (CLOSING,))
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
+        """Return what matches a call behind the marker."""
+        return json_section(lark, tools, CLOSING)

@@ -1,0 +1,304 @@
+"""Calls that are JSON objects: {"name": ..., "arguments": {...}}."""
+
+import json
+from collections.abc import Callable
+
+from octavo.router.requests.parsers.marked_calls import Call
+from octavo.router.requests.parsers.parser import Kind, Piece
+
+NAMES = ("name",)
+ARGUMENTS = ("arguments", "parameters")
+OTHERS = ("id", "type")
+"""Other keys that a call may have."""
+SPACE = " \t\r\n"
+
+
+class JsonValue:
+    """Finds the end of a JSON value as it comes; the value itself is not checked."""
+
+    __slots__ = ("_depth", "_escaped", "_in_string", "_started")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._started = False
+
+    def take(self, text: str, start: int) -> tuple[int, bool]:
+        """Return where the value ends in `text`, from `start` on, and whether it does.
+
+        What ends a number or a word is not part of it.
+        """
+        for i in range(start, len(text)):
+            character = text[i]
+            if self._in_string:
+                if self._string_ends(character) and not self._depth:
+                    return i + 1, True
+            elif character == '"':
+                self._in_string = self._started = True
+            elif character in "{[":
+                self._depth += 1
+                self._started = True
+            elif character in "}]" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    return i + 1, True
+            elif not self._depth and self._word_ends(character):
+                return i, True
+        return len(text), False
+
+    def _string_ends(self, character: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+        return not self._in_string
+
+    def _word_ends(self, character: str) -> bool:
+        """Take a character outside of strings and brackets."""
+        if character in SPACE:
+            return self._started
+        self._started = True
+        return character in ",}]"
+
+
+class JsonCall(Call):
+    """One JSON object with the tool's name and its arguments, in any order.
+
+    The arguments are given as they come once the name is known. An object that is no call is
+    given as content, as a whole.
+
+    Args:
+        bare: Whether nothing but the object itself says that it is a call: what is incomplete, or
+            has other keys, is content then.
+    """
+
+    def __init__(self, *, bare: bool = False) -> None:
+        self._bare = bare
+        self._raw = ""  # until it is known to be a call
+        self._state: Callable[[str, int, list[Piece]], int] = self._open
+        self._string = ""  # the key that is being read
+        self._key = ""
+        self._name: str | None = None
+        self._value = JsonValue()
+        self._text = ""  # the value that is being read, where it is not given at once
+        self._arguments: str | None = None  # not yet given, as the name is unknown
+        self._called = False
+        self._streams = False
+        self._done = False
+        self._failed = False
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take text; return what is behind the call when it is complete."""
+        at = 0
+        while at < len(text) and not (self._done or self._failed):
+            end = self._state(text, at, pieces)
+            if not self._called:
+                self._raw += text[at:end]
+            at = end
+        if not (self._done or self._failed):
+            return None
+        self._end(pieces)
+        return text[at:]
+
+    def flush(self, pieces: list[Piece]) -> None:
+        """End a call that is not complete."""
+        if self._called or not self._bare:
+            return
+        pieces.append(Piece(Kind.CONTENT, self._raw))
+
+    def _open(self, text: str, at: int, _: list[Piece]) -> int:
+        if text[at] == "{":
+            self._state = self._before_key
+        elif text[at] not in SPACE:
+            self._failed = True
+            return at
+        return at + 1
+
+    def _before_key(self, text: str, at: int, _: list[Piece]) -> int:
+        character = text[at]
+        if character == '"':
+            self._value, self._string = JsonValue(), ""
+            self._state = self._in_key
+            return at
+        if character == "}":
+            self._done = True
+        elif character not in SPACE and character != ",":
+            self._failed = True
+            return at
+        return at + 1
+
+    def _in_key(self, text: str, at: int, _: list[Piece]) -> int:
+        end, complete = self._value.take(text, at)
+        self._string += text[at:end]
+        if complete:
+            self._key = _decoded(self._string)
+            self._state = self._colon
+            self._failed = self._bare and self._key not in (*NAMES, *ARGUMENTS, *OTHERS)
+        return end
+
+    def _colon(self, text: str, at: int, _: list[Piece]) -> int:
+        if text[at] == ":":
+            self._state = self._before_value
+        elif text[at] not in SPACE:
+            self._failed = True
+            return at
+        return at + 1
+
+    def _before_value(self, text: str, at: int, pieces: list[Piece]) -> int:
+        if text[at] in SPACE:
+            return at + 1
+        self._value, self._text = JsonValue(), ""
+        self._streams = self._key in ARGUMENTS and text[at] == "{"
+        if self._streams and self._name is not None:
+            self._call(pieces)
+        self._state = self._in_value
+        return at
+
+    def _in_value(self, text: str, at: int, pieces: list[Piece]) -> int:
+        end, complete = self._value.take(text, at)
+        if self._streams and self._called:
+            pieces.append(Piece(Kind.ARGUMENTS, text[at:end]))
+        else:
+            self._text += text[at:end]
+        if complete:
+            self._set(pieces)
+            self._state = self._before_key
+        return end
+
+    def _set(self, pieces: list[Piece]) -> None:
+        """Take the value of the key that was read."""
+        if self._key in NAMES and self._name is None:
+            name = _decoded(self._text)
+            if not name:
+                self._failed = True
+                return
+            self._name = name
+            if self._arguments is not None:
+                self._call(pieces)
+        elif self._key in ARGUMENTS and not self._called:
+            self._arguments = self._text if self._streams else _object(self._text)
+            if self._name is not None:
+                self._call(pieces)
+
+    def _call(self, pieces: list[Piece]) -> None:
+        """Give the name, and the arguments that are known."""
+        assert self._name is not None
+        self._called = True
+        self._raw = ""
+        pieces.append(Piece(Kind.CALL, self._name))
+        if self._arguments is not None:
+            pieces.append(Piece(Kind.ARGUMENTS, self._arguments))
+
+    def _end(self, pieces: list[Piece]) -> None:
+        if self._called:
+            return
+        if self._done and self._name is not None:
+            self._arguments = self._arguments or "{}"
+            self._call(pieces)
+        elif self._raw.strip():
+            pieces.append(Piece(Kind.CONTENT, self._raw if self._bare else self._raw.lstrip()))
+
+
+class JsonCalls(Call):
+    """A JSON list of calls, or one call after the other.
+
+    Args:
+        separator: A character between calls that are not in a list; empty: there is only one.
+        bare: As `JsonCall`.
+    """
+
+    def __init__(self, separator: str = "", *, bare: bool = False) -> None:
+        self._separator = separator
+        self._bare = bare
+        self._listed: bool | None = None  # unknown yet
+        self._call: JsonCall | None = None
+        self._before = ""  # of the first call, in case that it is none
+        self._first = True
+        self._separated = False
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take text; return what is behind the calls when they are complete."""
+        while text:
+            if self._call is not None:
+                rest = self._call.feed(text, pieces)
+                if rest is None:
+                    return None
+                self._call, text = None, rest
+                if not self._listed and not self._separator:
+                    return text
+                continue
+            character = text[0]
+            if character in SPACE:
+                text = text[1:]
+            elif character == "[" and self._listed is None:
+                self._listed, self._before, text = True, "[", text[1:]
+            elif character == "{" and (self._first or self._separated):
+                self._listed = bool(self._listed)
+                self._call, self._first, self._separated = JsonCall(bare=self._bare), False, False
+            elif self._listed and character == "]":
+                return text[1:]
+            elif not self._first and character == ("," if self._listed else self._separator):
+                self._separated, text = True, text[1:]
+            else:
+                return self._give_up(text, pieces)
+        return None
+
+    def flush(self, pieces: list[Piece]) -> None:
+        """End calls that are not complete."""
+        if self._call is not None:
+            self._call.flush(pieces)
+
+    def _give_up(self, text: str, pieces: list[Piece]) -> str:
+        """Return what is no call."""
+        if self._first and self._before:
+            pieces.append(Piece(Kind.CONTENT, self._before))
+        return text
+
+
+def _decoded(text: str) -> str:
+    """Return a JSON string; empty if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return ""
+    return value if isinstance(value, str) else ""
+
+
+def _object(text: str) -> str:
+    """Return the object that a value is: some models put it into a string, or leave it out."""
+    inner = _decoded(text).strip()
+    return inner if inner.startswith("{") else "{}"
+
+
+class JsonOr(Call):
+    """A JSON object that is a call, or what another reader makes of anything else.
+
+    Args:
+        other: Makes the other reader; None: what is no object is left to what follows.
+    """
+
+    def __init__(self, other: Callable[[], Call] | None = None) -> None:
+        self._other = other
+        self._call: Call | None = None
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take text; return what is behind the call when it is complete."""
+        if self._call is None:
+            text = text.lstrip()
+            if not text:
+                return None
+            if text[0] == "{":
+                self._call = JsonCall()
+            elif self._other is None:
+                return text
+            else:
+                self._call = self._other()
+        return self._call.feed(text, pieces)
+
+    def flush(self, pieces: list[Piece]) -> None:
+        """End a call that is not complete."""
+        if self._call is not None:
+            self._call.flush(pieces)

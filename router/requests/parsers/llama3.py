@@ -1,0 +1,43 @@
+"""Llama 3.1 to 3.3.
+
+{"name": "get_weather", "parameters": {"city": "Paris"}}
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_call
+from octavo.router.requests.parsers.json_call import JsonCalls
+from octavo.router.requests.parsers.marked_calls import MarkedCalls
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark, either, sequence
+from octavo.router.text.model_text import ModelText
+
+PYTHON_TAG = "<|python_tag|>"
+SEPARATOR = ";"
+_NO_CALL = r"/(\s*[^\s{](?s:.*))?/"
+
+
+class Llama3(ToolFormat):
+    """An output that is a JSON object, perhaps behind a marker, or several with semicolons."""
+
+    name = "llama3"
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template asks for such objects."""
+        return PYTHON_TAG in model.template or '"parameters": dictionary' in model.template
+
+    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+        """Return what reads one output."""
+        calls = partial(JsonCalls, SEPARATOR)
+        return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})
+
+    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches an output that must call tools."""
+        call = json_call(lark, tools, key="parameters")
+        return sequence(call, f"({lark.text(f'{SEPARATOR} ')} {call})*") if parallel else call
+
+    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls, or a text that does not begin as they do."""
+        calls = self.forced(lark, tools, parallel=parallel)
+        return either(calls, lark.rule("TEXT", _NO_CALL))

@@ -1,0 +1,70 @@
+"""Mistral.
+
+[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}}]
+[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
+"""
+
+from collections.abc import Sequence
+
+from octavo.router.requests.parsers.formats import (
+    Context,
+    Tool,
+    ToolFormat,
+    json_list,
+    named_call,
+)
+from octavo.router.requests.parsers.json_call import JsonCalls
+from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
+from octavo.router.requests.parsers.named_call import NamedCall
+from octavo.router.requests.parsers.parser import Parser, Piece
+from octavo.router.text.lark import Lark, sequence
+from octavo.router.text.model_text import ModelText
+
+OPENING, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class Mistral(ToolFormat):
+    """A JSON list of calls, or since version 11 of the tokenizer a name and a JSON object."""
+
+    name = "mistral"
+    trigger = OPENING
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template has the marker."""
+        return OPENING in model.template
+
+    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+        """Return what reads one output."""
+        return MarkedCalls({OPENING: _ListOrName}, (ARGUMENTS, CALL_ID))
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls behind the marker."""
+        if lark.token(ARGUMENTS) is None:
+            return json_list(lark, tools, parallel=parallel)
+        call = lark.rule("calls", named_call(lark, tools, ["{name}", ARGUMENTS], []))
+        return sequence(call, f"({lark.marker(OPENING)} {call})*") if parallel else call
+
+
+class _ListOrName(Call):
+    """What the first character says: a list or an object, or a name."""
+
+    def __init__(self) -> None:
+        self._call: Call | None = None
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take text; return what is behind the calls when they are complete."""
+        if self._call is None:
+            text = text.lstrip()
+            if not text:
+                return None
+            self._call = JsonCalls() if text[0] in "[{" else NamedCall(_name)
+        return self._call.feed(text, pieces)
+
+    def flush(self, pieces: list[Piece]) -> None:
+        """End calls that are not complete."""
+        if self._call is not None:
+            self._call.flush(pieces)
+
+
+def _name(header: str) -> str:
+    return header.partition("[")[0].strip()

@@ -1,0 +1,46 @@
+"""Calls that are a header with the tool's name, and then the arguments as a JSON object."""
+
+from collections.abc import Callable
+
+from octavo.router.requests.parsers.json_call import JsonValue
+from octavo.router.requests.parsers.marked_calls import Call
+from octavo.router.requests.parsers.parser import Buffer, Kind, Piece
+
+
+class NamedCall(Call):
+    """A header, and a JSON object.
+
+    Args:
+        name: Returns the tool's name that a header has.
+        ends: Markers that end a call which has no arguments.
+    """
+
+    def __init__(self, name: Callable[[str], str], ends: tuple[str, ...] = ()) -> None:
+        self._name = name
+        self._ends = ends
+        self._buffer = Buffer()
+        self._header = ""
+        self._value: JsonValue | None = None
+
+    def feed(self, text: str, pieces: list[Piece]) -> str | None:
+        """Take text; return what is behind the call when it is complete."""
+        if self._value is None:
+            self._buffer.add(text)
+            header, marker = self._buffer.until(("{", *self._ends))
+            self._header += header
+            if marker is None:
+                return None
+            text = self._buffer.rest()
+            pieces.append(Piece(Kind.CALL, self._name(self._header)))
+            if marker != "{":
+                pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+                return text
+            self._value = JsonValue()
+            text = marker + text
+        end, complete = self._value.take(text, 0)
+        if end:
+            pieces.append(Piece(Kind.ARGUMENTS, text[:end]))
+        return text[end:] if complete else None
+
+    def flush(self, pieces: list[Piece]) -> None:
+        """End a call that is not complete: without its name there is nothing to give."""

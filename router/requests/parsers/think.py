@@ -1,0 +1,60 @@
+"""Reasoning between two markers: <think>...</think>, [THINK]...[/THINK] and the like."""
+
+from octavo.router.requests.parsers.formats import Context, ReasoningFormat
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.requests.parsers.thinking import Thinking
+from octavo.router.text.lark import Lark, sequence
+from octavo.router.text.model_text import ModelText
+
+
+class Think(ReasoningFormat):
+    """Reasoning in front of the answer, between two markers, of which the prompt may have one.
+
+    Args:
+        name: The format's name.
+        opening: The marker that begins reasoning.
+        closing: The marker that ends it.
+    """
+
+    def __init__(self, name: str, opening: str, closing: str) -> None:
+        self.name = name  # type: ignore[misc]
+        self._opening = opening
+        self._closing = closing
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether template or vocabulary has the marker of the end."""
+        return model.mentions(self._closing)
+
+    def parser(self, context: Context, then: Parser | None) -> Parser:
+        """Return what reads one output."""
+        return Thinking(self._opening, self._closing, then, opened=self._opened(context))
+
+    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+        """Return what matches reasoning, which the model may leave out unless it has begun."""
+        opened = self._opened(context)
+        if not opened and (self._closed(context) or limit == 0):
+            return ""
+        word = lark.tokens_but(self._closing)
+        if word is not None:
+            count = "*" if limit is None else f"{{0,{limit}}}"
+            reasoning = "" if limit == 0 else f"{word}{count}"
+            reasoning = sequence(reasoning, lark.marker(self._closing))
+        elif limit is None:
+            reasoning = lark.until(self._closing)
+        else:
+            raise ValueError(f"{self._closing}, which ends the model's reasoning, is no token")
+        reasoning = sequence(reasoning, r'("\n\n" | "\n")?')
+        return reasoning if opened else f"({sequence(lark.marker(self._opening), reasoning)})?"
+
+    def rest(self, lark: Lark, context: Context) -> str:
+        """Return what matches any answer, in which reasoning does not begin again."""
+        word = lark.tokens_but(self._opening)
+        return super().rest(lark, context) if word is None else f"{word}*"
+
+    def _opened(self, context: Context) -> bool:
+        if context.continued:
+            return context.tail.rfind(self._opening) > context.tail.rfind(self._closing)
+        return context.tail.rstrip().endswith(self._opening)
+
+    def _closed(self, context: Context) -> bool:
+        return context.continued or context.tail.rstrip().endswith(self._closing)

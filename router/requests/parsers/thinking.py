@@ -1,0 +1,100 @@
+"""Reasoning between two markers, in front of the answer."""
+
+from octavo.router.requests.parsers.parser import Buffer, Kind, Parser, Piece
+
+
+class Thinking(Parser):
+    """Reasoning up to a marker, and then what another parser makes of the rest.
+
+    Line ends next to the markers belong to them. The opening marker counts only where an output
+    begins with it: further on it is text.
+
+    Args:
+        opening: The marker that begins reasoning.
+        closing: The marker that ends it.
+        then: Reads what is behind it; None: that is content.
+        opened: Whether the prompt has begun it already.
+    """
+
+    def __init__(
+        self, opening: str, closing: str, then: Parser | None, *, opened: bool = False
+    ) -> None:
+        self._opening = opening
+        self._closing = closing
+        self._then = then
+        self._buffer = Buffer()
+        self._unknown = True  # whether the output begins with the opening marker
+        self._reasons = opened
+        self._begun = False  # some reasoning has been given
+        self._lines = ""  # line ends that are dropped if the reasoning ends
+        self._trims = False  # line ends that come are dropped
+
+    @property
+    def visible(self) -> frozenset[str]:
+        """Special tokens that it must see."""
+        rest = frozenset() if self._then is None else self._then.visible
+        return rest | {self._opening, self._closing}
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take more text and return what is known of all that came."""
+        self._buffer.add(text)
+        if self._unknown and not self._begin():
+            return []
+        pieces: list[Piece] = []
+        if self._reasons:
+            reasoning, marker = self._buffer.until((self._closing,))
+            self._give(reasoning, pieces)
+            if marker is None:
+                return pieces
+            self._reasons = False
+            self._trims = True
+        self._pass_on(self._buffer.rest(), pieces)
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """Return what was held back: the output has ended."""
+        pieces: list[Piece] = []
+        if self._reasons:
+            self._give(self._buffer.rest(), pieces)
+            if self._lines and self._begun:
+                pieces.append(Piece(Kind.REASONING, self._lines))
+            return pieces
+        self._pass_on(self._buffer.rest(), pieces)
+        if self._then is not None:
+            pieces += self._then.flush()
+        return pieces
+
+    def _begin(self) -> bool:
+        """Look for the opening marker; return whether it is known if it is there."""
+        text = self._buffer.rest()
+        start = text.lstrip()
+        if start.startswith(self._opening):
+            self._reasons = True
+            self._buffer.add(start.removeprefix(self._opening))
+        else:
+            self._buffer.add(text)
+            if self._opening.startswith(start):
+                return False
+        self._unknown = False
+        return True
+
+    def _give(self, text: str, pieces: list[Piece]) -> None:
+        text = self._lines + text
+        if not self._begun:
+            text = text.lstrip("\n")
+        shown = text.rstrip("\n")
+        self._lines = text[len(shown) :]
+        if shown:
+            self._begun = True
+            pieces.append(Piece(Kind.REASONING, shown))
+
+    def _pass_on(self, text: str, pieces: list[Piece]) -> None:
+        if self._trims:
+            text = text.lstrip("\n")
+            self._trims = not text
+        if not text:
+            return
+        if self._then is None:
+            pieces.append(Piece(Kind.CONTENT, text))
+        else:
+            pieces += self._then.feed(text)

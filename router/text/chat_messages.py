@@ -1,0 +1,140 @@
+"""A chat as chat templates take it: messages, calls and tools as transformers' conventions say."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.router.text.model_text import ModelText
+from octavo.v1 import generation_pb2
+from octavo.v1.generation_pb2 import ToolChoiceMode
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+"""What templates call an assistant's reasoning."""
+_CONTENT_MAY_BE_NONE = re.compile(r"content['\"]?\]?\s+(?:is|==)\s+(?:not\s+)?none", re.IGNORECASE)
+_WITH_CONTENT = (
+    "{%- set filled = namespace(messages=[]) %}"
+    "{%- for message in messages %}"
+    "{%- set filled.messages = filled.messages + [dict({'content': none}, **message)] %}"
+    "{%- endfor %}{%- set messages = filled.messages %}"
+)
+"""Gives messages the content none: transformers leaves out what is None before templates see it."""
+INSTRUCTIONS = """\
+You can call functions. They are described by these JSON objects, one a line, with JSON Schemas of \
+their arguments:
+<tools>
+{tools}
+</tools>
+
+To call one, answer with its name and arguments as a JSON object between these tags:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
+"""What a model is told of tools whose template has no place for them; the format is Hermes'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a chat template takes.
+
+    Attributes:
+        messages: The messages.
+        tools: Descriptions of the tools; None: there are none.
+        template: The template, where it is not quite the model's own.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    template: str | None = None
+
+
+def lay_out(chat: generation_pb2.ChatPrompt, model: ModelText, *, objects: bool) -> Layout:
+    """Return a valid chat as a model's template takes it.
+
+    Args:
+        chat: The chat.
+        model: The model's template.
+        objects: Whether the arguments of calls are objects, as most templates want them, or text.
+    """
+    shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
+    tools = [_tool(tool) for tool in chat.tools] if shown else []
+    names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
+    messages = [_message(message, names, model, objects=objects) for message in chat.messages]
+    if not model.has_tools:
+        return Layout(_in_text(messages, tools), None)
+    empty = any(message["content"] is None for message in messages)
+    return Layout(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
+
+
+def text_of(message: generation_pb2.ChatMessage) -> str:
+    """Return a message's text; parts of it go on lines of their own."""
+    return "\n".join(part.text for part in message.parts) if message.parts else message.content
+
+
+def _tool(tool: generation_pb2.Tool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters) if tool.parameters else {}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _message(
+    message: generation_pb2.ChatMessage,
+    names: Mapping[str, str],
+    model: ModelText,
+    *,
+    objects: bool,
+) -> dict[str, Any]:
+    role = message.role
+    if role == "developer" and "developer" not in model.template:
+        role = "system"
+    laid_out: dict[str, Any] = {"role": role, "content": text_of(message)}
+    if message.tool_calls:
+        laid_out["tool_calls"] = [_call(call, objects=objects) for call in message.tool_calls]
+        if not laid_out["content"] and _CONTENT_MAY_BE_NONE.search(model.template):
+            laid_out["content"] = None  # by which some templates know a message with calls
+    if message.tool_call_id:
+        laid_out["tool_call_id"] = message.tool_call_id
+    if name := message.name or (role == "tool" and names.get(message.tool_call_id)):
+        laid_out["name"] = name
+    if message.reasoning:
+        laid_out |= {key: message.reasoning for key in _REASONING if key in model.template}
+    return laid_out
+
+
+def _call(call: generation_pb2.ToolCall, *, objects: bool) -> dict[str, Any]:
+    arguments = call.arguments or "{}"
+    function = {"name": call.name, "arguments": json.loads(arguments) if objects else arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which calls, results and tools are text."""
+    written = [_as_text(message) for message in messages]
+    if not tools:
+        return written
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    instructions = INSTRUCTIONS.format(tools=lines)
+    if written[0]["role"] == "system":
+        first, *others = written
+        instructions = f"{first['content']}\n\n{instructions}" if first["content"] else instructions
+        return [{**first, "content": instructions}, *others]
+    return [{"role": "system", "content": instructions}, *written]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if calls := message.get("tool_calls"):
+        blocks = (
+            f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+            for call in calls
+        )
+        content = "\n".join(filter(None, [message["content"], *blocks]))
+        return {"role": "assistant", "content": content}
+    if message["role"] == "tool" and "tool_call_id" in message:
+        result = f"<tool_response>\n{message['content']}\n</tool_response>"
+        return {"role": "user", "content": result}
+    return message

@@ -1,0 +1,164 @@
+"""Grammars in llguidance's dialect of Lark, made of a model's markers, texts and JSON Schemas."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.router.text.model_text import ModelText
+
+COMPACT = {
+    "whitespace_pattern": None,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON as chat templates write it: a model that is sure of nothing could go on with white space."""
+PREFIX = "octavo_"
+ANY_TEXT = "/(?s:.*)/"
+
+
+class Lark:
+    """A grammar in the making.
+
+    A marker that is one token is matched by its id, so that no other spelling is taken for it.
+
+    Args:
+        model: The model's markers.
+        eos_token_ids: Tokens that end an output; no rule matches them.
+    """
+
+    def __init__(self, model: ModelText, eos_token_ids: frozenset[int]) -> None:
+        self._model = model
+        self._eos = eos_token_ids
+        self._rules: dict[str, tuple[str, str]] = {}
+        self._sources: list[str] = []
+
+    @property
+    def template(self) -> str:
+        """The model's chat template."""
+        return self._model.template
+
+    def token(self, text: str) -> int | None:
+        """Return the id of a marker that llguidance treats as one token."""
+        token_id = self._model.tokens.get(text)
+        if text in self._model.special or (text.startswith("<") and text.endswith(">")):
+            return token_id
+        return None
+
+    def marker(self, text: str) -> str:
+        """Return what matches a marker."""
+        token_id = self.token(text)
+        return self.text(text) if token_id is None else f"<[{token_id}]>"
+
+    def text(self, text: str) -> str:
+        """Return what matches a text."""
+        return json.dumps(text)
+
+    def part(self, text: str) -> str:
+        """Return what matches a marker, if a text is one, or the text."""
+        return self.text(text) if self.token(text) is None else self.marker(text)
+
+    def rule(self, name: str, body: str) -> str:
+        """Add a rule; return its name, in front of which is what no client's rule begins with."""
+        prefix = PREFIX.upper() if name.isupper() else PREFIX
+        attributes = name[name.find("[") :] if "[" in name else ""
+        stem = f"{prefix}{name.removesuffix(attributes)}"
+        for other, known in self._rules.items():
+            if known == (attributes, body) and other.startswith(stem):
+                return other
+        unique = f"{stem}_{len(self._rules)}"
+        self._rules[unique] = attributes, body
+        return unique
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return a rule of the JSON values that a schema accepts, as chat templates write them."""
+        return self.rule("json", f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
+
+    def document(self, schema: Mapping[str, Any]) -> str:
+        """Return a rule of the JSON documents that a schema accepts, with white space or not."""
+        return self.rule("json", f"%json {json.dumps(schema)}")
+
+    def regex(self, expression: str) -> str:
+        """Return a rule of the texts that match a regular expression."""
+        escaped = re.sub(r"\\.|/|\n", _slash, expression, flags=re.DOTALL)
+        return self.rule("TEXT", f"/{escaped}/")
+
+    def include(self, grammar: str) -> str:
+        """Add a whole grammar; return the name that its first rule gets."""
+        name = f"{PREFIX}included"
+        self._sources.append(rename(grammar, "start", name))
+        return name
+
+    def tokens_but(self, *markers: str) -> str | None:
+        """Return what matches any token that is not one of some markers, and ends no output.
+
+        None if a marker is no token.
+        """
+        ids = [self.token(marker) for marker in markers]
+        if None in ids:
+            return None
+        excluded = sorted({*self._eos, *(i for i in ids if i is not None)})
+        return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
+
+    def until(self, marker: str) -> str:
+        """Return what matches any text up to and with a marker."""
+        token = self.tokens_but(marker)
+        if token is not None:
+            return f"{token}* {self.marker(marker)}"
+        return self.rule("text_lazy[lazy]", f"{ANY_TEXT[:-1]}{_escaped(marker)}/")
+
+    def without(self, *markers: str) -> str:
+        """Return what matches any text, perhaps none, that has none of some markers."""
+        token = self.tokens_but(*markers)
+        if token is not None:
+            return f"{token}*"
+        # A negation may match what is no text, hence the other half.
+        found = "|".join(map(_escaped, markers))
+        return self.rule("TEXT", f"{ANY_TEXT} & ~/(?s:.*)({found})(?s:.*)/")
+
+    def render(self, start: str) -> str:
+        """Return the grammar with this first rule."""
+        rules = (f"{name}{kind}: {body}" for name, (kind, body) in self._rules.items())
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules, *self._sources, ""])
+
+
+def sequence(*parts: str) -> str:
+    """Return what matches some parts, one after the other."""
+    return " ".join(filter(None, parts))
+
+
+def either(*parts: str) -> str:
+    """Return what matches one of some parts."""
+    return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+
+
+_WORDS = re.compile(
+    r"""(?P<kept>"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/(?:\\.|[^/\\\n])+/)|%json\s*(?P<json>\{)"""
+    r"|(?P<word>[\w-]+)",
+)
+
+
+def rename(grammar: str, old: str, new: str) -> str:
+    """Return a grammar in which a rule has another name; texts in it stay."""
+    parts, at = [], 0
+    while (found := _WORDS.search(grammar, at)) is not None:
+        parts.append(grammar[at : found.start()])
+        at = found.end()
+        if found["json"]:
+            try:
+                at = json.JSONDecoder().raw_decode(grammar, found.start("json"))[1]
+            except ValueError:
+                at = found.end()
+        text = grammar[found.start() : at]
+        parts.append(new if found["word"] == old else text)
+    return "".join([*parts, grammar[at:]])
+
+
+def _slash(found: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression that matches a text."""
+    return "".join(c if c.isalnum() or c in "<> _" else f"\\{c}" for c in text)

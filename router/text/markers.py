@@ -1,0 +1,25 @@
+"""Fixed texts in a growing text: where the first one is, and what may become one."""
+
+from collections.abc import Sequence
+
+
+def first_match(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
+    """Return start and text of the first marker in `text`, if one is there.
+
+    Of those that start together it is the shortest.
+    """
+    found = [(start, len(m), m) for m in markers if (start := text.find(m)) >= 0]
+    if not found:
+        return None
+    start, _, marker = min(found)
+    return start, marker
+
+
+def possible_start(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest end of `text` that may begin a marker."""
+    longest = max(map(len, markers), default=0)
+    for length in range(min(longest - 1, len(text)), 0, -1):
+        end = text[-length:]
+        if any(len(m) > length and m.startswith(end) for m in markers):
+            return length
+    return 0

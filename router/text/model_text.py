@@ -1,0 +1,82 @@
+"""What a model's tokenizer says of how the model writes: its template and its markers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import structlog
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelText:
+    """A model's chat template and added tokens.
+
+    Attributes:
+        template: The chat template; with tools where the model has one for that. May be empty.
+        has_tools: Whether the template has a place for tools.
+        tokens: Ids of the added tokens by how they are spelt.
+        special: Those that decoding leaves out.
+        response_template: transformers' description of the model's outputs, if it has one.
+    """
+
+    template: str = ""
+    has_tools: bool = False
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    special: frozenset[str] = frozenset()
+    response_template: dict[str, Any] | None = None
+
+    def mentions(self, *texts: str) -> bool:
+        """Return whether the template or an added token has one of some texts."""
+        return any(text in self.template or text in self.tokens for text in texts)
+
+    def ids(self, texts: frozenset[str]) -> frozenset[int]:
+        """Return the ids of the special tokens among some texts."""
+        return frozenset(self.tokens[text] for text in texts & self.special)
+
+
+def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
+    """Return what a tokenizer says of its model."""
+    templates = tokenizer.chat_template or ""
+    if isinstance(templates, dict):
+        templates = templates.get("tool_use") or templates.get("default") or ""
+    added = tokenizer.added_tokens_decoder
+    return ModelText(
+        template=templates,
+        has_tools="tools" in _variables(templates),
+        tokens={token.content: i for i, token in added.items()},
+        special=frozenset(token.content for token in added.values() if token.special),
+        response_template=_response_template(tokenizer),
+    )
+
+
+def _response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return a tokenizer's description of outputs, if it has one that works."""
+    template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if template is None:
+        return None
+    try:
+        load_response_template(template)
+    except ValueError as error:
+        log.warning("response_template is not used", reason=str(error))
+        return None
+    return template
+
+
+def _variables(template: str) -> set[str]:
+    """Return the variables that a template takes; none of one that is broken."""
+    environment = jinja2.Environment(  # noqa: S701 - it is parsed, never rendered
+        extensions=["jinja2.ext.loopcontrols"]
+    )
+    # transformers has a tag of its own, which marks what the assistant says.
+    template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    template = template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    try:
+        return jinja2.meta.find_undeclared_variables(environment.parse(template))
+    except jinja2.TemplateError:
+        return {"tools"} if "tools" in template else set()

@@ -1,0 +1,335 @@
+"""What outputs are held to: any that the grammar allows is read as valid calls of its tools."""
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from octavo.common.rpc import RpcError
+from octavo.router.requests.output_plan import OutputFormats
+from octavo.router.requests.parsers import TOOL_FORMATS
+from octavo.router.requests.parsers.parser import Kind
+from octavo.router.text.lark import rename
+from octavo.router.text.model_text import ModelText, model_text
+from octavo.v1 import generation_pb2
+from octavo.v1.generation_pb2 import ToolChoiceMode
+from tests.router.conftest import byte_level_tokenizer
+from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS
+
+EOS = 256
+MARKERS = {
+    "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "glm": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "minimax": ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"],
+    "llama3": ["<|python_tag|>"],
+    "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "deepseek": [
+        *(f"<\uff5ctool\u2581{name}\uff5c>" for name in ("calls\u2581begin", "calls\u2581end")),
+        *(
+            f"<\uff5ctool\u2581{name}\uff5c>"
+            for name in ("call\u2581begin", "call\u2581end", "sep")
+        ),
+        *("<think>", "</think>"),
+    ],
+    "kimi": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
+    "phi4": ["<|tool_call|>", "<|/tool_call|>"],
+    "granite": ["<|tool_call|>"],
+    "gpt_oss": ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"],
+    "response_template": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"],
+}
+TOOL = {
+    "name": "get_weather",
+    "parameters": json.dumps(
+        {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 8},
+                "days": {"type": "integer", "minimum": 0, "maximum": 99},
+                "unit": {"enum": ["C", "F"]},
+            },
+            "required": ["city", "unit"],
+        }
+    ),
+}
+NOW = {"name": "now"}
+CHECKED = {"get_weather": json.loads(TOOL["parameters"]), "now": {"maxProperties": 0}}
+
+
+class Model:
+    """A vocabulary of bytes and markers, and what reads and constrains its outputs."""
+
+    def __init__(self, markers, **options) -> None:
+        self.tokenizer = byte_level_tokenizer()
+        self.tokenizer.add_special_tokens([AddedToken(m, special=True) for m in markers])
+        loaded = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, eos_token="</s>")
+        text = model_text(loaded)
+        self.text = ModelText("{{ tools }}", True, text.tokens, text.special, **options)
+        self.matcher_tokens = LLTokenizer(self.tokenizer.to_str(), eos_token=[EOS])
+
+    def draw(self, grammar: str, seed: int, most: int = 600) -> str:
+        """Return a random output that a grammar allows, which must come to an end."""
+        matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
+        draw, ids = random.Random(seed), []
+        while len(ids) < most:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+            assert allowed, matcher.get_error()
+            token = EOS if EOS in allowed and draw.random() < 0.3 else draw.choice(allowed)
+            if token == EOS:
+                return self.tokenizer.decode(ids, skip_special_tokens=False)
+            assert matcher.consume_token(token), matcher.get_error()
+            ids.append(token)
+        raise AssertionError("it does not end")
+
+    def allows(self, grammar: str, text: str) -> bool:
+        matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def ask(*tools, choice=None, **fields) -> generation_pb2.GenerateRequest:
+    stop = fields.pop("stop", None)
+    constraint = fields.pop("constraint", None)
+    chat = {"messages": [{"role": "user", "content": "?"}], "tools": tools, **fields}
+    if choice is not None:
+        chat["tool_choice"] = choice
+    return generation_pb2.GenerateRequest(chat=chat, stop=stop, constraint=constraint)
+
+
+def plan(name: str, request, model: Model, tail: str = ""):
+    return OutputFormats(name).plan(request, model.text, tail, frozenset({EOS}))
+
+
+def read(planned, text: str) -> tuple[list[tuple[str, object]], str, str]:
+    parser = planned.parser()
+    calls, shown = [], {Kind.CONTENT: "", Kind.REASONING: ""}
+    for kind, piece in [*parser.feed(text), *parser.flush()]:
+        if kind == Kind.CALL:
+            calls.append([piece, ""])
+        elif kind == Kind.ARGUMENTS:
+            calls[-1][1] += piece
+        else:
+            shown[kind] += piece
+    parsed = [(name, json.loads(arguments)) for name, arguments in calls]
+    return parsed, shown[Kind.CONTENT], shown[Kind.REASONING]
+
+
+@pytest.fixture(scope="module", params=TOOL_FORMATS)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name) -> Model:
+    template = GEMMA if name == "response_template" else None
+    return Model(MARKERS[name], response_template=template)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_forced_calls_always_validate(name, model, parallel):
+    reasons = OutputFormats().reasoning(model.text) is not None
+    request = ask(
+        TOOL,
+        NOW,
+        choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED},
+        parallel_tool_calls=parallel,
+        stop={"max_reasoning_tokens": 20} if reasons else None,
+    )
+    planned = plan(name, request, model)
+    called = set()
+    for seed in range(12):
+        text = model.draw(request.constraint.grammar, seed)
+        calls, content, _ = read(planned, text)
+        assert calls, text
+        assert not content.strip(), text
+        assert parallel or len(calls) == 1
+        for tool, arguments in calls:
+            jsonschema.validate(arguments, CHECKED[tool])
+        called |= {tool for tool, _ in calls}
+    assert called == {"get_weather", "now"}
+
+
+def test_a_named_tool_is_called(name, model):
+    request = ask(TOOL, NOW, choice={"name": "now"})
+    planned = plan(name, request, model)
+    for seed in range(3):
+        text = model.draw(request.constraint.grammar, seed, 5000)
+        assert {tool for tool, _ in read(planned, text)[0]} == {"now"}
+
+
+def test_strict_tools_validate_when_they_are_called(name, model):
+    request = ask(TOOL | {"strict": True}, NOW | {"strict": True})
+    planned = plan(name, request, model)
+    for seed in range(12):
+        text = model.draw(request.constraint.grammar, seed, 20000)
+        for tool, arguments in read(planned, text)[0]:
+            jsonschema.validate(arguments, CHECKED[tool])
+
+
+THINKS = ["<think>", "</think>"]
+FORMS = {
+    "json_schema": (json.dumps({"type": "object", "required": ["a"]}), '{"a": 1}', '{"b": 1}'),
+    "json_object": (True, '{"b": [1]}', "[1]"),
+    "regex": (r"[a-c]+/\d\s?", "abc/7", "abc7"),
+    "grammar": ('start: "start" A\nA: /start+/ // start', "startstarttt", "start"),
+    "choices": ({"values": ["yes", 'no "x"']}, 'no "x"', "no"),
+}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Model:
+    return Model([*THINKS, *MARKERS["hermes"][:2]])
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_constraint_begins_after_the_reasoning(thinker, kind):
+    value, good, bad = FORMS[kind]
+    for tail, lead, wrong in (
+        ("assistant\n", "<think>b < c\n</think>\n\n", "</think>"),
+        ("assistant\n", "", "#"),
+        ("<think>\n", "b < c\n</think>\n\n", ""),
+    ):
+        request = ask(constraint={kind: value})
+        planned = plan("hermes", request, thinker, tail)
+        grammar = request.constraint.grammar
+        assert thinker.allows(grammar, lead + good)
+        assert not thinker.allows(grammar, lead + bad)
+        assert not thinker.allows(grammar, wrong + good)
+        assert read(planned, lead + good) == ([], good, "b < c" if lead else "")
+
+
+def test_a_constraint_stays_where_there_is_no_reasoning(thinker):
+    for tail, model in (("<think>\n\n</think>\n\n", thinker), ("assistant\n", Model([]))):
+        request = ask(constraint={"regex": "a"})
+        plan("hermes", request, model, tail)
+        assert request.constraint.regex == "a"
+    text = generation_pb2.GenerateRequest(text="a<think>", constraint={"regex": "a"})
+    assert plan("hermes", text, thinker).parser() is None
+    assert text.constraint.regex == "a"
+
+
+@pytest.mark.parametrize("tail", ["<think>\n", "assistant\n"])
+@pytest.mark.parametrize("limit", [0, 3])
+def test_reasoning_is_bounded(thinker, tail, limit):
+    request = ask(stop={"max_reasoning_tokens": limit})
+    plan("hermes", request, thinker, tail)
+    grammar = request.constraint.grammar
+    opening = "" if "<think>" in tail else "<think>"
+    assert thinker.allows(grammar, f"{opening}{'x' * limit}</think>\n\nyes <tool_call>") == bool(
+        limit or not opening
+    )
+    assert not thinker.allows(grammar, f"{opening}{'x' * (limit + 1)}</think>yes")
+    assert thinker.allows(grammar, "yes") == bool(opening)
+    assert not thinker.allows(grammar, f"yes <think>{'x' * (limit + 1)}</think>")
+
+
+def test_calls_and_answers_under_a_constraint(thinker):
+    request = ask(TOOL, NOW, constraint={"regex": "yes"})
+    planned = plan("hermes", request, thinker)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for text, wanted in (("yes", ([], "yes", "")), (call, ([("now", {})], "", ""))):
+        assert thinker.allows(request.constraint.grammar, text)
+        assert read(planned, text) == wanted
+    assert not thinker.allows(request.constraint.grammar, "no")
+
+
+def test_free_calls_are_not_constrained(thinker):
+    request = ask(TOOL, NOW)
+    plan("hermes", request, thinker)
+    assert not request.HasField("constraint")
+    one = ask(TOOL, NOW, parallel_tool_calls=False)
+    plan("hermes", one, thinker)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"any": 1}}\n</tool_call>'
+    assert thinker.allows(one.constraint.grammar, f"I look.\n{call}")
+    assert not thinker.allows(one.constraint.grammar, f"{call}\n{call}")
+
+
+OWN = {
+    "hermes": {"one", "reasons"},
+    "llama3": {"one", "two"},
+    "mistral": {"list", "reasons"},
+    "deepseek": {"V3", "R1"},
+    "kimi": {"two"},
+    "phi4": {"markers"},
+    "granite": {"list"},
+    "gpt_oss": {"call"},
+}
+"""Examples that a grammar of forced calls allows. Others are read, but not asked for."""
+
+
+@pytest.mark.parametrize(
+    "example",
+    [e for e in EXAMPLES if e.name in OWN.get(e.format, ())],
+    ids=lambda e: f"{e.format}-{e.name}",
+)
+def test_what_a_family_learnt_to_write_is_allowed(example):
+    markers = [m for m in MARKERS[example.format] if m != "<|call|>"]
+    if example.name == "list":
+        markers = [m for m in markers if m != "[ARGS]"]
+    model = Model(markers)
+    fence = "```json" if example.name in {"V3", "R1"} else ""
+    model.text = ModelText(fence, True, model.text.tokens, model.text.special)
+    tools = [{"name": name, "parameters": json.dumps(s)} for name, s in SCHEMAS.items()]
+    request = ask(*tools, choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED})
+    plan(example.format, request, model, example.tail)
+    assert model.allows(request.constraint.grammar, example.output.removesuffix("<|call|>"))
+
+
+def test_bounds_need_marked_reasoning(thinker):
+    for request, model, says in (
+        (ask(stop={"max_reasoning_tokens": 1}), Model([]), "marks no reasoning"),
+        (
+            generation_pb2.GenerateRequest(text="a", stop={"max_reasoning_tokens": 1}),
+            thinker,
+            "in chats alone",
+        ),
+    ):
+        with pytest.raises(RpcError, match=says) as caught:
+            plan("hermes", request, model)
+        assert caught.value.field == "stop.max_reasoning_tokens"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "renamed"),
+    [
+        ("start: A start-x\nA: /start/", "new: A start-x\nA: /start/"),
+        ('start: "start" start // start', 'new: "start" new // start'),
+        ('start: %json {"start": "}"} start', 'new: %json {"start": "}"} new'),
+        ('a: start[lazy] | "\\"start"', 'a: new[lazy] | "\\"start"'),
+    ],
+)
+def test_rules_are_renamed(grammar, renamed):
+    assert rename(grammar, "start", "new") == renamed
+
+
+def test_templates_tell_the_family():
+    for text, wanted in (
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("", "hermes"),
+        ("{{ tools }}<tool_call><function=x><parameter=y>", "qwen3_coder"),
+        ("{{ tools }}<tool_call><arg_key>", "glm"),
+        ("{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ tools }}<|channel|><|message|>", "gpt_oss"),
+        ("{{ tools }}something else", None),
+    ):
+        found = OutputFormats().tools(ModelText(text, "tools" in text))
+        assert (found and found.name) == wanted, text
+    request = ask(NOW)
+    with pytest.raises(RpcError, match="--tool-parser and one of response_template") as caught:
+        OutputFormats().check(request.chat, ModelText("{{ tools }}", True))
+    assert caught.value.field == "chat.tools"
+    with pytest.raises(RpcError, match="started with --tool-parser none"):
+        OutputFormats("none").check(request.chat, ModelText())
+    OutputFormats("none").check(ask().chat, ModelText())
