@@ -9,8 +9,8 @@ from rich.markup import escape
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
-from octavo.cli.output import err, failures, out, report
-from octavo.client import Client, Error, GenerateOptions, Message, Model
+from octavo.cli.output import Pieces, err, failures, out, report
+from octavo.client import Client, Delta, Error, GenerateOptions, Message, Model
 
 HELP = """[bold]/help[/]           list the commands
 [bold]/reset[/]          start a new conversation
@@ -38,7 +38,7 @@ class Conversation:
 
 @with_server
 @with_options(
-    ("model", "max_tokens", "temperature", "top_p", "seed"),
+    ("model", "max_tokens", "max_reasoning_tokens", "temperature", "top_p", "seed", "json_schema"),
     defaults={"max_tokens": 1024},
     fallbacks=FALLBACKS,
 )
@@ -121,12 +121,14 @@ def _command(line: str, conversation: Conversation) -> bool:
 
 def _answer(client: Client, conversation: Conversation, options: GenerateOptions) -> None:
     """Stream and keep the answer; on failure, remove the question."""
-    parts: list[str] = []
+    parts: list[Delta] = []
+    shown = Pieces()
     try:
         with client.generate(conversation.prompt(), **options) as stream:
             for delta in stream:
-                parts.append(delta.text)
-                out.out(delta.text, end="")
+                parts.append(delta)
+                shown.show(delta)
+        shown.end()
     except KeyboardInterrupt:
         err.print(" [dim]cancelled[/]", end="")
     except Error as error:
@@ -137,6 +139,8 @@ def _answer(client: Client, conversation: Conversation, options: GenerateOptions
         return
     out.print()
     if parts:
-        conversation.messages.append(Message("assistant", "".join(parts)))
+        text = "".join(delta.text for delta in parts)
+        reasoning = "".join(delta.reasoning for delta in parts)
+        conversation.messages.append(Message("assistant", text, reasoning=reasoning))
     else:
         conversation.messages.pop()

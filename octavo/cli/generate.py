@@ -10,9 +10,9 @@ import typer
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
-from octavo.cli.output import err, failures, out
+from octavo.cli.output import Pieces, err, failures, out
 from octavo.client import Delta, GenerateOptions, Message, Stream
-from octavo.client.requests import Prompt
+from octavo.client.prompts import Prompt
 from octavo.common.stopping import INTERRUPTED
 
 
@@ -59,23 +59,28 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
 def show(stream: Stream, *, several: bool = False) -> None:
     """Print the answer as it streams, or several outputs at the end; then a summary."""
     started, first, texts = time.monotonic(), None, dict[int, list[str]]()
+    shown = Pieces()
     try:
         for event in stream.events():
             if isinstance(event, Delta):
                 first = first or time.monotonic()
                 texts.setdefault(event.index, []).append(event.text)
                 if not several:
-                    out.out(event.text, end="")
+                    shown.show(event)
     except KeyboardInterrupt:
         out.print()
         err.print("[dim]cancelled[/]")
         raise typer.Exit(INTERRUPTED) from None
+    shown.end()
     if several:
         for index in sorted(texts):
             out.print(f"[dim]── {index} ──[/]")
             out.out("".join(texts[index]))
     else:
         out.print()
+    for output in stream.outputs:
+        for call in output.tool_calls:
+            out.out(f"{call.name}({call.arguments})")
     ended = time.monotonic()
     err.print(f"[dim]{summary(stream, started, first or ended, ended)}[/]")
 

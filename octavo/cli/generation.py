@@ -1,9 +1,9 @@
 """Request parameters as options of `octavo generate` and `octavo chat`."""
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import typer
 
@@ -35,42 +35,46 @@ def with_options(
 def _options(**given: object) -> GenerateOptions:
     """Return the options that were given."""
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
-    for name, value in chosen.items():
-        if isinstance(value, Path):
-            chosen[name] = _read(name, value)
-    return cast("GenerateOptions", {n: v for n, v in chosen.items() if v is not False})
+    chosen = {name: value for name, value in chosen.items() if value is not False}
+    return cast("GenerateOptions", {name: _read(name, value) for name, value in chosen.items()})
 
 
-def _read(name: str, file: Path) -> str:
-    """Return the contents of the file that a flag names.
+def _read(name: str, value: Any) -> object:  # noqa: ANN401 - a file, or of the parameter's type
+    """Return a flag's value, from its file if it has one.
 
     Raises:
-        typer.BadParameter: It cannot be read as text.
+        typer.BadParameter: The file is no text, or not the JSON that it should be.
     """
+    if not PARAMETERS[name].file:
+        return value
     try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        (flag, *_) = PARAMETERS[name].shown_flags(name)
-        raise typer.BadParameter(f"{flag}: {error}") from None
+        text = value.read()
+        return json.loads(text) if name == "tools" else text
+    except ValueError as error:
+        flag = PARAMETERS[name].shown_flags(name)[0]
+        raise typer.BadParameter(f"{flag} {value.name}: {error}") from None
 
 
 def _option(
     name: str, parameter: Parameter, default: object, fallback: float | None
 ) -> inspect.Parameter:
     """Return the typer option of one parameter."""
-    arms = get_args(TYPES[name])
-    kind: Any = TYPES[name]
-    if parameter.file:
-        kind = Path | None
-    elif Sequence[str] in arms:
-        kind = list[str] | None
-    elif bool in arms:
-        kind, default = bool, False
     option = typer.Option(
         *parameter.shown_flags(name),
         help=describe(parameter, default, fallback),
+        metavar="FILE" if parameter.file else None,
         rich_help_panel="Generation",
     )
+    arms = get_args(TYPES[name])
+    kind: Any = TYPES[name]
+    if bool in arms:
+        kind, default = bool, False
+    elif parameter.file:
+        kind = typer.FileText | None
+    elif any(get_origin(arm) is Sequence for arm in arms):
+        kind = list[str] | None
+    elif str in arms:
+        kind = str | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )

@@ -8,12 +8,34 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from octavo.client import Error, UnauthenticatedError, UnavailableError
+from octavo.client import Delta, Error, UnauthenticatedError, UnavailableError
 from octavo.client.address import DEFAULT_PORT
 from octavo.common.stopping import INTERRUPTED
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+class Pieces:
+    """Prints the pieces of one output as they come: text to stdout, reasoning dimmed to stderr."""
+
+    def __init__(self) -> None:
+        self._reasoning = False
+
+    def show(self, delta: Delta) -> None:
+        """Print a piece."""
+        if delta.reasoning:
+            self._reasoning = True
+            err.out(delta.reasoning, end="", style="dim")
+        if delta.text:
+            self.end()
+            out.out(delta.text, end="")
+
+    def end(self) -> None:
+        """End the reasoning, if it is the last that was printed."""
+        if self._reasoning:
+            self._reasoning = False
+            err.out("\n")
 
 
 @contextmanager

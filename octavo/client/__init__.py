@@ -9,12 +9,13 @@ from octavo.client.errors import (
     InternalError,
     InvalidArgumentError,
     NotFoundError,
+    OutputError,
     PermissionDeniedError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
 )
-from octavo.client.requests import Prompt
+from octavo.client.prompts import Prompt
 from octavo.client.sync import Client, Stream
 from octavo.client.types import (
     Accepted,
@@ -27,11 +28,14 @@ from octavo.client.types import (
     Model,
     Output,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
 from octavo.common.sampling_parameters import GenerateOptions
 from octavo.common.tls import Tls, TlsError
+from octavo.common.tools import Schema, Tool
 
 __all__ = [
     "Accepted",
@@ -54,13 +58,18 @@ __all__ = [
     "Model",
     "NotFoundError",
     "Output",
+    "OutputError",
     "PermissionDeniedError",
     "Prompt",
     "ResourceExhaustedError",
+    "Schema",
     "Stream",
     "Tls",
     "TlsError",
     "TokenLogprob",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "UnauthenticatedError",
     "UnavailableError",

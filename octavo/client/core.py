@@ -9,7 +9,7 @@ from grpc_health.v1 import health_pb2
 from octavo.client import responses
 from octavo.client.address import DEFAULT_ADDRESS, parse_address
 from octavo.client.channel import HEALTH_CHECK, Metadata, locate, secure, with_key
-from octavo.client.types import Accepted, Event, Finished
+from octavo.client.types import Accepted, Event, Finished, Output
 from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
@@ -38,6 +38,11 @@ class BaseStream:
     def finished(self) -> tuple[Finished, ...]:
         """The outputs that have finished, as far as they have been read."""
         return tuple(self._gathering.finished.values())
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The outputs that have finished, as far as they have been read."""
+        return self._gathering.result().outputs
 
     def close(self) -> None:
         """Cancel the call if it is running."""

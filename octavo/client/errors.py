@@ -8,6 +8,8 @@ from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+from octavo.client.types import Completion
+
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
@@ -63,6 +65,18 @@ class DeadlineExceededError(Error):
 
 class CancelledError(Error):
     """The call was cancelled."""
+
+
+class OutputError(Error):
+    """An output does not fit the type that was asked for: it was cut, or a validator refuses it.
+
+    Attributes:
+        completion: What the model wrote.
+    """
+
+    def __init__(self, message: str, completion: Completion) -> None:
+        super().__init__(grpc.StatusCode.OUT_OF_RANGE, message)
+        self.completion = completion
 
 
 class UnauthenticatedError(Error):

@@ -1,20 +1,15 @@
 """Conversion of a client's arguments to requests, for sync and asyncio."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import cast, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, get_type_hints
 
-import grpc
 from google.protobuf.message import Message as Protobuf
 
-from octavo.client.errors import FieldViolation, InvalidArgumentError
-from octavo.client.types import Message
+from octavo.client.checks import checked, invalid
+from octavo.client.prompts import Prompt, set_prompt, set_tool_choice, set_tools
 from octavo.common.sampling_parameters import PARAMETERS, ChatOptions, GenerateOptions
+from octavo.common.tools import schema_text
 from octavo.v1 import generation_pb2 as pb
-
-Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
-"""Plain text, a chat (messages, or mappings with role and content), or token ids."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -26,12 +21,11 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         TypeError: An option is unknown or the prompt is not text, a chat or token ids.
     """
     request = pb.GenerateRequest()
-    _set_prompt(request, prompt)
+    set_prompt(request, prompt)
     for name, value in options.items():
         if name not in PARAMETERS:
             raise TypeError(f"generate() has no option {name!r}")
         _set_option(request, name, value)
-    _check_constraint(options)
     return request
 
 
@@ -45,7 +39,7 @@ def tokenize_request(
         TypeError: An option is unknown or the prompt is not text or a chat.
     """
     request = pb.TokenizeRequest(model=model or "")
-    _set_prompt(request, prompt)
+    set_prompt(request, prompt)
     for name, value in (options or {}).items():
         if name not in get_type_hints(ChatOptions):
             raise TypeError(f"tokenize() has no option {name!r}")
@@ -62,55 +56,37 @@ def detokenize_request(
     return request
 
 
-def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt) -> None:
-    """Set the oneof field for the prompt's type."""
-    if isinstance(prompt, str):
-        _set(request, "text", prompt)
-    elif all(isinstance(part, int) for part in prompt):
-        if isinstance(request, pb.TokenizeRequest):
-            raise TypeError("tokenize() takes text or messages, not token ids")
-        request.tokens.SetInParent()
-        _set(request, "tokens.token_ids", prompt)
-    else:
-        _set_chat(request, cast("Sequence[Message | Mapping[str, str]]", prompt))
-
-
-def _set_chat(
-    request: pb.GenerateRequest | pb.TokenizeRequest,
-    messages: Sequence[Message | Mapping[str, str]],
-) -> None:
-    for number, message in enumerate(messages):
-        if not isinstance(message, Message):
-            try:
-                message = Message(message["role"], message["content"])  # noqa: PLW2901
-            except (KeyError, TypeError):
-                raise TypeError(
-                    "a prompt is text, a list of messages with role and content, or a list of "
-                    f"token ids; item {number} is {message!r}"
-                ) from None
-        with _checked(f"chat.messages[{number}]"):
-            request.chat.messages.add(role=message.role, content=message.content)
-
-
-def _set_option(request: pb.GenerateRequest | pb.TokenizeRequest, name: str, value: object) -> None:
+def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - the table has types
     """Set an option that is not None."""
     if value is None:
         return
-    parameter = PARAMETERS[name]
-    if parameter.message == "chat" and request.WhichOneof("prompt") != "chat":
-        raise _invalid(parameter.path, f"{name} needs a prompt of messages: it lays out a chat")
-    _set(request, parameter.path, value)
+    path = PARAMETERS[name].path
+    if path.startswith("chat.") and request.WhichOneof("prompt") != "chat":
+        raise invalid(path, f"{name} needs a prompt of messages: it lays out a chat")
+    if path.startswith("constraint."):
+        if path == "constraint.json_object" and not value:
+            return
+        _check_only_constraint(request, name, path)
+    match path:
+        case "chat.tools":
+            set_tools(request.chat, value)
+        case "chat.tool_choice":
+            set_tool_choice(request.chat, value)
+        case "constraint.json_schema":
+            with checked(path):
+                request.constraint.json_schema = schema_text(value)
+        case "constraint.choices.values":
+            request.constraint.choices.SetInParent()  # also without any, which is refused
+            with checked(path):
+                request.constraint.choices.values.extend(value)
+        case _:
+            _set(request, path, value)
 
 
-def _check_constraint(options: GenerateOptions) -> None:
-    """Refuse two forms of outputs: only the last would be sent."""
-    given = [
-        name
-        for name, value in options.items()
-        if value is not None and PARAMETERS[name].path.startswith("constraint.")
-    ]
-    if len(given) > 1:
-        raise _invalid("constraint", f"set only one of {' and '.join(given)}")
+def _check_only_constraint(request: pb.GenerateRequest, name: str, path: str) -> None:
+    """Refuse a second constraint: in the contract, it would replace the first."""
+    if (other := request.constraint.WhichOneof("kind")) is not None:
+        raise invalid(path, f"{name} and {other} exclude each other: an output has one constraint")
 
 
 def _set(request: Protobuf, path: str, value: object) -> None:
@@ -119,26 +95,10 @@ def _set(request: Protobuf, path: str, value: object) -> None:
     target = request
     for parent in parents:
         target = getattr(target, parent)
-    with _checked(path):
-        if isinstance(value, Mapping) and isinstance(getattr(target, name), str):
-            setattr(target, name, json.dumps(value, ensure_ascii=False))
-        elif isinstance(value, Mapping):
+    with checked(path):
+        if isinstance(value, Mapping):
             getattr(target, name).update(value)
         elif isinstance(getattr(target, name), str | int | float):
             setattr(target, name, value)
         else:
             getattr(target, name).extend([value] if isinstance(value, str) else value)
-
-
-@contextmanager
-def _checked(path: str) -> Iterator[None]:
-    """Name the field if protobuf refuses an assignment within the block."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise _invalid(path, f"{path}: {error}") from None
-
-
-def _invalid(path: str, message: str) -> InvalidArgumentError:
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    return InvalidArgumentError(code, message, (FieldViolation(path, message),))

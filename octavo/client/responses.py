@@ -13,6 +13,8 @@ from octavo.client.types import (
     Model,
     Output,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -25,6 +27,7 @@ _REASONS = {
     sampling_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     sampling_pb2.FINISH_REASON_STOP_STRING: FinishReason.STOP_STRING,
     sampling_pb2.FINISH_REASON_STOP_TOKEN: FinishReason.STOP_TOKEN,
+    sampling_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 
 
@@ -43,7 +46,14 @@ def event(response: pb.GenerateResponse) -> Event | None:
             )
         case "delta":
             delta = response.delta
-            return Delta(delta.index, delta.text, tuple(delta.token_ids), _logprobs(delta.logprobs))
+            return Delta(
+                delta.index,
+                delta.text,
+                tuple(delta.token_ids),
+                _logprobs(delta.logprobs),
+                delta.reasoning,
+                tuple(ToolCallDelta(c.index, c.arguments, c.id, c.name) for c in delta.tool_calls),
+            )
         case "finished":
             return _finished(response.finished)
     return None
@@ -63,6 +73,17 @@ def default_sampling(card: pb.ModelCard) -> dict[str, float]:
     }
     # A float of 32 bits has seven digits: 0.6 is not to be shown as 0.6000000238418579.
     return {n: v if isinstance(v, int) else float(f"{v:.7g}") for n, v in values.items()}
+
+
+def tool_calls(pieces: Iterable[ToolCallDelta | pb.ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Return the calls of one output, in order, from all their pieces."""
+    calls: dict[int, list[ToolCallDelta | pb.ToolCallDelta]] = {}
+    for piece in pieces:
+        calls.setdefault(piece.index, []).append(piece)
+    return tuple(
+        ToolCall(one[0].id, one[0].name, "".join(piece.arguments for piece in one))
+        for _, one in sorted(calls.items())
+    )
 
 
 class Gathering:
@@ -107,6 +128,8 @@ class Gathering:
             stop_string=end.stop_string,
             stop_token_id=end.stop_token_id,
             score=end.score,
+            reasoning="".join(delta.reasoning for delta in deltas),
+            tool_calls=tool_calls(call for delta in deltas for call in delta.tool_calls),
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Self, Unpack, overload
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2
 from octavo.client import requests, responses
 from octavo.client.core import BaseClient, BaseStream
 from octavo.client.errors import Error, from_rpc_error
-from octavo.client.requests import Prompt
+from octavo.client.prompts import Prompt
+from octavo.client.structured import T, constrained, instance
 from octavo.client.types import Completion, Delta, Event, Model
 from octavo.common.sampling_parameters import ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
@@ -97,6 +98,52 @@ class Client(BaseClient):
         """
         request = requests.generate_request(prompt, options)
         return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+
+    @overload
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        schema: None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion: ...
+
+    @overload
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        schema: type[T],
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> T: ...
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        schema: type[T] | None = None,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion | T:
+        """Return the whole answer, or an instance of `schema`.
+
+        Args:
+            prompt: Text, messages or token ids.
+            schema: A pydantic model, or another type that pydantic makes a JSON Schema of: the
+                output is constrained to it.
+            timeout: Deadline in seconds.
+            **options: See GenerateOptions.
+
+        Raises:
+            OutputError: The output was cut, or a validator of `schema` refuses it.
+            Error: The request failed.
+        """
+        if schema is None:
+            return self.generate(prompt, timeout=timeout, **options).complete()
+        stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
+        return instance(stream.complete(), schema)
 
     def tokenize(
         self,

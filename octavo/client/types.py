@@ -1,8 +1,10 @@
 """Values that a client returns."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class FinishReason(StrEnum):
@@ -13,14 +15,45 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     STOP_STRING = "stop_string"
     STOP_TOKEN = "stop_token"  # noqa: S105 - not a secret
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool: the tool's name, and its arguments as JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def parse(self) -> Any:  # noqa: ANN401 - whatever the tool's schema says
+        """Return the arguments, as a rule a dict.
+
+        Raises:
+            ValueError: The model was free to write what is no JSON, or the output was cut.
+        """
+        return json.loads(self.arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a chat: role "system", "user", "assistant" or "tool"."""
+    """One message of a chat.
+
+    Attributes:
+        role: "system", "developer", "user", "assistant" or "tool".
+        content: The text, or the parts of it.
+        tool_calls: Of an assistant's message: the tools that it called.
+        tool_call_id: Of a tool's message: the id of the call that it answers.
+        reasoning: Of an assistant's message: the reasoning before its answer.
+        name: The name of the tool or of the participant.
+    """
 
     role: str
-    content: str
+    content: str | Sequence[str] = ""
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str = ""
+    reasoning: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +95,16 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """The next piece of an output's call `index`; the first one has the id and the name."""
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """The next piece of output `index`. Text may lag behind the tokens."""
 
@@ -69,6 +112,8 @@ class Delta:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +144,13 @@ class Output:
     stop_string: str | None = None
     stop_token_id: int | None = None
     score: float | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> Message:
+        """The output as a message of the next prompt."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +172,21 @@ class Completion:
     def texts(self) -> tuple[str, ...]:
         """Every output's text."""
         return tuple(output.text for output in self.outputs)
+
+    @property
+    def reasoning(self) -> str:
+        """The first output's reasoning."""
+        return self.outputs[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The first output's calls of tools."""
+        return self.outputs[0].tool_calls
+
+    @property
+    def message(self) -> Message:
+        """The first output as a message of the next prompt."""
+        return self.outputs[0].message
 
     @property
     def usage(self) -> Usage:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, TypedDict, get_type_hints
 
 from google.protobuf.message import Message
 
+from octavo.common.tools import Schema, Tool
+
 MAX_LOGPROBS = 20
 MAX_PRIORITY = 100
 
@@ -44,7 +46,7 @@ class Parameter:
         range: The numbers that are allowed; None: all of its type, or checked elsewhere.
         default: The value of a request that does not set it; None: there is none.
         flags: Its flags on the command line; empty: no flag. Default: its name.
-        file: Whether a flag's value is the name of a file that has the parameter's value.
+        file: Whether its flag names a file that holds the value.
         http: Whether it is a member of HTTP requests, by its name.
         generation_config: The key of a model's own default in its generation_config.json; None:
             models have none.
@@ -95,6 +97,26 @@ class ChatOptions(TypedDict, total=False):
             "chat.continue_final_message",
             "End the prompt within the last message, so that the model continues it.",
             flags=(),
+        ),
+    ]
+    tools: Annotated[
+        Sequence[Tool | Mapping[str, Any]] | None,
+        Parameter(
+            "chat.tools", "Tools that the model may call, a JSON array.", file=True, http=False
+        ),
+    ]
+    tool_choice: Annotated[
+        str | Tool | None,
+        Parameter(
+            "chat.tool_choice",
+            '"auto", "none" or "required"; or the name of a tool that must be called.',
+            http=False,
+        ),
+    ]
+    parallel_tool_calls: Annotated[
+        bool | None,
+        Parameter(
+            "chat.parallel_tool_calls", "Whether one output may call several tools.", flags=()
         ),
     ]
 
@@ -154,6 +176,13 @@ class GenerateOptions(ChatOptions, total=False):
             "stop.include_in_output",
             "Keep the stop string or token in the output.",
             flags=(),
+        ),
+    ]
+    max_reasoning_tokens: Annotated[
+        int | None,
+        Parameter(
+            "stop.max_reasoning_tokens",
+            "Maximum tokens of reasoning per output; then its end is forced.",
         ),
     ]
     temperature: Annotated[
@@ -264,7 +293,7 @@ class GenerateOptions(ChatOptions, total=False):
         ),
     ]
     json_schema: Annotated[
-        str | Mapping[str, Any] | None,
+        Schema | None,
         Parameter(
             "constraint.json_schema",
             "JSON Schema that every output keeps to.",

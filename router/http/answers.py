@@ -80,14 +80,14 @@ class Answer:
         vocabulary = self._vocabularies(self._model)
         choices = []
         for i, kept in enumerate(responses):
-            # Each output comes in one Delta, if it has any text.
+            # Each output comes in one Delta, if it has anything to show.
             deltas = {one.delta.index: one.delta for one in kept if one.HasField("delta")}
             ends = sorted((one.finished for one in kept if one.HasField("finished")), key=_place)
             for end in ends[: self._request.choices]:
                 delta = deltas.get(end.index, Delta())
                 shown = self._shown(delta.logprobs, vocabulary)
                 index = self._index(i, end.index)
-                choices.append(self._layout.whole(index, delta.text, shown, end.reason, vocabulary))
+                choices.append(self._layout.whole(index, delta, shown, end.reason, vocabulary))
         return self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
 
     async def stream(self, generate: Generate, send: Send) -> None:
@@ -156,9 +156,8 @@ class Answer:
                 delta = response.delta
                 vocabulary = self._vocabularies(self._model)
                 shown = self._shown(delta.logprobs, vocabulary)
-                if delta.text or shown:
-                    index = self._index(i, delta.index)
-                    return self._layout.piece(index, delta.text, shown, vocabulary)
+                index = self._index(i, delta.index)
+                return self._layout.piece(index, delta, shown, vocabulary)
             case "finished":
                 finished = response.finished
                 return self._layout.ending(self._index(i, finished.index), finished.reason)

@@ -109,7 +109,9 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         tenant, body = await self._parse(request, ChatRequest)
-        layout = ChatLayout(logprobs=bool(body.logprobs))
+        layout = ChatLayout(
+            logprobs=bool(body.logprobs), reasoning=body.include_reasoning is not False
+        )
         return await self._answer(request, tenant, body, layout)
 
     async def _completions(self, request: Request) -> Response:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.client import ToolCall
+from octavo.client.responses import tool_calls
 from octavo.router.http.layout import Choice, Reason, finish_reason, finite
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import Accepted
+from octavo.v1.generation_pb2 import Accepted, Delta, ToolCallDelta
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 
@@ -14,14 +16,16 @@ class ChatLayout:
 
     Args:
         logprobs: Whether they come with log-probabilities.
+        reasoning: Whether reasoning is shown.
     """
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, logprobs: bool) -> None:
+    def __init__(self, *, logprobs: bool, reasoning: bool = True) -> None:
         self._logprobs = logprobs
+        self._reasoning = reasoning
 
     def opening(self, index: int) -> Choice:
         """Return the choice that begins a stream's output: whose words they are."""
@@ -38,10 +42,17 @@ class ChatLayout:
         return []
 
     def piece(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
-    ) -> Choice:
-        """Return the choice of a chunk with text."""
-        choice = _chunk(index, {"content": text})
+        self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
+    ) -> Choice | None:
+        """Return the choice of a chunk with a piece of an output; None: there is nothing in it."""
+        piece: dict[str, Any] = self._shown_reasoning(delta)
+        if delta.text or logprobs:
+            piece["content"] = delta.text
+        if delta.tool_calls:
+            piece["tool_calls"] = [_call_piece(call) for call in delta.tool_calls]
+        if not piece:
+            return None
+        choice = _chunk(index, piece)
         if self._logprobs:
             choice["logprobs"] = _chat_logprobs(logprobs, vocabulary)
         return choice
@@ -53,21 +64,49 @@ class ChatLayout:
     def whole(
         self,
         index: int,
-        text: str,
+        delta: Delta,
         logprobs: Sequence[TokenLogprob],
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
         """Return the choice of a whole output."""
+        calls = tool_calls(delta.tool_calls)
+        # As with OpenAI: a message of calls alone has no content, not an empty one.
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": delta.text or (None if calls else ""),
+            "refusal": None,
+            **self._shown_reasoning(delta),
+        }
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": _chat_logprobs(logprobs, vocabulary) if self._logprobs else None,
             "finish_reason": finish_reason(reason),
         }
 
+    def _shown_reasoning(self, delta: Delta) -> dict[str, str]:
+        """Return reasoning by DeepSeek's name, which most clients read, and by vLLM's later one."""
+        if not (self._reasoning and delta.reasoning):
+            return {}
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
 
-def _chunk(index: int, delta: dict[str, str], reason: str | None = None) -> Choice:
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
+    """Return a piece of a call; only the first has an id and says what is called."""
+    if not piece.id:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    return {"index": piece.index, **_call(ToolCall(piece.id, piece.name, piece.arguments))}
+
+
+def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> Choice:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from octavo.router.http.echo import Columns, Echo, columns
 from octavo.router.http.layout import Choice, Reason, finish_reason
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import Accepted
+from octavo.v1.generation_pb2 import Accepted, Delta
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
 
@@ -46,12 +46,12 @@ class CompletionLayout:
         return [_choice(index, echo.text, echo.columns, None) for index in indices]
 
     def piece(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
+        self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
         """Return the choice of a chunk with text."""
-        if self._prompt_only:
+        if self._prompt_only or not (delta.text or logprobs):
             return None
-        return _choice(index, text, self._columns(index, logprobs, vocabulary), None)
+        return _choice(index, delta.text, self._columns(index, logprobs, vocabulary), None)
 
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of the chunk that ends an output."""
@@ -60,12 +60,13 @@ class CompletionLayout:
     def whole(
         self,
         index: int,
-        text: str,
+        delta: Delta,
         logprobs: Sequence[TokenLogprob],
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
         """Return the choice of a whole output, after its prompt if that is to be shown."""
+        text = delta.text
         if self._prompt_only:
             text, logprobs = "", ()
         shown = self._columns(index, logprobs, vocabulary)

@@ -39,6 +39,8 @@ _PARAMS = {
     "chat.chat_template_kwargs": "chat_template_kwargs",
     "chat.continue_final_message": "continue_final_message",
     "chat.messages": "messages",
+    "chat.tool_choice": "tool_choice",
+    "chat.tools": "tools",
     "stop.strings": "stop",
     "stop.token_ids": "stop_token_ids",
     "text": "prompt",
@@ -46,7 +48,18 @@ _PARAMS = {
 }
 """Fields of GenerateRequest whose last part is not their name here."""
 
-_PATH = re.compile(r"\b(?:beam|chat|output|sampling|stop|tokens)\.[a-z_]+")
+_PATH = re.compile(
+    r"\b(?:beam|chat|constraint|output|sampling|stop|tokens)\.[a-z_]+"
+    r"(?:(?:\[\d+\])?\.[a-z_]+(?:\[\d+\])?)*"
+)
+_NESTED = ("messages", "tools")
+"""Arguments within which the place at fault is named."""
+_PARTS = (
+    (re.compile(r"^(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id\b)"), r"\1.function."),
+    (re.compile(r"^(messages\[\d+\])\.parts\b"), r"\1.content"),
+    (re.compile(r"^(messages\[\d+\])\.reasoning\b"), r"\1.reasoning_content"),
+)
+"""Paths within messages and tools that are others here, and what they are."""
 
 
 class ApiError(Exception):
@@ -144,9 +157,19 @@ def _param(path: str, names: Mapping[str, str]) -> str:
     """
     for known, name in names.items():
         if path == known or path.startswith((f"{known}[", f"{known}.")):
-            rest = path.removeprefix(known)
-            return name + rest if name == "messages" else name
+            return _within(name + path.removeprefix(known)) if name in _NESTED else name
     return path.rpartition(".")[2].partition("[")[0]
+
+
+def _within(path: str) -> str:
+    """Return what a path within messages or tools is called in the API.
+
+    >>> _within("messages[0].tool_calls[1].arguments")
+    'messages[0].tool_calls[1].function.arguments'
+    """
+    for pattern, shown in _PARTS:
+        path = pattern.sub(shown, path)
+    return path
 
 
 def _location(parts: tuple[int | str, ...]) -> str:
@@ -155,6 +178,6 @@ def _location(parts: tuple[int | str, ...]) -> str:
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part != "[key]":
+        elif not part.startswith("["):  # else it is pydantic's own: a key, or an arm of a union
             path += f".{part}" if path else part
     return path

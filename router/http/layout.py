@@ -4,12 +4,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import Accepted, Usage
-from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, FinishReason, TokenLogprob
+from octavo.v1.generation_pb2 import Accepted, Delta, Usage
+from octavo.v1.sampling_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_TOOL_CALLS,
+    FinishReason,
+    TokenLogprob,
+)
 
 Reason: TypeAlias = "FinishReason.ValueType"
 Choice = dict[str, Any]
 """One entry of `choices`, to be made JSON of."""
+
+_REASONS = {FINISH_REASON_LENGTH: "length", FINISH_REASON_TOOL_CALLS: "tool_calls"}
 
 NO_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as OpenAI's API does."""
@@ -44,9 +51,16 @@ class Layout(Protocol):
         """
 
     def piece(
-        self, index: int, text: str, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
+        self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
-        """Return the choice of a chunk with text; None: it is not shown."""
+        """Return the choice of a chunk with a piece of an output; None: it is not shown.
+
+        Args:
+            index: The output's.
+            delta: The piece.
+            logprobs: Those of its log-probabilities that are shown.
+            vocabulary: The model's.
+        """
 
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of the chunk that ends an output."""
@@ -54,17 +68,17 @@ class Layout(Protocol):
     def whole(
         self,
         index: int,
-        text: str,
+        delta: Delta,
         logprobs: Sequence[TokenLogprob],
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Return the choice of a whole output."""
+        """Return the choice of a whole output, which came as one delta."""
 
 
 def finish_reason(reason: Reason) -> str:
     """Return OpenAI's word for why an output ended."""
-    return "length" if reason == FINISH_REASON_LENGTH else "stop"
+    return _REASONS.get(reason, "stop")
 
 
 def finite(logprob: float) -> float:

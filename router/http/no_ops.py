@@ -1,7 +1,7 @@
 """Arguments that are taken only with values that change nothing.
 
 OpenAI's clients and vLLM's users send many of them with their default. Any other value is refused,
-never passed over: an answer that ignores `tools` is a wrong answer.
+never passed over: an answer that ignores `bad_words` is a wrong answer.
 """
 
 import json
@@ -36,25 +36,18 @@ BOTH: Harmless = {
     "bad_words": ([],),
     "detokenize": (True,),
     "ec_transfer_params": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "structural_tag": (),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "use_beam_search": (False,),
@@ -69,20 +62,16 @@ CHAT: Harmless = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "include_reasoning": (True,),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }

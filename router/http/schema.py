@@ -9,9 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     create_model,
@@ -19,11 +17,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from octavo.client import GenerateOptions, Message, Prompt
+from octavo.client import GenerateOptions, Prompt
 from octavo.common.sampling_parameters import PARAMETERS, TYPES, ChatOptions
 from octavo.router.http import no_ops
 from octavo.router.http.errors import WRONG_TYPE, ApiError
-from octavo.router.http.no_ops import Never, only
+from octavo.router.http.messages import ChatMessage
+from octavo.router.http.no_ops import only
+from octavo.router.http.output_forms import FormArguments
+from octavo.router.http.strict import Strict
+from octavo.router.http.tool_arguments import ToolArguments
 
 COMPLETION_TOKENS = 16
 """What /v1/completions makes where max_tokens is not given, as OpenAI's does."""
@@ -33,17 +35,6 @@ SEEDS = 1 << 64
 """OpenAI's seeds are signed, Octavo's are not; both have 64 bits."""
 ALL_TOKENS = -1
 """vLLM's top_k for all tokens."""
-
-
-def _parts(content: object) -> object:
-    """Return a message's content as a list of parts."""
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list):
-        return content
-    raise PydanticCustomError(WRONG_TYPE, "must be a string or a list of parts")
 
 
 def _strings(value: object) -> object:
@@ -70,12 +61,6 @@ def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(part) is int for part in value)
 
 
-class Strict(BaseModel):
-    """JSON of which every member is known and of its type."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 class StreamOptions(Strict):
     """Options of a stream.
 
@@ -89,43 +74,10 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[bool, only(False)] = False
 
 
-class TextPart(Strict):
-    """A piece of a message; of the kinds there are, text is served."""
-
-    type: Annotated[str, only("text")]
-    text: str = ""
-    # Of other kinds: refused by `type`, and named here so that it is what is complained of.
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-
-
-class ChatMessage(Strict):
-    """One message. An answer's message may be sent back as it was received."""
-
-    role: str
-    content: Annotated[list[TextPart], BeforeValidator(_parts)] = []
-    tool_call_id: str | None = None
-    name: Never = None
-    refusal: Never = None
-    annotations: Annotated[Any, only([])] = None
-    audio: Never = None
-    function_call: Never = None
-    reasoning: Never = None
-    reasoning_content: Never = None
-    tool_calls: Annotated[Any, only([])] = None
-
-    def message(self) -> Message:
-        """Return the message as the contract has it; parts become lines of one text."""
-        role = "system" if self.role == "developer" else self.role
-        return Message(role, "\n".join(part.text for part in self.content))
-
-
-CHAT_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.message == "chat"]
+HTTP_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.http]
+CHAT_NAMES = [name for name in HTTP_NAMES if PARAMETERS[name].message == "chat"]
 """Parameters of a chat's layout, which only /v1/chat/completions and /tokenize have."""
-PARAMETER_NAMES = [
-    name for name, parameter in PARAMETERS.items() if parameter.http and name not in CHAT_NAMES
-]
+PARAMETER_NAMES = [name for name in HTTP_NAMES if name not in CHAT_NAMES]
 MAX_REQUEST_ID = 100
 """Most characters of `request_id`, which is a part of the answer's id."""
 
@@ -154,7 +106,7 @@ else:
     )
 
 
-class Parameters(Declared):
+class Parameters(FormArguments, Declared):
     """The members of both APIs: Octavo's parameters, OpenAI's, and those that are refused."""
 
     model: str = ""
@@ -173,11 +125,13 @@ class Parameters(Declared):
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
+    max_reasoning_tokens: int | None = None
 
     # vLLM's names.
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)] | None = None
+    thinking_token_budget: int | None = None
 
     # Labels, from which nothing follows.
     user: str | None = None
@@ -185,6 +139,16 @@ class Parameters(Declared):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     session_id: str | None = None
+
+    @model_validator(mode="after")
+    def _check_reasoning(self) -> Self:
+        if len({self.max_reasoning_tokens, self.thinking_token_budget} - {None}) > 1:
+            raise ApiError(
+                400,
+                "max_reasoning_tokens and thinking_token_budget exclude each other",
+                param="thinking_token_budget",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_beam(self) -> Self:
@@ -252,15 +216,29 @@ class Parameters(Declared):
             "keep_special_tokens": keeps,
             "token_ids": self.usage_chunks or None,
             "final_only": not self.stream or None,
+            "max_reasoning_tokens": (
+                self.max_reasoning_tokens
+                if self.thinking_token_budget is None
+                else self.thinking_token_budget
+            ),
+            **self.form_options(),
         }
 
+    @property
+    def params(self) -> dict[str, str]:
+        """The HTTP names of fields of GenerateRequest that have another name there."""
+        budget = "thinking_token_budget"
+        other = {} if self.thinking_token_budget is None else {"stop.max_reasoning_tokens": budget}
+        return {**self.form_params(), **other}
 
-class ChatLayoutOptions(DeclaredChatOptions):
+
+class ChatLayoutOptions(ToolArguments, DeclaredChatOptions):
     """How the model's template lays out a chat."""
 
     def chat_options(self) -> ChatOptions:
         """Return the options as the client's `tokenize` takes them."""
-        return cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
+        given = {name: getattr(self, name) for name in CHAT_NAMES}
+        return {**cast("ChatOptions", given), **self.tool_options()}
 
 
 class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
@@ -268,6 +246,7 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -288,9 +267,10 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest."""
+        """The HTTP names of fields of GenerateRequest that have another name there."""
         length = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
         return {
+            **super().params,
             "stop.max_tokens": length,
             "output.logprobs": "top_logprobs",
             "prompt": "messages",
@@ -338,8 +318,8 @@ class CompletionRequest(Parameters, DeclaredCompletion):
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest: their own names, or what sets them."""
-        return {"output.prompt_logprobs": "logprobs"}
+        """The HTTP names of fields of GenerateRequest that have another name there."""
+        return {**super().params, "output.prompt_logprobs": "logprobs"}
 
     @property
     def shows_ending(self) -> bool:

@@ -16,13 +16,15 @@ from octavo.v1 import sampling_pb2
 
 
 class FakeService(pb_grpc.GenerationServiceServicer):
-    """Echoes the last message, a word a delta; fails or hangs if told so."""
+    """Echoes the last message, a word a delta, or sends `deltas`; fails or hangs if told so."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.keys: list[str | bytes | None] = []
         self.failure: status_pb2.Status | None = None
         self.listing_fails = True
+        self.deltas: list[pb.Delta] = []
+        self.reason = sampling_pb2.FINISH_REASON_STOP_STRING
         self.endless = False
         self.cancelled: list[bool] = []
         self.models: list[pb.ModelCard] = []
@@ -47,7 +49,8 @@ class FakeService(pb_grpc.GenerationServiceServicer):
         words = [f"{word} " for word in prompt.split()]
         while self.endless and context.is_active():
             yield pb.GenerateResponse(delta=pb.Delta(text="on and "))
-        for index in range(request.sampling.n or 1):
+        yield from (pb.GenerateResponse(delta=delta) for delta in self.deltas)
+        for index in range(0 if self.deltas else request.sampling.n or 1):
             for number, word in enumerate(words):
                 logprob = sampling_pb2.TokenLogprob(token_id=number, logprob=-0.5)
                 logprob.top.add(token_id=number, logprob=-0.5)
@@ -58,7 +61,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
             yield pb.GenerateResponse(
                 finished=pb.Finished(
                     index=index,
-                    reason=sampling_pb2.FINISH_REASON_STOP_STRING,
+                    reason=self.reason,
                     stop_string="END",
                     usage=pb.Usage(prompt_tokens=3, cached_tokens=1, output_tokens=len(words)),
                 )

@@ -42,12 +42,15 @@ def test_generate(octavo, service):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, tmp_path, name):
+def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, name, tmp_path):
     parameter, kind = PARAMETERS[name], str(TYPES[name])
+    if parameter.path.startswith("chat."):
+        pytest.skip("test_generate_with_tools has those of a chat")
     value = () if "bool" in kind else ("2",) if "int" in kind or "float" in kind else ("x",)
-    (tmp_path / "file").write_text("x")
-    shown = (str(tmp_path / "file"),) if parameter.file else value
-    result = octavo("generate", "a", parameter.shown_flags(name)[0], *shown)
+    if parameter.file:
+        value = (str(tmp_path / "x"),)
+        (tmp_path / "x").write_text("x")
+    result = octavo("generate", "a", parameter.shown_flags(name)[0], *value)
     assert result.exit_code == 0, result.output
     message = service.requests[0]
     for part in parameter.message.split(".") if parameter.message else ():
@@ -56,11 +59,48 @@ def test_generate_sends_every_parameter_that_has_a_flag(octavo, service, tmp_pat
     assert getattr(message, parameter.field) in (given, [given])
 
 
-def test_a_file_that_a_flag_names_must_be_there(octavo, service):
-    result = octavo("generate", "a", "--json-schema", "/nowhere")
+CALL = pb.ToolCallDelta(id="a", name="time", arguments='{"zone": "CET"}')
+
+
+def test_generate_with_tools(octavo, service, tmp_path):
+    (tmp_path / "tools.json").write_text('[{"name": "time"}]')
+    service.deltas = [pb.Delta(reasoning="It is [b]late[/b]."), pb.Delta(tool_calls=[CALL])]
+    arguments = ("--tools", str(tmp_path / "tools.json"), "--tool-choice", "time")
+    result = octavo("generate", "a", *arguments)
+    assert result.exit_code == 0, result.output
+    assert 'time({"zone": "CET"})' in result.stdout
+    assert "It is [b]late[/b]." not in result.stdout
+    assert "It is [b]late[/b]." in result.stderr
+    (request,) = service.requests
+    assert [tool.name for tool in request.chat.tools] == ["time"]
+    assert request.chat.tool_choice.name == "time"
+    (output,) = json.loads(octavo("generate", "a", "--json").stdout)["outputs"]
+    assert output["tool_calls"] == [{"id": "a", "name": "time", "arguments": '{"zone": "CET"}'}]
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "message"),
+    [("--tools", "[", "line 1"), ("--json-schema", None, "No such file")],
+)
+def test_files_that_cannot_be_used(octavo, tmp_path, flag, text, message):
+    if text is not None:
+        (tmp_path / "file").write_text(text)
+    result = octavo("generate", "a", flag, str(tmp_path / "file"))
     assert result.exit_code == 2
-    assert "--json-schema: " in result.output
-    assert not service.requests
+    assert message in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_chat_shows_reasoning_and_keeps_it(octavo, service, tmp_path):
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    service.deltas = [pb.Delta(reasoning="hm"), pb.Delta(text="{}")]
+    flags = ("--json-schema", str(tmp_path / "schema.json"))
+    result = octavo("chat", *flags, stdin="one\ntwo\n")
+    assert result.exit_code == 0
+    assert result.stdout == "{}\n{}\n"
+    assert result.stderr.count("hm\n") == 2
+    assert service.requests[0].constraint.json_schema == '{"type": "object"}'
+    answer = service.requests[1].chat.messages[1]
+    assert (answer.content, answer.reasoning) == ("{}", "hm")
 
 
 @pytest.mark.parametrize(

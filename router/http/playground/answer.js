@@ -1,14 +1,24 @@
 // One question and its answer: the record of it, which is saved, and how it is shown.
 
+import { CallsView } from "./calls.js";
 import { copyText } from "./clipboard.js";
 import { MarkdownView } from "./markdown.js";
 import { problemBox } from "./problem.js";
 
 const $ = (selector, from = document) => from.querySelector(selector);
 
-/** Returns the record of a question that has no answer yet. */
-export function newRecord(asked) {
-  return { asked, text: "", facts: "waiting", working: true, problem: null };
+/**
+ * Returns the record of a question that has no answer yet.
+ *
+ * @param {string} asked
+ * @param {object} options
+ * @param {boolean} options.json whether the answer is to be JSON
+ * @param {{id: string, result: string}[] | null} options.results what tools returned, instead of a
+ *   question; `asked` then shows it
+ */
+export function newRecord(asked, { json = false, results = null } = {}) {
+  const answer = { text: "", reasoning: "", calls: [], json };
+  return { asked, results, ...answer, facts: "waiting", working: true, problem: null };
 }
 
 /** Returns the record of an answer as it is after a reload, which ends the request. */
@@ -20,6 +30,8 @@ export function restoredRecord(record) {
 /** Shows a record; call `draw` when it has changed. */
 export class Answer {
   #markdown = null;
+  #calls;
+  #folded = false; // by hand: then it stays as it is
   #problem = null; // the one that is shown
   #actions;
 
@@ -28,13 +40,16 @@ export class Answer {
    * @param {object} actions
    * @param {boolean} actions.markdown whether the answer is Markdown
    * @param {(answer: Answer) => void} actions.retry
+   * @param {(answer: Answer) => void} actions.sendResults
    * @param {() => void} actions.giveKey
    */
   constructor(record, actions) {
     this.#actions = actions;
     this.article = $("#answer-template").content.cloneNode(true).firstElementChild;
     this.text = $(".text", this.article);
-    if (actions.markdown) this.text.classList.add("markdown");
+    this.reasoning = $(".reasoning", this.article);
+    $("summary", this.reasoning).addEventListener("click", () => (this.#folded = true));
+    this.#calls = new CallsView($(".calls", this.article), () => actions.sendResults(this));
     const copy = $(".copy", this.article);
     copy.addEventListener("click", () => copyText(this.record.text, copy));
     $(".again", this.article).addEventListener("click", () => this.#retry());
@@ -42,8 +57,8 @@ export class Answer {
   }
 
   /** Forgets the answer: the question is asked once more. */
-  restart() {
-    this.#start(newRecord(this.record.asked));
+  restart(json) {
+    this.#start(newRecord(this.record.asked, { json, results: this.record.results }));
   }
 
   /** Shows why there is no answer, or no end of it. */
@@ -55,22 +70,38 @@ export class Answer {
   #start(record) {
     this.record = record;
     this.text.replaceChildren();
-    this.#markdown = this.#actions.markdown ? new MarkdownView(this.text) : null;
+    this.#calls.clear();
+    this.#folded = false;
+    const markdown = this.#actions.markdown && !record.json;
+    this.#markdown = markdown ? new MarkdownView(this.text) : null;
+    this.text.classList.toggle("markdown", markdown);
+    this.text.classList.toggle("json", record.json);
+    this.article.classList.toggle("after-tools", Boolean(record.results));
     $(".asked", this.article).textContent = record.asked;
     this.draw();
   }
 
   draw() {
-    const { text, facts, working, problem } = this.record;
+    const { text, calls, facts, working, problem } = this.record;
     this.article.classList.toggle("working", working);
     this.article.ariaBusy = String(working);
     if (this.#markdown) this.#markdown.show(text, !working);
     else this.text.textContent = text;
+    this.#drawReasoning();
+    this.#calls.show(calls, working);
     $(".facts", this.article).textContent = facts;
     $(".actions", this.article).hidden = working;
     $(".copy", this.article).hidden = !text;
     $(".again", this.article).hidden = Boolean(problem);
     if (problem !== this.#problem) this.#showProblem(problem);
+  }
+
+  /** Shows reasoning, open until the answer begins. */
+  #drawReasoning() {
+    const { reasoning, text, calls, working } = this.record;
+    this.reasoning.hidden = !reasoning;
+    $("p", this.reasoning).textContent = reasoning.trim();
+    if (!this.#folded) this.reasoning.open = working && !text && !calls.length;
   }
 
   #showProblem(problem) {

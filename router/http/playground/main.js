@@ -1,6 +1,7 @@
 // The page: three ways to ask, the answers as they come, and the engines at work.
 
 import { follow } from "./engines.js";
+import { hasSchema } from "./forms.js";
 import * as keys from "./keys.js";
 import { BATCH, BATCH_SYSTEM, LABELS } from "./modes.js";
 import { within } from "./pace.js";
@@ -27,7 +28,7 @@ let leaving = false; // another page is on its way
 
 function makeView(name, { markdown, prompt = "", system = "" }) {
   const retry = (answer) => again(name, answer);
-  const actions = { markdown, retry, giveKey: keys.askForKey };
+  const actions = { markdown, retry, sendResults, giveKey: keys.askForKey };
   return new View($(`#answers-${name}`), { prompt, system, actions });
 }
 
@@ -39,17 +40,32 @@ async function send() {
   const view = views[mode];
   if (mode === "batch") {
     view.clear();
-    await ask(mode, view.add(prompt.split("\n").filter((line) => line.trim())));
+    await ask(mode, view.add(prompt.split("\n").filter((line) => line.trim()), options()));
     return;
   }
   if (mode === "chat") $("#prompt").value = view.prompt = "";
-  await ask(mode, view.add([prompt]));
+  await ask(mode, view.add([prompt], options()));
+}
+
+/** Goes on with what the tools returned that the last answer calls. */
+async function sendResults(answer) {
+  const view = views.chat;
+  if (running || answer !== view.answers.at(-1) || !$("#composer").reportValidity()) return;
+  const results = answer.record.calls.map(({ id, result }) => ({ id, result }));
+  const shown = answer.record.calls.map(({ name, result }) => `${name}: ${result}`).join("\n");
+  $("#prompt").focus();
+  await ask("chat", view.add([shown], { ...options(), results }));
+}
+
+/** Returns what an answer is to be, by the settings. */
+function options() {
+  return { json: hasSchema() };
 }
 
 /** Asks for an answer once more, in its place. */
 async function again(name, answer) {
-  if (running) return;
-  answer.restart();
+  if (running || !$("#composer").reportValidity()) return;
+  answer.restart(hasSchema());
   $("#prompt").focus();
   await ask(name, [answer]);
 }
@@ -75,7 +91,7 @@ async function ask(name, answers) {
 
 function showError(name, answers, error) {
   const view = views[name];
-  settings.markRefused(error.param);
+  settings.markRefused(error.param, error.message);
   if (error.status === 401) keys.showRefused(true);
   if (name === "batch") {
     view.showProblem(describe(error), send, keys.askForKey);
@@ -101,6 +117,7 @@ function choose(next) {
   $("#prompt").placeholder = LABELS[mode];
   $("#prompt").value = views[mode].prompt;
   $("#system").value = views[mode].system;
+  settings.choose(mode);
   $("#send").textContent = mode === "batch" ? "Run all" : "Send";
   delete document.body.dataset.engines;
   $("#engines-button").ariaPressed = "false";

@@ -1,36 +1,54 @@
 // What is posted to the server in each mode.
 
 import { post } from "./api.js";
+import { asMessage } from "./calls.js";
+import { schemaArgument, toolArguments } from "./forms.js";
 import { requestArguments } from "./settings.js";
 
 // Of each mode: the path that is posted to, and a function that makes the body.
 export const REQUESTS = {
   chat: (view, [answer]) => [
     "v1/chat/completions",
-    async () => ({ ...requestArguments(), messages: messages(view, answer) }),
+    async () => ({
+      ...requestArguments(),
+      ...schemaArgument(),
+      ...toolArguments({ answering: Boolean(answer.record.results) }),
+      messages: messages(view, answer),
+    }),
   ],
   text: (view, [answer]) => [
     "v1/completions",
-    async () => ({ ...requestArguments(), prompt: answer.record.asked }),
+    async () => ({ ...requestArguments(), ...schemaArgument(), prompt: answer.record.asked }),
   ],
   // Browsers open six connections to a host, so many chats at once are one request of many prompts.
   batch: (view, answers) => [
     "v1/completions",
     async (signal) => {
       const prompts = answers.map(({ record }) => tokens(view, record.asked, signal));
-      return { ...requestArguments(), prompt: await Promise.all(prompts) };
+      const prompt = await Promise.all(prompts);
+      return { ...requestArguments(), ...schemaArgument(), prompt };
     },
   ],
 };
 
 /** Returns the chat up to a question; what was not answered is left out. */
 function messages(view, last) {
-  const before = view.answers.slice(0, view.answers.indexOf(last));
-  const said = before.filter(({ record }) => record.text).flatMap(({ record }) => [
-    { role: "user", content: record.asked },
-    { role: "assistant", content: record.text },
-  ]);
-  return [...systemMessage(view), ...said, { role: "user", content: last.record.asked }];
+  const end = view.answers.indexOf(last);
+  const said = view.answers.slice(0, end).flatMap(({ record }, i) => {
+    // Calls are told only with what the tools returned, which is how the next answer begins.
+    const called = Boolean(view.answers[i + 1].record.results);
+    if (!called && !record.text) return [];
+    const calls = called ? { tool_calls: asMessage(record.calls) } : {};
+    const reasoning = record.reasoning ? { reasoning_content: record.reasoning } : {};
+    const answer = { role: "assistant", content: record.text, ...calls, ...reasoning };
+    return [...question(record), answer];
+  });
+  return [...systemMessage(view), ...said, ...question(last.record)];
+}
+
+function question({ asked, results }) {
+  if (!results) return [{ role: "user", content: asked }];
+  return results.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result }));
 }
 
 async function tokens(view, content, signal) {

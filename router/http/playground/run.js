@@ -1,7 +1,10 @@
 // One request on its way: its chunks as they come, put into the answers that it is to give.
 
 import { stream } from "./api.js";
+import { addPiece } from "./calls.js";
 import { perFrame } from "./pace.js";
+
+const ENDINGS = { length: "max tokens", tool_calls: "calls tools" };
 
 /** What `Run` measured and the server counted. */
 class Figures {
@@ -73,13 +76,17 @@ export class Run {
 
   #takeChoice(answer, choice) {
     const { record } = answer;
-    const piece = choice.delta?.content ?? choice.text ?? "";
-    record.text += piece;
+    const { content, reasoning_content: reasoning = "", tool_calls: calls = [] } = choice.delta ?? {};
+    const text = content ?? choice.text ?? "";
+    record.text += text;
+    record.reasoning += reasoning;
+    for (const call of calls) addPiece(record.calls, call);
+    const piece = text || reasoning || calls.length > 0;
     if (piece && !this.#firsts.has(answer)) this.#firsts.set(answer, performance.now());
     if (piece) this.#figures.first ||= performance.now();
     if (choice.finish_reason) {
       record.working = false;
-      const why = choice.finish_reason === "length" ? "max tokens" : "done";
+      const why = ENDINGS[choice.finish_reason] ?? "done";
       record.facts = this.#facts(answer, `${why} ${this.#since(performance.now())}`);
     } else if (piece) {
       record.facts = this.#facts(answer);

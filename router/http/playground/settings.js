@@ -1,11 +1,13 @@
 // What goes with every request: the model and the sampling parameters.
 
 import { get } from "./api.js";
+import * as forms from "./forms.js";
 
 const $ = (selector, from = document) => from.querySelector(selector);
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const CONTROLS = [...NUMBERS, "stop"]; // each has the name of its argument as its id
+const SAVED = [...CONTROLS, ...forms.CONTROLS];
 
 const changed = new Set(); // the controls that a person has changed
 let wantedModel = "";
@@ -28,9 +30,10 @@ export function state() {
 
 export function restore({ model, values }) {
   wantedModel = model;
-  for (const id of CONTROLS.filter((id) => id in values)) {
+  for (const id of SAVED.filter((id) => id in values)) {
     $(`#${id}`).value = values[id];
     changed.add(id);
+    if (id === "tools") forms.refresh(); // the choice that follows may be one of them
   }
   showSummary();
 }
@@ -47,17 +50,24 @@ export function showModels(engines) {
 }
 
 /** Marks the control whose value the server refused. */
-export function markRefused(argument) {
-  if (!CONTROLS.includes(argument)) return;
-  $("#settings").open = true;
-  $(`#${argument}`).ariaInvalid = "true";
+export function markRefused(argument, message) {
+  const known = CONTROLS.includes(argument);
+  if (known) $(`#${argument}`).ariaInvalid = "true";
+  if (known || forms.markRefused(argument, message)) $("#settings").open = true;
+}
+
+/** Shows the settings of a mode. */
+export function choose(mode) {
+  forms.choose(mode);
+  showSummary();
 }
 
 export function start() {
+  forms.start();
   $("#model").addEventListener("change", showDefaults);
   $("#settings").addEventListener("input", ({ target }) => {
-    if (CONTROLS.includes(target.id)) changed.add(target.id);
-    target.ariaInvalid = null;
+    if (SAVED.includes(target.id)) changed.add(target.id);
+    if (CONTROLS.includes(target.id)) target.ariaInvalid = null;
     showSummary();
   });
   // A browser can point at a wrong value only where it is seen.
@@ -78,5 +88,5 @@ async function showDefaults() {
 function showSummary() {
   const parts = CONTROLS.map((id) => [id.replace("_", " "), $(`#${id}`).value]);
   const set = parts.filter(([, value]) => value !== "").map((part) => part.join(" "));
-  $("#settings-summary").textContent = set.join(" · ");
+  $("#settings-summary").textContent = [...set, ...forms.summary()].join(" · ");
 }

@@ -1,9 +1,9 @@
 // What survives a reload: kept by the browser for this tab alone, until the tab is closed.
 
 const STATE = "octavo-playground";
-const VERSION = 1;
+const VERSION = 2;
 const MODES = ["chat", "text", "batch"];
-const MAX_CHARACTERS = 1_000_000; // of questions and answers, in each mode
+const MAX_CHARACTERS = 1_000_000; // of questions and answers as JSON, in each mode
 
 /** Saves the page's state; of each mode's answers the newest, as many as there is room for. */
 export function save(state) {
@@ -37,7 +37,7 @@ function isWhole(state) {
 function newest(answers) {
   let left = MAX_CHARACTERS;
   const first = answers.findLastIndex((answer) => {
-    left -= answer.asked.length + answer.text.length;
+    left -= JSON.stringify(answer).length;
     return left < 0;
   });
   return answers.slice(first + 1);

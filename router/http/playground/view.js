@@ -24,9 +24,9 @@ export class View {
     this.#actions = actions;
   }
 
-  /** Adds answers to what is asked, which have still to come. */
-  add(asked) {
-    const added = asked.map((one) => new Answer(newRecord(one), this.#actions));
+  /** Adds answers to what is asked, which have still to come; `options` are newRecord's. */
+  add(asked, options) {
+    const added = asked.map((one) => new Answer(newRecord(one, options), this.#actions));
     this.#append(added);
     return added;
   }

@@ -91,7 +91,26 @@ CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "pope", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x", "name": 5}]}, "messages[0].name"),
+    (
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}]},
+        "messages[0].tool_calls[0].function",
+    ),
+    (
+        {"extra_body": {"max_reasoning_tokens": 1, "thinking_token_budget": 2}},
+        "thinking_token_budget",
+    ),
+    ({"function_call": {"name": "f"}}, "function_call"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+    ({"tool_choice": "always"}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
     (

@@ -1,0 +1,145 @@
+"""Conversion of prompts, and of tools that belong to them, to the contract's messages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+from octavo.client.checks import checked
+from octavo.client.types import Message, ToolCall
+from octavo.common.tools import Tool, schema_text
+from octavo.v1 import generation_pb2 as pb
+
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, Any]] | Sequence[int]
+"""Plain text, a chat (messages, or mappings as OpenAI's API has them), or token ids."""
+
+PromptRequest: TypeAlias = pb.GenerateRequest | pb.TokenizeRequest
+
+MODES = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+    "required": pb.TOOL_CHOICE_MODE_REQUIRED,
+}
+"""The rules of tool choice by name."""
+
+
+def set_prompt(request: PromptRequest, prompt: Prompt) -> None:
+    """Set the oneof field for the prompt's type.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type.
+        TypeError: The prompt is not text, a chat or token ids.
+    """
+    if isinstance(prompt, str):
+        with checked("text"):
+            request.text = prompt
+    elif all(isinstance(part, int) for part in prompt):
+        if isinstance(request, pb.TokenizeRequest):
+            raise TypeError("tokenize() takes text or messages, not token ids")
+        request.tokens.SetInParent()
+        with checked("tokens.token_ids"):
+            request.tokens.token_ids.extend(cast("Sequence[int]", prompt))
+    else:
+        for number, message in enumerate(cast("Sequence[Message | Mapping[str, Any]]", prompt)):
+            if not isinstance(message, Message):
+                message = _message(number, message)  # noqa: PLW2901
+            with checked(f"chat.messages[{number}]"):
+                _add(request.chat, message)
+
+
+def set_tools(chat: pb.ChatPrompt, tools: Sequence[Tool | Mapping[str, Any]]) -> None:
+    """Add tools, given as such or as mappings as OpenAI's API has them.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type.
+        TypeError: One is no tool.
+    """
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, Tool):
+            tool = _tool(number, tool)  # noqa: PLW2901
+        with checked(f"chat.tools[{number}]"):
+            chat.tools.add(
+                name=tool.name,
+                description=tool.description,
+                parameters=schema_text(tool.parameters) if tool.parameters else "",
+                strict=tool.strict,
+            )
+
+
+def set_tool_choice(chat: pb.ChatPrompt, choice: str | Tool) -> None:
+    """Set whether tools are called; what is no rule is a tool's name."""
+    with checked("chat.tool_choice"):
+        if isinstance(choice, Tool):
+            chat.tool_choice.name = choice.name
+        elif choice in MODES:
+            chat.tool_choice.mode = MODES[choice]
+        else:
+            chat.tool_choice.name = choice
+
+
+def _add(chat: pb.ChatPrompt, message: Message) -> None:
+    """Add a message to a chat."""
+    whole = isinstance(message.content, str)
+    chat.messages.add(
+        role=message.role,
+        content=message.content if whole else "",
+        parts=[] if whole else [pb.ContentPart(text=text) for text in message.content],
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+            for call in message.tool_calls
+        ],
+        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning,
+        name=message.name,
+    )
+
+
+def _message(number: int, given: Mapping[str, Any]) -> Message:
+    """Return a mapping with the members of a message, which null leaves out."""
+    try:
+        members = {name: value for name, value in given.items() if value is not None}
+        content = members.pop("content", "")
+        return Message(
+            content=content if isinstance(content, str) else [_text(part) for part in content],
+            tool_calls=[_call(call) for call in members.pop("tool_calls", ())],
+            reasoning=members.pop("reasoning_content", "") or members.pop("reasoning", ""),
+            **members,
+        )
+    except (AttributeError, KeyError, TypeError):
+        raise TypeError(
+            "a prompt is text, a list of messages with role and content, or a list of "
+            f"token ids; item {number} is {given!r}"
+        ) from None
+
+
+def _text(part: str | Mapping[str, Any]) -> str:
+    if isinstance(part, str):
+        return part
+    if part["type"] != "text":
+        raise TypeError
+    text: str = part["text"]
+    return text
+
+
+def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    function = call.get("function", call)
+    return ToolCall(call["id"], function["name"], function["arguments"])
+
+
+def _tool(number: int, given: Mapping[str, Any]) -> Tool:
+    try:
+        members = _function(given).items()
+        return Tool(**{name: value for name, value in members if value is not None})
+    except (AttributeError, TypeError):
+        raise TypeError(
+            "a tool is a Tool, or a mapping with name, description, parameters and strict; "
+            f"item {number} is {given!r}"
+        ) from None
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the members of a tool, which OpenAI's API puts into one more object."""
+    if tool.get("type", "function") != "function":
+        raise TypeError
+    function: Mapping[str, Any] = tool.get("function", tool)
+    return function

@@ -1,0 +1,87 @@
+"""Messages of a chat, in OpenAI's form."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from octavo.client import Message, ToolCall
+from octavo.router.http.errors import WRONG_TYPE
+from octavo.router.http.no_ops import Never, only
+from octavo.router.http.strict import Strict
+
+
+def _parts(content: object) -> object:
+    """Return a message's content as a list of parts."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list):
+        return content
+    raise PydanticCustomError(WRONG_TYPE, "must be a string or a list of parts")
+
+
+class TextPart(Strict):
+    """A piece of a message; of the kinds there are, text is served."""
+
+    type: Annotated[str, only("text")]
+    text: str = ""
+    # Of other kinds: refused by `type`, and named here so that it is what is complained of.
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    audio_url: Any = None
+    file: Any = None
+    refusal: Any = None
+
+
+class FunctionCall(Strict):
+    """What is called, with the arguments as JSON in a string."""
+
+    name: str
+    arguments: str
+    parsed_arguments: Any = None  # OpenAI's client adds it: the same once more
+
+
+class MessageCall(Strict):
+    """A call of a tool, as an assistant's message has it; a stream's pieces have an index too."""
+
+    type: Annotated[str, only("function")] = "function"
+    id: str
+    function: FunctionCall
+    index: int | None = None
+    custom: Any = None
+
+    def call(self) -> ToolCall:
+        """Return the call as the contract has it."""
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class ChatMessage(Strict):
+    """One message. An answer's message may be sent back as it was received."""
+
+    role: str
+    content: Annotated[list[TextPart], BeforeValidator(_parts), Field(default_factory=list)]
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: Never = None
+    annotations: Annotated[Any, only([])] = None
+    audio: Never = None
+    function_call: Never = None
+    parsed: Any = None  # OpenAI's client adds it: the content once more
+
+    def message(self) -> Message:
+        """Return the message as the contract has it."""
+        parts = [part.text for part in self.content]
+        return Message(
+            self.role,
+            parts[0] if len(parts) == 1 else parts,
+            tool_calls=[call.call() for call in self.tool_calls or ()],
+            tool_call_id=self.tool_call_id or "",
+            reasoning=self.reasoning_content or self.reasoning or "",
+            name=self.name or "",
+        )

@@ -1,0 +1,84 @@
+"""Arguments about tools, in OpenAI's form."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, Tag
+
+from octavo.client import Tool
+from octavo.common.sampling_parameters import ChatOptions
+from octavo.router.http.no_ops import only
+from octavo.router.http.strict import Strict
+
+
+class Function(Strict):
+    """What a tool is for the model."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Strict):
+    """A tool; of the kinds there are, functions are served."""
+
+    type: Annotated[str, only("function")]
+    function: Function
+    custom: Any = None  # another kind's: refused by `type`
+
+    def tool(self) -> Tool:
+        """Return the tool as the contract has it."""
+        function = self.function
+        return Tool(
+            function.name,
+            function.description or "",
+            function.parameters or {},
+            strict=bool(function.strict),
+        )
+
+
+class FunctionName(Strict):
+    """The name of a tool's function."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """A tool that must be called."""
+
+    type: Annotated[str, only("function")]
+    function: FunctionName
+    allowed_tools: Any = None  # another kind's: refused by `type`
+    custom: Any = None
+
+
+def _kind_of_choice(value: object) -> str:
+    return "[rule]" if isinstance(value, str) else "[function]"
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("[rule]")]
+    | Annotated[NamedTool, Tag("[function]")],
+    Discriminator(_kind_of_choice),
+]
+"""A rule, or the tool that must be called."""
+
+
+class ToolArguments(Strict):
+    """The tools of a chat."""
+
+    tools: list[FunctionTool] | None = None
+    tool_choice: ToolChoice | None = None
+
+    def tool_options(self) -> ChatOptions:
+        """Return the options as the client's `tokenize` takes them.
+
+        Without tools, the rules change nothing and are left out.
+        """
+        tools = [tool.tool() for tool in self.tools or ()] or None
+        choice: str | Tool | None = None
+        if isinstance(self.tool_choice, NamedTool):
+            choice = Tool(self.tool_choice.function.name)
+        elif tools or self.tool_choice == "required":
+            choice = self.tool_choice
+        return {"tools": tools, "tool_choice": choice}
