@@ -30,15 +30,17 @@ class Search(NamedTuple):
 
 
 class Eager:
-    """Computes log-probabilities with transformers' eager attention, in float32.
+    """Computes log-probabilities with transformers' eager attention.
 
     Args:
         directory: the model's.
+        dtype: that it computes in. PyTorch has no grouped products of experts in float64.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        own = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
         self._model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=dtype, attn_implementation="eager", **own
         ).eval()
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 

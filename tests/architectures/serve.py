@@ -8,6 +8,7 @@ from enum import StrEnum
 from math import inf
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 
 from octavo.common.models.errors import ModelError
@@ -28,7 +29,7 @@ from tests.architectures.tiny import (
 from tests.engine.stepper import Stepper
 
 BLOCK_SIZE = 8
-CROWDINGS = (1.6, 1.4, 1.3, 2.0)
+CROWDINGS = (1.6, 1.4, 1.3, 1.15, 1.0, 2.0)
 """Blocks, as multiples of what the largest request takes: too few for all. With the first at which
 requests are preempted in both ways, they are served."""
 BATCHED_TOKENS = 24
@@ -303,14 +304,17 @@ def compare(
 
     What was served is given to the forward, so a token is right where it is the most likely one
     after the tokens before it, or the one that the seed draws.
+
+    Two experts may be equally good for a token, up to rounding. So sequences that differ from
+    float32 may be those of float64.
     """
-    eager = Eager(directory)
-    errors: list[float] = []
+    eager, errors = Eager(directory), list[float]()
     for group, engine in groups.items():
-        if group.beam is not None:
-            errors += _beam_errors(group, eager)
-        for sequence in group.sequences if group.beam is None else ():
-            errors += _errors(group, sequence, engine, eager)
+        found = _group_errors(group, engine, eager)
+        if not max(found) <= TOLERANCE:
+            exact = Eager(directory, torch.float64)
+            found = min(found, _group_errors(group, engine, exact), key=max)
+        errors += found
     wrong = sum(not error <= TOLERANCE for error in errors)
     return Finding(
         name,
@@ -320,6 +324,12 @@ def compare(
         len(errors),
         preempted,
     )
+
+
+def _group_errors(group: SequenceGroup, engine: Stepper, eager: Eager) -> list[float]:
+    if group.beam is not None:
+        return _beam_errors(group, eager)
+    return [e for sequence in group.sequences for e in _errors(group, sequence, engine, eager)]
 
 
 def _errors(group: SequenceGroup, sequence: Sequence, engine: Stepper, eager: Eager) -> list[float]:
