@@ -13,6 +13,8 @@ BY_NAME = {entry.name: entry for entry in entries()}
 RIGHT = {Outcome.RIGHT}
 REFUSED = {Outcome.REFUSED}
 EITHER = RIGHT | REFUSED
+SEVERAL = {"gpt_oss"}
+"""Also with parallel outputs, beams and what another engine began, as the sweep does for all."""
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def one_thread():
     ],
 )
 def test_it_is_right_or_refused(name, allowed, tmp_path):
-    finding = examine(BY_NAME[name], tmp_path)
+    finding = examine(BY_NAME[name], tmp_path, several=name in SEVERAL)
     assert finding.outcome in allowed, finding
 
 

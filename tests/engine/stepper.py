@@ -36,7 +36,17 @@ class Stepper:
         self._ids = itertools.count()
 
     def submit(
-        self, prompt, max_tokens=16, *, eos=(), stop=(), min_tokens=0, beam=None, **sampling
+        self,
+        prompt,
+        max_tokens=16,
+        *,
+        eos=(),
+        stop=(),
+        min_tokens=0,
+        beam=None,
+        resume=None,
+        priority=0,
+        **sampling,
     ):
         request = Request(
             session=0,
@@ -49,6 +59,8 @@ class Stepper:
             stop_token_ids=frozenset(stop),
             arrival=time.monotonic(),
             beam=beam,
+            priority=priority,
+            resume={} if resume is None else resume,
         )
         return submit(self.core, request)
 
