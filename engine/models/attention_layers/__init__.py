@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "GPTNeoXJapaneseAttention": ("_attn", attn_method.gpt_neox_japanese),
     "Llama4TextAttention": ("forward", llama4.forward),
     "Llama4TextDecoderLayer": ("forward", llama4.layer_forward),
+    "Llama4TextMoe": ("forward", llama4.experts_forward),
     "MptAttention": ("forward", mpt.forward),
     "MptModel": ("forward", mpt.model_forward),
 }

@@ -1,7 +1,8 @@
 """Llama 4: queries of layers without rotary embeddings grow with their positions.
 
 transformers' attention counts the positions itself, from the first token of the batch. The layer
-around it knows them, and passes them on.
+around it knows them, and passes them on. Its experts are computed as transformers does, but without
+the views by which their code cannot be captured for any number of tokens.
 """
 
 from collections.abc import Callable
@@ -49,6 +50,24 @@ def forward(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     output = attend(module, query, key, value, attention_mask, scaling=module.scaling)
     return module.o_proj(output), None
+
+
+def experts_forward(
+    module: Any,  # noqa: ANN401
+    theirs: Callable[..., Any],  # noqa: ARG001
+    hidden_states: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Replace `Llama4TextMoe.forward`: all experts, of rows scaled by the router's scores.
+
+    A score is 0 for an expert that is not chosen, which then returns 0.
+    """
+    rows = hidden_states.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(rows)
+    experts = module.experts
+    scaled = rows * scores.transpose(0, 1)[..., None]
+    gate, up = torch.bmm(scaled, experts.gate_up_proj).chunk(2, dim=-1)
+    routed = torch.bmm(up * experts.act_fn(gate), experts.down_proj)
+    return module.shared_expert(rows) + routed.sum(0), logits
 
 
 def _temperatures(module: Any, positions: Tensor) -> Tensor:  # noqa: ANN401

@@ -39,9 +39,9 @@ CONFIGS = {
 STATEFUL = "falcon_h1", "qwen3_next", "jamba"
 """Families that keep states: Mamba-2, gated delta rule, Mamba; all with convolutions."""
 ATTENTION = "gpt_oss", "deepseek_v3", "bloom"
-SHARED = "gemma3n_text"
-"""Families with attention sinks, with latent attention, and with ALiBi; a family whose layers share
-keys and values."""
+SLOW = "gemma3n_text", "llama4_text, chunks"
+"""Families with attention sinks, with latent attention, and with ALiBi; families whose layers share
+keys and values, and with chunks and temperatures by position."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def models(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
         save_random_model(config, directory / name, std=0.1)
-    for name in (*STATEFUL, *ATTENTION, SHARED):
+    for name in (*STATEFUL, *ATTENTION, *SLOW):
         save(next(entry for entry in entries() if entry.name == name), directory / name)
     return directory
 
@@ -104,7 +104,7 @@ def outputs(stepper, **sampling):
         ("gpt2", "float32", "none", 1e-3),
         ("falcon_h1", "float32", "none", 1e-3),
         *((name, "float32", "none", 1e-3) for name in ATTENTION),
-        pytest.param(SHARED, "float32", "none", 1e-3, marks=pytest.mark.slow),
+        *(pytest.param(name, "float32", "none", 1e-3, marks=pytest.mark.slow) for name in SLOW),
         pytest.param("qwen3_next", "float32", "none", 1e-3, marks=pytest.mark.slow),
         pytest.param("jamba", "float32", "none", 1e-3, marks=pytest.mark.slow),
     ],
