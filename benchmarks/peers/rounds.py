@@ -163,7 +163,7 @@ class Fleet:
 
 
 def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[Result]:
-    """Run all rounds.
+    """Run all rounds, or until the user interrupts them.
 
     Args:
         fleet: runs the peers.
@@ -185,15 +185,22 @@ def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[
             results[peer.name].failure = str(error)
         else:
             able.append(peer)
-    for number in range(rounds):
-        for peer in turned(able, number):
-            if results[peer.name].failure:
-                continue
-            try:
-                fleet.run(peer, number, results[peer.name])
-            except WorkerError as error:
-                results[peer.name].failure = str(error)
+    try:
+        for number in range(rounds):
+            for peer in turned(able, number):
+                _run(fleet, peer, number, results[peer.name])
+    except KeyboardInterrupt:
+        say("interrupted; the tables have what was measured until now")
     return list(results.values())
+
+
+def _run(fleet: Fleet, peer: Peer, number: int, result: Result) -> None:
+    if result.failure:
+        return
+    try:
+        fleet.run(peer, number, result)
+    except WorkerError as error:
+        result.failure = str(error)
 
 
 def turned(peers: Sequence[Peer], number: int) -> list[Peer]:

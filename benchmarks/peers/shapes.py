@@ -37,7 +37,7 @@ class Shape:
 
 SHAPES = {
     "qwen3-moe": Shape(
-        "3 of the 48 layers of Qwen3-30B-A3B",
+        "2 of the 48 layers of Qwen3-30B-A3B",
         "qwen3_moe",
         {
             "hidden_size": 2048,
@@ -49,7 +49,7 @@ SHAPES = {
             "num_attention_heads": 32,
             "num_key_value_heads": 4,
             "head_dim": 128,
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
         },
     ),
     "falcon-h1": Shape(

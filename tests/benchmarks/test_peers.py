@@ -84,6 +84,20 @@ def test_each_round_begins_with_another_peer_and_has_all():
     assert rounds.turned([], 3) == []
 
 
+def test_an_interrupted_run_keeps_what_it_measured(tmp_path):
+    class Interrupted:
+        def provide(self, peer):
+            pass
+
+        def run(self, peer, number, result):
+            if (peer.name, number) == ("octavo-int8", 1):
+                raise KeyboardInterrupt
+            result.samples.append(Sample(number, "mixed", 1.0, 1, None, (1,)))
+
+    results = rounds.measure(Interrupted(), registry.choose("octavo"), 9, lambda _: None)
+    assert [len(one.samples) for one in results] == [1, 1, 1], "the second round began with int8"
+
+
 def test_peers_are_chosen_by_name_and_by_its_beginning():
     assert registry.choose("") == registry.PEERS
     assert [peer.name for peer in registry.choose("vllm,octavo-int8")] == ["vllm", "octavo-int8"]
