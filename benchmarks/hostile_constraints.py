@@ -192,7 +192,7 @@ def window(
 
 
 def measure(
-    model: str, count: int, streams: int, windows: int, at_once: int, seconds: float
+    model: str, count: int, streams: int, *, windows: int, at_once: int, seconds: float
 ) -> bool:
     """Measure and print; return whether no constraint failed otherwise than by refusal."""
     engine = OneEngine(str(models.resolve(model)), seconds=1, compile="wait", max_model_len=1024)
