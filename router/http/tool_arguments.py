@@ -69,16 +69,20 @@ class ToolArguments(Strict):
 
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def tool_options(self) -> ChatOptions:
         """Return the options as the client's `tokenize` takes them.
 
-        Without tools, the rules change nothing and are left out.
+        Without tools, the rules change nothing and are left out. A tool that is named is called
+        once, as with OpenAI, unless `parallel_tool_calls` says else.
         """
         tools = [tool.tool() for tool in self.tools or ()] or None
         choice: str | Tool | None = None
+        parallel = self.parallel_tool_calls
         if isinstance(self.tool_choice, NamedTool):
+            parallel = bool(parallel)
             choice = Tool(self.tool_choice.function.name)
         elif tools or self.tool_choice == "required":
             choice = self.tool_choice
-        return {"tools": tools, "tool_choice": choice}
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}

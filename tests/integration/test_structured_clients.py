@@ -21,7 +21,7 @@ QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 SETTINGS = {"model": "demo", "temperature": 0, "max_tokens": 100}
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     """The weather in a city."""
 
     city: Literal["Paris", "Rome"]
@@ -193,7 +193,9 @@ def test_the_python_client(served):
         options = {"max_tokens": 100, "temperature": 0}
         assert isinstance(client.complete(QUESTION, schema=Weather, **options), Weather)
         weather = octavo.Tool("get_weather", "Weather of a city", Weather)
-        called = client.complete(QUESTION, tools=[weather], tool_choice=weather, **options)
+        called = client.complete(
+            QUESTION, tools=[weather], tool_choice=weather, parallel_tool_calls=False, **options
+        )
         assert called.outputs[0].reason == octavo.FinishReason.TOOL_CALLS
         (call,) = called.tool_calls
         jsonschema.validate(call.parse(), Weather.model_json_schema())
