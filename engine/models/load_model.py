@@ -14,6 +14,7 @@ from octavo.engine.attention.interface import PAGED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
+from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
@@ -154,8 +155,9 @@ def load(
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             _check_quantizable(model, path, quantization, target)
+        routing = Routing(model)
         with attention_of(model, "eager"):
-            expected = reference(model, shape)
+            expected = reference(model, shape, routing)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
             from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
@@ -181,6 +183,7 @@ def load(
             tolerance=0.0 if scheme is None else scheme.tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
+            routing=routing,
         )
         check(EagerStep(model))
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)
