@@ -15,6 +15,7 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.probe import attention_of, probe
+from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
@@ -162,8 +163,9 @@ def load(
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             _check_quantizable(model, path, quantization, target)
+        routing = Routing(model)
         with attention_of(model, reference_attention(config)):
-            expected = reference(model, shape)
+            expected = reference(model, shape, routing)
         absorb_expansions(model)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
@@ -190,6 +192,7 @@ def load(
             tolerance=0.0 if scheme is None else scheme.tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
+            routing=routing,
         )
         check(EagerStep(model))
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)

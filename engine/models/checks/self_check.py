@@ -8,6 +8,14 @@ Three relations must hold for the logits of some random tokens:
 - *chunked*: so it does when the prompt is computed in chunks and token by token.
 
 A model whose masks, positions or state are not as Octavo assumes breaks one of them.
+
+In fewer than 32 bits, rounding may send a token to another expert of a mixture of experts. So the
+first relation is checked with the experts that transformers' pass chose, and
+
+- *routed*: the experts that the step chose itself, and their weights, are those of the pass.
+
+Steps made of that model later, such as a compiled one, choose for themselves; they are compared
+with the logits of the checked step, whose weights are theirs.
 """
 
 import time
@@ -18,13 +26,15 @@ from pathlib import Path
 import structlog
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.checks.routing import Choice, Routing
 from octavo.engine.models.step import Step
 from octavo.kernels.metadata import AttentionMetadata
 
@@ -59,10 +69,12 @@ class Reference:
     Attributes:
         tokens: `[TOKENS]` int64 token ids, on the CPU.
         logits: `[len(ROWS), vocab_size]`, on the CPU.
+        choices: Of each layer of experts, in order. They are not saved.
     """
 
     tokens: Tensor
     logits: Tensor
+    choices: tuple[Choice, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -80,19 +92,21 @@ class Reference:
 
 
 @torch.inference_mode()
-def reference(model: nn.Module, shape: ModelShape) -> Reference:
+def reference(model: PreTrainedModel, shape: ModelShape, routing: Routing) -> Reference:
     """Run transformers' eager forward pass.
 
     Args:
         model: A transformers model with its attention, not Octavo's.
         shape: Its dimensions.
+        routing: Its layers of experts.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     count = min(TOKENS, shape.max_position)
     tokens = torch.randint(shape.vocab_size, (count,), generator=generator)
-    logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
-    return Reference(tokens, logits[_rows(count)].cpu().contiguous())
+    with routing.recorded() as choices:
+        logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
+    return Reference(tokens, logits[_rows(count)].cpu().contiguous(), tuple(choices))
 
 
 def _rows(count: int) -> list[int]:
@@ -119,11 +133,12 @@ class _Chunk:
 
 
 class SelfCheck:
-    """Checks the three relations for a step of one model.
+    """Checks the relations for a step of one model.
 
     Attributes:
-        expected: The logits of transformers' eager forward pass.
-        tolerance: The quantization's tolerance.
+        expected: The logits of transformers' eager forward pass; those of a checked step once one
+            has chosen other experts for rounding.
+        tolerance: The quantization's tolerance for them.
 
     Args:
         expected: See above.
@@ -134,6 +149,7 @@ class SelfCheck:
         tolerance: See above; 0 if the weights are not quantized.
         cache_dtype: Of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
+        routing: The layers of experts of the first step's model.
     """
 
     def __init__(
@@ -147,6 +163,7 @@ class SelfCheck:
         tolerance: float = 0.0,
         cache_dtype: torch.dtype | None = None,
         kv_scales: list[tuple[float, float]] | None = None,
+        routing: Routing | None = None,
     ) -> None:
         cache_dtype = cache_dtype or dtype
         self.expected = expected
@@ -168,6 +185,8 @@ class SelfCheck:
         self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
         if cache_dtype != dtype:
             self._rounding = max(self._rounding, FP8_CACHE_TOLERANCE)
+        self._exact = dtype == torch.float32 and not tolerance
+        self._routing = routing if expected.choices and not self._exact else None
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> None:
@@ -180,14 +199,7 @@ class SelfCheck:
         tokens, rows = self.expected.tokens, _rows(len(self.expected.tokens))
         own = _Chunk(tokens, 0, len(tokens), 1)
         alone = self._logits(step, [own], rows)
-        errors = {
-            "alone": self._compare(
-                alone,
-                self.expected.logits,
-                self.tolerance,
-                "alone, a prompt's logits are not those of transformers' eager forward pass",
-            )
-        }
+        errors = self._compare_alone(step, own, rows, alone)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed = self._logits(
             step,
@@ -215,6 +227,43 @@ class SelfCheck:
             seconds=round(time.perf_counter() - began, 3),
             **{name: float(f"{error:.2g}") for name, error in errors.items()},
         )
+
+        if self._routing is not None:
+            self.expected = Reference(tokens, alone.contiguous())
+            self.tolerance, self._routing = 0.0, None
+
+    def _compare_alone(
+        self, step: Step, own: _Chunk, rows: list[int], alone: Tensor
+    ) -> dict[str, float]:
+        """Return the errors of a step that runs a prompt alone, by the relations' names.
+
+        Args:
+            step: The step.
+            own: The prompt.
+            rows: The compared rows.
+            alone: Their logits.
+
+        Raises:
+            SelfCheckError: A relation does not hold.
+        """
+        errors = {}
+        if self._routing is not None:
+            expected = self.expected.choices
+            with self._routing.forced(expected) as chosen:
+                alone = self._logits(step, [own], rows)
+            errors["routed"] = self._check_error(
+                max(a.error(b) for a, b in zip(chosen, expected, strict=True)),
+                self.tolerance,
+                "a prompt's experts are not those of transformers' eager forward pass",
+                "of its choices",
+            )
+        errors["alone"] = self._compare(
+            alone,
+            self.expected.logits,
+            self.tolerance,
+            "alone, a prompt's logits are not those of transformers' eager forward pass",
+        )
+        return errors
 
     def _in_chunks(self, step: Step, tokens: Tensor) -> Tensor:
         """Return the compared rows, computed in several steps."""
@@ -284,12 +333,23 @@ class SelfCheck:
         expected = expected.float()
         scale = (expected - expected.mean(1, keepdim=True)).norm(dim=1).clamp_min(1e-12)
         by_row = (found - expected).norm(dim=1) / scale
-        exact = self._dtype == torch.float32 and not tolerance
-        error = float(by_row.max() if exact else by_row.quantile(QUANTILE))
+        return self._check_error(
+            float(by_row.max() if self._exact else by_row.quantile(QUANTILE)),
+            tolerance,
+            broken,
+            "of their standard deviation",
+        )
+
+    def _check_error(self, error: float, tolerance: float, broken: str, unit: str) -> float:
+        """Return an error.
+
+        Raises:
+            SelfCheckError: It is above `tolerance` and what rounding explains.
+        """
         most = max(self._rounding, tolerance)
         if not error <= most:  # also if it is NaN
             raise SelfCheckError(
-                f"self-check failed: {broken}: they differ by {error:.1%} of their standard"
-                f" deviation, and the limit is {most:.0%}"
+                f"self-check failed: {broken}: they differ by {error:.1%} {unit}, and the limit is"
+                f" {most:.0%}"
             )
         return error

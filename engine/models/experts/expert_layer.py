@@ -142,7 +142,7 @@ def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
 
     Layers that are not recognized are logged, and stay as they are.
     """
-    modules = {path: own for path, own in model.named_modules() if _holds_experts(own)}
+    modules = expert_modules(model)
     if not modules:
         return []
     use_implementation(model)
@@ -158,9 +158,17 @@ def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
     return found
 
 
+def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return a model's layers of experts that have their own weights, by path.
+
+    They are called with hidden states, the numbers of each token's experts, and their weights.
+    """
+    return {path: own for path, own in model.named_modules() if _holds_experts(own)}
+
+
 def skip_experts(model: PreTrainedModel) -> None:
     """Let a model's layers of experts return zeros, where its class can do that."""
-    if any(_holds_experts(module) for module in model.modules()):
+    if expert_modules(model):
         use_implementation(model, ZEROS)
 
 

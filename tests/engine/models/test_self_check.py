@@ -7,6 +7,7 @@ model and a wrong answer.
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import structlog.testing
@@ -161,3 +162,118 @@ def test_logits_that_are_no_numbers_are_refused(tmp_path):
 
     with pytest.raises(SelfCheckError, match=ALONE):
         loaded.check(step)
+
+
+def attentions(model):
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def mixtures(model):
+    return [layer.mlp for layer in model.model.layers]
+
+
+def swap_heads(model):
+    for own in attentions(model):
+        heads = own.q_proj.weight.data.unflatten(0, (-1, own.head_dim))
+        heads[[0, 3]] = heads[[3, 0]]
+
+
+def drop_sinks(model):
+    for own in attentions(model):
+        own.sinks.data.fill_(-1e4)
+
+
+def scale_attention(model):
+    for own in attentions(model):
+        own.scaling *= 1.3
+
+
+def swap_experts(model):
+    for own in mixtures(model):
+        weights = own.experts.down_proj.data
+        weights[[0, 1]] = weights[[1, 0]]
+
+
+def permute_router(model):
+    for own in mixtures(model):
+        router = getattr(own, "router", None) or own.gate
+        router.weight.data.copy_(router.weight.data.roll(1, 0))
+
+
+def scale_experts(model):
+    for own in mixtures(model):
+        own.experts.down_proj.data.mul_(1.3)
+
+
+def forget_expert(model):
+    for own in mixtures(model):
+        own.experts.down_proj.data[0].zero_()
+
+
+def change_positions(patch):
+    forward = EagerStep.forward
+
+    def later(self, token_ids, positions, logit_rows):
+        return forward(self, token_ids, positions + (positions >= 8), logit_rows)
+
+    patch.setattr(EagerStep, "forward", later)
+
+
+ROUTED = "self-check failed: a prompt's experts"
+EITHER = f"{ROUTED}|{ALONE}"
+MUTATIONS = [
+    *((swap_heads, EITHER), (scale_attention, EITHER), (swap_experts, EITHER)),
+    *((permute_router, ROUTED), (scale_experts, EITHER), (forget_expert, EITHER)),
+]
+FAST = {("gpt_oss", drop_sinks, "none"), ("mixtral", permute_router, "int8")}
+
+
+def refused_mutants():
+    for name in ("gpt_oss", "mixtral"):
+        more = [(drop_sinks, EITHER)] if name == "gpt_oss" else []
+        for (mutate, broken), quantization in product(MUTATIONS + more, ("none", "int8")):
+            fast = (name, mutate, quantization) in FAST
+            label = f"{name}, {mutate.__name__}, {quantization}"
+            marks = [] if fast else [pytest.mark.slow]
+            yield pytest.param(name, mutate, broken, quantization, id=label, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "mutate", "broken", "quantization"), refused_mutants())
+def test_a_mixture_of_experts_in_fewer_bits_is_refused_if_it_is_wrong(
+    name, mutate, broken, quantization, tmp_path, monkeypatch
+):
+    save(BY_NAME[name], tmp_path)
+    reference = model_module.reference
+
+    def reference_of_another(model, *arguments):
+        expected = reference(model, *arguments)
+        mutate(model)
+        return expected
+
+    monkeypatch.setattr(model_module, "reference", reference_of_another)
+    with pytest.raises(SelfCheckError, match=broken):
+        load_tiny(tmp_path, dtype="bfloat16", quantization=quantization)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_with_other_positions_is_refused(tmp_path, monkeypatch):
+    save(BY_NAME["mixtral"], tmp_path)
+    change_positions(monkeypatch)
+    with pytest.raises(SelfCheckError):
+        load_tiny(tmp_path, dtype="bfloat16")
+
+
+FAMILIES = [
+    *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3"),
+    *("kimi_linear", "glm4_moe_lite", "granitemoehybrid", "granite_swa", "nemotron_h", "falcon_h1"),
+    *("lfm2", "lfm2_moe", "gemma3n_text", "gemma4_text", "llama4_text, no temperature"),
+    *("phi3, longrope", "mixtral", "qwen3_moe", "mimo_v2_flash", "bamba", "jamba", "zamba2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_pass_in_fewer_bits(name, quantization, tmp_path):
+    save(BY_NAME[name], tmp_path)
+    load_tiny(tmp_path, dtype="bfloat16", quantization=quantization)
