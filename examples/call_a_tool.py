@@ -1,27 +1,26 @@
-"""A tool that the model must call, and an answer from what it returns: `octavo serve demo`.
+"""An answer as an object, and a tool that the model must call: `octavo serve demo`.
 
 Run as `python examples/call_a_tool.py localhost:50051`.
 """
 
-import json
 import os
 import sys
+from typing import Literal
 
-import grpc
+import pydantic
 
-from octavo.v1 import generation_pb2, generation_pb2_grpc
+import octavo
 
-QUESTION = "What is the weather in Paris?"
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 40}},
-    "required": ["city"],
-}
-TOOL = generation_pb2.Tool(
-    name="get_weather",
-    description="Tell the weather in a city.",
-    parameters=json.dumps(PARAMETERS),
-)
+QUESTION = octavo.Message("user", "What is the weather in Paris?")
+
+
+class Place(pydantic.BaseModel, extra="forbid"):
+    """The arguments of the tool."""
+
+    city: Literal["Paris", "Rome", "Berlin"]
+
+
+TOOL = octavo.Tool("get_weather", "Tell the weather in a city.", Place)
 
 
 def get_weather(city: str) -> str:
@@ -29,46 +28,30 @@ def get_weather(city: str) -> str:
     return f"It is sunny in {city}, 21 degrees."
 
 
-def ask(
-    stub: generation_pb2_grpc.GenerationServiceStub, chat: generation_pb2.ChatPrompt
-) -> tuple[str, list[generation_pb2.ToolCall]]:
-    """Return an answer's text, and the calls that it makes."""
-    request = generation_pb2.GenerateRequest(chat=chat)
-    request.sampling.temperature = 0
-    request.stop.max_tokens = 100
-    key = os.environ.get("OCTAVO_API_KEY")
-    metadata = (("authorization", f"Bearer {key}"),) if key else ()
-    text, calls = "", list[generation_pb2.ToolCall]()
-    for response in stub.Generate(request, metadata=metadata):
-        text += response.delta.text
-        for piece in response.delta.tool_calls:
-            if piece.id:  # the first piece of a call
-                calls.append(generation_pb2.ToolCall(id=piece.id, name=piece.name))
-            calls[piece.index].arguments += piece.arguments
-    return text, calls
-
-
 def main() -> None:
-    """Let the model call the tool, call it, and let the model answer."""
+    """Get an object; let the model call the tool, call it, and let the model answer."""
     address = sys.argv[1] if len(sys.argv) > 1 else "localhost:50051"
-    with grpc.insecure_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        chat = generation_pb2.ChatPrompt(
-            messages=[generation_pb2.ChatMessage(role="user", content=QUESTION)],
+    with octavo.Client(address, api_key=os.environ.get("OCTAVO_API_KEY")) as client:
+        place = client.complete([QUESTION], schema=Place, temperature=0, max_tokens=50)
+        print(f"asked about {place.city}")
+        # Without tool_choice, the model may answer by itself.
+        asked = client.complete(
+            [QUESTION],
             tools=[TOOL],
-            # Without it, the model may answer by itself.
-            tool_choice=generation_pb2.ToolChoice(name=TOOL.name),
+            tool_choice=TOOL,
             parallel_tool_calls=False,
+            temperature=0,
+            max_tokens=100,
         )
-        text, calls = ask(stub, chat)
-        chat.messages.add(role="assistant", content=text, tool_calls=calls)
-        for call in calls:
+        messages = [QUESTION, asked.message]
+        for call in asked.tool_calls:
             print(f"{call.name}({call.arguments})")
-            result = get_weather(**json.loads(call.arguments))
-            chat.messages.add(role="tool", tool_call_id=call.id, content=result)
-        chat.tool_choice.mode = generation_pb2.TOOL_CHOICE_MODE_NONE
-        text, _ = ask(stub, chat)
-        print(text)
+            result = get_weather(**call.parse())
+            messages.append(octavo.Message("tool", result, tool_call_id=call.id))
+        answer = client.complete(
+            messages, tools=[TOOL], tool_choice="none", temperature=0, max_tokens=100
+        )
+        print(answer.text)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def test_many_at_once(served):
 
 
 def test_call_a_tool(served):
-    call, *answer = run("call_a_tool.py", served).splitlines()
+    place, call, *answer = run("call_a_tool.py", served).splitlines()
+    assert re.fullmatch("asked about (Paris|Rome|Berlin)", place)
     assert re.fullmatch(r'get_weather\(\{"city": ".*"\}\)', call)
     assert "".join(answer)
 

@@ -266,7 +266,7 @@ def test_a_mixture_of_experts_with_other_positions_is_refused(tmp_path, monkeypa
 FAMILIES = [
     *("gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3"),
     *("kimi_linear", "glm4_moe_lite", "granitemoehybrid", "granite_swa", "nemotron_h", "falcon_h1"),
-    *("lfm2", "lfm2_moe", "gemma3n_text", "gemma4_text", "llama4_text, no temperature"),
+    *("lfm2", "lfm2_moe", "gemma3n_text", "gemma4_text", "llama4_text, chunks"),
     *("phi3, longrope", "mixtral", "qwen3_moe", "mimo_v2_flash", "bamba", "jamba", "zamba2"),
 ]
 

@@ -41,7 +41,6 @@ async def test_one_stop_string_and_max_tokens(frontend, scripted, hello):
 
 
 CHAT = [
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
@@ -112,7 +111,7 @@ CHAT = [
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
