@@ -12,6 +12,13 @@ LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 SINGLES = ("items", "additionalItems", "additionalProperties")
 """Keywords of one schema; `items` may also be a list."""
 
+CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Control characters that JSON writes as Unicode escapes, and DEL."""
+CONTROL_ESCAPE = re.compile(
+    r"\\(?:x(?:[01][0-9a-fA-F]|7[fF]|\{)|u(?:00[01]|007[fF]|\{)|[0-7]|c[A-Za-z]|[vae])"
+)
+"""An escape of a regular expression that may mean one of them."""
+CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 Place = tuple[str, Mapping[str, Any]]
 """A JSON Pointer, as a URI fragment, and the schema there."""
 
@@ -35,7 +42,8 @@ def subschemas(schema: object) -> Iterator[Place]:
 def unenforceable(schema: object) -> str | None:
     """Return what a grammar would not hold an output to although it compiles, or None.
 
-    llguidance lets a name that is not in `properties` occur twice, so it does not count names.
+    llguidance lets a name that is not in `properties` occur twice, so it does not count names. It
+    leaves characters out of constants that JSON cannot write without a Unicode escape.
     """
     for pointer, found in subschemas(schema):
         least = found.get("minProperties")
@@ -47,11 +55,45 @@ def unenforceable(schema: object) -> str | None:
                 f"{pointer}/minProperties: it must be at most 1 more than the names in `required`,"
                 " or additionalProperties false"
             )
+        for keyword in ("const", "enum", "pattern", "patternProperties"):
+            if keyword in found and _has_control(keyword, found[keyword]):
+                return f"{pointer}/{keyword}: control characters are not supported"
         options = found.get("x-guidance")
         for option in ("lenient", "coerce_one_of"):
             if isinstance(options, Mapping) and options.get(option):
                 return f"{pointer}/x-guidance/{option}: it must not be true: outputs could be wrong"
     return None
+
+
+def _has_control(keyword: str, value: object) -> bool:
+    """Return whether a keyword's value asks for a control character by itself."""
+    if keyword == "pattern":
+        return isinstance(value, str) and _matches_control(value)
+    if keyword == "patternProperties":
+        return isinstance(value, Mapping) and any(map(_matches_control, value))
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str) and CONTROL.search(part):
+            return True
+        if isinstance(part, Mapping):
+            left += [*part, *part.values()]
+        elif isinstance(part, list):
+            left += part
+    return False
+
+
+def _matches_control(pattern: str) -> bool:
+    """Return whether a regular expression has a control character outside of larger classes."""
+    rest = CLASS.sub(lambda found: "" if _is_large(found[0]) else found[0], pattern)
+    rest = rest.replace(r"\\", "")  # a backslash itself
+    return bool(CONTROL.search(rest) or CONTROL_ESCAPE.search(rest))
+
+
+def _is_large(characters: str) -> bool:
+    """Return whether a class surely has several characters: it is negated or has a range."""
+    low, dash, high = characters[1:-1].partition("-")
+    return characters.startswith("[^") or bool(dash and low and high and low != high)
 
 
 def locate(schema: object, message: str) -> str:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from octavo.engine.scheduling.request import BeamSearch, Resumption
-from tests.engine.constraints.runner import decode, encode
+from tests.engine.constraints.runner import Runner, decode, encode
 from tests.engine.constraints.schemas import check, random_schema
 
 PERSON = {
@@ -147,3 +147,25 @@ def test_tokens_that_break_the_constraint_are_not_resumed(engine):
 def test_beams_that_a_constraint_leaves_fewer_of_than_their_width(engine):
     ended = engine.run("regex", "a|b", beam=BeamSearch(4))
     assert sorted(decode(ended.tokens[i]) for i in range(4)) == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_preemption_in_every_step_changes_nothing(byte_model, engine, preemption):
+    runner = Runner(byte_model, preemption=preemption)
+    scheduler, schedule = runner.parts.scheduler, runner.parts.scheduler.schedule
+
+    def preempting():
+        if scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+        return schedule()
+
+    scheduler.schedule = preempting
+    try:
+        for options in ({"n": 3, "seed": 5}, {"beam": BeamSearch(3)}):
+            found = runner.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
+            expected = engine.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
+            assert found.tokens == expected.tokens
+        assert getattr(scheduler.counters, f"preemptions_{preemption}") > 50
+        runner.settle()
+    finally:
+        runner.close()
