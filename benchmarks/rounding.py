@@ -64,13 +64,7 @@ class Judge:
         names = {field.name for field in fields(SamplingParams)} & options.keys()
         params = SamplingParams(**{name: options[name] for name in names})  # type: ignore[literal-required]
         return all(
-            self._is_decided(
-                prompt,
-                params,
-                output.index,
-                list(output.token_ids),
-                self._matchers(options, output),
-            )
+            self._is_decided(prompt, params, output, self._matchers(options, output))
             for output in completion.outputs
         )
 

@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from copy import copy
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
 from octavo.common.models.errors import ModelError
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.engine.constraints.token_table import TokenTable
@@ -23,6 +21,9 @@ def read_tokens(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> T
         ModelError: The tokenizer cannot be read, or is not of a kind that grammars can use.
         OSError: A file cannot be read.
     """
+    # Imported here because an engine starts without it if its model was compiled before.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+
     check_tokenizer_files(model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

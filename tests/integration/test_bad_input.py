@@ -91,7 +91,7 @@ def invalid(name, request, field, says):
 
 TOO_LONG = f"at most {CONTEXT - 1} tokens"
 TOKEN_RANGE = f"[0, {VOCAB - 1}]"
-ROLES = "system, user, assistant, tool"
+ROLES = "system, developer, user, assistant, tool"
 
 CASES = [
     invalid("no prompt", b"", "prompt", "must be set"),

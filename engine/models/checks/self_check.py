@@ -22,21 +22,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.checks.routing import Choice, Routing
 from octavo.engine.models.step import Step
 from octavo.kernels.metadata import AttentionMetadata
+
+if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
+    from octavo.engine.models.checks.routing import Choice, Routing
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +76,7 @@ class Reference:
 
     tokens: Tensor
     logits: Tensor
-    choices: tuple[Choice, ...] = ()
+    choices: "tuple[Choice, ...]" = ()
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -92,7 +94,7 @@ class Reference:
 
 
 @torch.inference_mode()
-def reference(model: PreTrainedModel, shape: ModelShape, routing: Routing) -> Reference:
+def reference(model: nn.Module, shape: ModelShape, routing: "Routing") -> Reference:
     """Run transformers' eager forward pass.
 
     Args:
@@ -163,7 +165,7 @@ class SelfCheck:
         tolerance: float = 0.0,
         cache_dtype: torch.dtype | None = None,
         kv_scales: list[tuple[float, float]] | None = None,
-        routing: Routing | None = None,
+        routing: "Routing | None" = None,
     ) -> None:
         cache_dtype = cache_dtype or dtype
         self.expected = expected
