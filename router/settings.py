@@ -12,7 +12,7 @@ from octavo.common.ports import NO_PORT, Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
-from octavo.router.requests.parsers import ReasoningParserName, ToolParserName
+from octavo.router.requests.parser_names import ReasoningParserName, ToolParserName
 
 DNS_SCHEME = "dns:///"
 """Prefix of a DNS name with one engine per address, as in gRPC targets."""

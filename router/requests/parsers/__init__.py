@@ -1,10 +1,10 @@
 """Parsers of outputs: what is content, what is reasoning, what is a call of a tool.
 
-A family of models is a file here and a line in `TOOL_FORMATS` or `REASONING_FORMATS`.
+A family of models is a file here, a line in `TOOL_FORMATS` or `REASONING_FORMATS`, and its name in
+`../parser_names.py`.
 """
 
-from typing import TYPE_CHECKING, Literal
-
+from octavo.router.requests.parser_names import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
 from octavo.router.requests.parsers.deepseek import DeepSeek
 from octavo.router.requests.parsers.formats import ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.glm import Glm
@@ -56,9 +56,5 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 }
 """Likewise."""
 
-if TYPE_CHECKING:  # mypy cannot read a computed Literal
-    ToolParserName = str
-    ReasoningParserName = str
-else:
-    ToolParserName = Literal["auto", *TOOL_FORMATS, "none"]
-    ReasoningParserName = Literal["auto", *REASONING_FORMATS, "none"]
+assert tuple(TOOL_FORMATS) == TOOL_FORMAT_NAMES
+assert tuple(REASONING_FORMATS) == REASONING_FORMAT_NAMES

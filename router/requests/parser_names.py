@@ -1,0 +1,32 @@
+"""The names of the parsers of outputs, as settings have them.
+
+They are apart from the parsers so that commands start without what these import.
+"""
+
+from typing import TYPE_CHECKING, Literal
+
+TOOL_FORMAT_NAMES = (
+    "response_template",
+    "gpt_oss",
+    "deepseek",
+    "kimi",
+    "minimax",
+    "glm",
+    "qwen3_coder",
+    "mistral",
+    "phi4",
+    "granite",
+    "pythonic",
+    "llama3",
+    "hermes",
+)
+"""Of `TOOL_FORMATS` in `parsers`, in its order."""
+REASONING_FORMAT_NAMES = ("response_template", "gpt_oss", "think", "mistral", "seed")
+"""Of `REASONING_FORMATS`, likewise."""
+
+if TYPE_CHECKING:  # mypy cannot read a computed Literal
+    ToolParserName = str
+    ReasoningParserName = str
+else:
+    ToolParserName = Literal["auto", *TOOL_FORMAT_NAMES, "none"]
+    ReasoningParserName = Literal["auto", *REASONING_FORMAT_NAMES, "none"]
