@@ -24,7 +24,7 @@ from transformers.utils import logging
 from tests.architectures.entries import Entry, entries
 from tests.architectures.serve import Finding, Outcome, examine
 
-LEAST_RIGHT = 130
+LEAST_RIGHT = 150
 """Of all entries and variants: more than this were right with transformers 5.23."""
 BAD = {Outcome.WRONG, Outcome.CRASHED, Outcome.FAILED, Outcome.NO_CONFIG}
 TIMEOUT_SECONDS = 600.0
