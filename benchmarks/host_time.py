@@ -1,0 +1,334 @@
+"""Measure what a step costs the engine beside the model.
+
+    python -m benchmarks.host_time [--sequences 1 16 64 256 1024] [--chunk 512] [--seconds 5]
+
+The engine is the real one, over gRPC: scheduler, block manager, inputs, sampled tokens, sessions.
+Only the model takes no time: each token is one more than the one before it. So the steps follow
+each other as fast as the host can make them. Each number of sequences is measured twice: all
+decode, and decodes beside a chunk of a prompt in every step.
+
+Parts are of the core's thread, in wall time, so a part includes what it waits for the interpreter.
+CPU time is told apart by thread: the core's, and all others', which carry the messages.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.fixture import CONTEXT, VOCABULARY, Node, engine, make_model
+from benchmarks.report import table
+from octavo.v1 import engine_pb2, engine_pb2_grpc
+
+PROMPT = 32
+"""Tokens of the prompts of sequences that decode."""
+LONG_PROMPT = CONTEXT - 64
+BLOCK_SIZE = 16
+PARTS = {
+    "schedule": "scheduling",
+    "prepare": "batch to tensors",
+    "launch": "launching, without the model",
+    "advance": "counting tokens",
+    "collect": "collecting tokens",
+    "update": "taking tokens",
+    "report": "making events",
+    "publish": "publishing events",
+    "other": "between the parts",
+}
+FIGURES = ("steps", "tokens", "thread", *(part for part in PARTS if part != "other"))
+"""What the engine's process counts, in this order."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What steps cost.
+
+    Attributes:
+        step: seconds of wall time.
+        parts: of these, by part.
+        core: seconds of CPU time of the core's thread.
+        others: the same of the process' other threads.
+        tokens: a second, that reached the client.
+    """
+
+    step: float
+    parts: dict[str, float]
+    core: float
+    others: float
+    tokens: float
+
+
+# In the engine's process.
+
+
+class Counts:
+    """Figures in a file that both processes map.
+
+    Args:
+        path: the file; made if it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        mode = "r+" if path.exists() else "w+"
+        self._values = np.memmap(path, np.float64, mode, shape=(len(FIGURES),))
+
+    def add(self, figure: str, value: float) -> None:
+        """Add to a figure."""
+        self._values[FIGURES.index(figure)] += value
+
+    def put(self, figure: str, value: float) -> None:
+        """Set a figure."""
+        self._values[FIGURES.index(figure)] = value
+
+    def read(self) -> dict[str, float]:
+        """Return all figures."""
+        return dict(zip(FIGURES, self._values.tolist(), strict=True))
+
+
+def without_model(path: Path) -> None:
+    """Make this process' engine compute nothing, and count the time of its parts.
+
+    Args:
+        path: the file of the figures.
+    """
+    from octavo.engine.core import EngineCore  # noqa: PLC0415 - in the engine's process alone
+    from octavo.engine.running.executor import Executor  # noqa: PLC0415
+    from octavo.engine.running.pending_step import PendingStep  # noqa: PLC0415
+    from octavo.engine.scheduling.scheduler import Scheduler  # noqa: PLC0415
+
+    counts = Counts(path)
+
+    def most_likely(_: Executor, inputs: Any) -> list[int]:  # noqa: ANN401
+        rows = inputs.token_ids[0].index_select(0, inputs.logit_rows)
+        following: list[int] = ((rows + 1) % (VOCABULARY - 1)).tolist()
+        return following
+
+    setattr(Executor, "_most_likely", most_likely)  # noqa: B010 - it is another's method
+    for owner, name, part in (
+        (Scheduler, "schedule", "schedule"),
+        (Executor, "prepare", "prepare"),
+        (Executor, "launch", "launch"),
+        (Scheduler, "advance", "advance"),
+        (PendingStep, "collect", "collect"),
+        (Scheduler, "update", "update"),
+        (EngineCore, "_report_starts", "report"),
+        (EngineCore, "_report_outputs", "report"),
+        (EngineCore, "_publish", "publish"),
+    ):
+        setattr(owner, name, _timed(getattr(owner, name), counts, part))
+    step = EngineCore.step
+
+    def counted(core: EngineCore) -> Any:  # noqa: ANN401
+        output = step(core)
+        counts.put("thread", threading.get_native_id())
+        counts.add("steps", 1)
+        counts.add("tokens", len(output.tokens) if output else 0)
+        return output
+
+    setattr(EngineCore, "step", counted)  # noqa: B010
+
+
+def _timed(function: Callable[..., Any], counts: Counts, part: str) -> Callable[..., Any]:
+    def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            counts.add(part, time.perf_counter() - began)
+
+    return timed
+
+
+# In the benchmark's process.
+
+
+class Requests:
+    """Requests to an engine; each one that ends is followed by another.
+
+    Args:
+        sequences: that decode at once.
+        chunk: whether prompts are computed beside them, one after the other.
+
+    Attributes:
+        tokens: that have come.
+        decoding: requests that have sent a token and go on.
+    """
+
+    def __init__(self, sequences: int, *, chunk: bool) -> None:
+        self.tokens = 0
+        self.decoding: set[str] = set()
+        self._sequences = sequences
+        self._chunk = chunk
+        self._names = count()
+        self._draw = np.random.default_rng(0)
+        self._submits: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
+
+    async def run(self, address: str) -> None:
+        """Keep the engine busy until cancelled."""
+        async with grpc.aio.insecure_channel(
+            address, options=[("grpc.max_receive_message_length", -1)]
+        ) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)  # type: ignore[no-untyped-call]
+            for _ in range(self._sequences):
+                self._submit("decode", PROMPT, CONTEXT - PROMPT)
+            if self._chunk:
+                for _ in range(2):  # so that one is there when the other ends
+                    self._submit("prefill", LONG_PROMPT, 1)
+            async for response in stub.Session(self._messages()):
+                self._take(response)
+
+    async def _messages(self) -> AsyncIterator[engine_pb2.SessionRequest]:
+        while True:
+            yield await self._submits.get()
+
+    def _submit(self, kind: str, prompt: int, output: int) -> None:
+        submit = engine_pb2.Submit(
+            request_id=f"{kind} {next(self._names)}",
+            prompt_token_ids=self._draw.integers(0, VOCABULARY - 1, prompt).tolist(),
+        )
+        submit.sampling.temperature = 0
+        submit.stop.max_tokens = output
+        submit.stop.ignore_eos = True
+        self._submits.put_nowait(engine_pb2.SessionRequest(submit=submit))
+
+    def _take(self, response: engine_pb2.SessionResponse) -> None:
+        if response.failures:
+            raise RuntimeError(f"a request failed: {response.failures[0].message}")
+        for output in response.outputs:
+            self.tokens += len(output.token_ids)
+            if not output.finish_reason:
+                self.decoding.add(output.request_id)
+                continue
+            self.decoding.discard(output.request_id)
+            if output.request_id.startswith("decode"):
+                self._submit("decode", PROMPT, CONTEXT - PROMPT)
+            else:
+                self._submit("prefill", LONG_PROMPT, 1)
+
+
+@asynccontextmanager
+async def _engine(model: str, figures: Path, sequences: int, chunk: int) -> AsyncIterator[Node]:
+    node = engine(
+        model,
+        sabotage=partial(without_model, figures),
+        max_num_seqs=sequences + 2,
+        max_num_batched_tokens=sequences + max(chunk, PROMPT),
+        num_blocks=(sequences + 4) * (CONTEXT // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+    )
+    try:
+        yield await node.start()
+    finally:
+        await node.close()
+
+
+async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
+    """Measure one number of sequences.
+
+    Args:
+        sequences: that decode at once.
+        chunk: tokens of prompts in each step beside them; 0 for none.
+        seconds: of the measurement.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        figures = Path(directory) / "figures"
+        counts = Counts(figures)
+        async with _engine(make_model(Path(directory)), figures, sequences, chunk) as node:
+            requests = Requests(sequences, chunk=chunk > 0)
+            task = asyncio.create_task(requests.run(node.address))
+            while len(requests.decoding) < sequences and not task.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            before, tokens, cpu = counts.read(), requests.tokens, _thread_seconds(node.pid)
+            began = time.perf_counter()
+            await asyncio.wait([task], timeout=seconds)
+            took = time.perf_counter() - began
+            after, tokens, ended = (
+                counts.read(),
+                requests.tokens - tokens,
+                _thread_seconds(node.pid),
+            )
+            if task.done():
+                task.result()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    spent = {figure: after[figure] - before[figure] for figure in FIGURES}
+    steps = max(spent["steps"], 1)
+    parts = {part: spent[part] / steps for part in PARTS if part != "other"}
+    parts["other"] = took / steps - sum(parts.values())
+    used = {thread: ended[thread] - cpu.get(thread, 0.0) for thread in ended}
+    core = used.pop(int(after["thread"]), 0.0)
+    return Cost(took / steps, parts, core / steps, sum(used.values()) / steps, tokens / took)
+
+
+def _thread_seconds(pid: int | None) -> dict[int, float]:
+    """Return the CPU time of each thread of a process, by Linux's accounts."""
+    tasks = Path(f"/proc/{psutil.Process(pid).pid}/task")
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
+        for task in tasks.iterdir()
+    }
+
+
+def _table(costs: dict[int, Cost]) -> str:
+    def row(name: str, values: list[float]) -> list[str]:
+        return [name, *(f"{value * 1e3:.2f}" for value in values)]
+
+    found = costs.values()
+    rows = [row(name, [cost.parts[part] for cost in found]) for part, name in PARTS.items()]
+    rows += [
+        row("a step", [cost.step for cost in found]),
+        row("CPU time of the core's thread", [cost.core for cost in found]),
+        row("CPU time of the other threads", [cost.others for cost in found]),
+        ["tokens/s", *(f"{cost.tokens:,.0f}" for cost in found)],
+    ]
+    return table(["milliseconds a step", *(f"{sequences:,}" for sequences in costs)], rows)
+
+
+def _growth(costs: dict[int, Cost]) -> str:
+    """Say what each further sequence costs."""
+    fewest, most = min(costs), max(costs)
+    if fewest == most:
+        return ""
+    a, b = costs[fewest], costs[most]
+    more = 1e6 / (most - fewest)
+    core, whole = (b.core - a.core) * more, (b.core + b.others - a.core - a.others) * more
+    return (
+        f"A further sequence costs {(b.step - a.step) * more:.1f} us of a step: {core:.1f} us of"
+        f" CPU time in the core's thread, {whole:.1f} us in the whole process."
+    )
+
+
+def main() -> None:
+    """Measure each number of sequences and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 16, 64, 256, 1024])
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of prompts; 0: none")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for title, chunk in (("decode only", 0), ("with a chunk of a prompt", options.chunk)):
+        if title != "decode only" and not chunk:
+            continue
+        costs = {}
+        for sequences in options.sequences:
+            costs[sequences] = asyncio.run(measure(sequences, chunk, options.seconds))
+            print(f"{title}, {sequences}: {costs[sequences].step * 1e3:.2f} ms", file=sys.stderr)
+        print(f"\nSteps: {title}\n\n{_table(costs)}\n\n{_growth(costs)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
