@@ -147,6 +147,51 @@ def paged_attention(
     return out
 
 
+def latent_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    metadata: AttentionMetadata,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Compute causal attention over keys and values that heads make from latents in cache blocks.
+
+    As in DeepSeek-V2 (2024, section 2.1.2).
+
+    Args:
+        query: `[num_tokens, num_heads, key_dim + rotated]`.
+        key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`.
+        metadata: As for `paged_attention`, like the arguments below.
+        keys: `[num_heads, key_dim, latent_dim]`: maps latents to the first elements of keys. The
+            others are kept beside the latent, the same for all heads.
+        values: `[num_heads, value_dim, latent_dim]`: maps latents to values.
+        scale: Likewise.
+        sliding_window: Likewise.
+        chunk: Likewise.
+        soft_cap: Likewise.
+
+    Returns:
+        `[num_tokens, num_heads, value_dim]`.
+    """
+    latents = key_cache[..., : keys.shape[2]].float()
+    rotated = key_cache[..., keys.shape[2] :].float().expand(-1, len(keys), -1, -1)
+    return paged_attention(
+        query,
+        torch.cat([latents @ keys.float().transpose(1, 2), rotated], -1),
+        latents @ values.float().transpose(1, 2),
+        metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        chunk=chunk,
+        soft_cap=soft_cap,
+    )
+
+
 def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int) -> Tensor:
     """Return a sequence's keys or values `[num_kv_heads, end - begin, dim]` in float32."""
     block_size = cache.shape[2]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
-from octavo.engine.attention.latent import PRODUCTS, AbsorbedProducts
+from octavo.engine.attention.latent import PRODUCTS, LatentProducts
 
 PAGED_ATTENTION, PROBE = "octavo_paged", "octavo_probe"
 """Names of implementations: the paged one, and one that records what models ask for."""
@@ -97,11 +97,16 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """
     call = _next_call(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    products: AbsorbedProducts | None = getattr(module, PRODUCTS, None)
-    queries = query[0] if products is None else products.absorb(query[0])
+    products: LatentProducts | None = getattr(module, PRODUCTS, None)
+    queries, keys = query[0].transpose(0, 1), key[0].transpose(0, 1)
+    if products is not None:
+        if s_aux is not None or alibi_slopes is not None:
+            raise NotImplementedError("it attends to latents with sinks or ALiBi")
+        options = (call.layer, scale, call.window, softcap, call.chunk)
+        return products.attend(queries, keys, *options).unsqueeze(0), None
     output = torch.ops.octavo.paged_attention(
-        queries.transpose(0, 1),
-        key[0].transpose(0, 1),
+        queries,
+        keys,
         value[0].transpose(0, 1),
         call.layer,
         scale,
@@ -111,8 +116,6 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
         None if s_aux is None else s_aux.float().contiguous(),
         alibi_slopes,
     )
-    if products is not None:
-        output = products.expand(output.transpose(0, 1)).transpose(0, 1)
     return output.unsqueeze(0), None
 
 

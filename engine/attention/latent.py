@@ -8,14 +8,16 @@ rotated elements beside it. The latent is its value.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
+
 EXPANSION, PRODUCTS = "octavo_expansion", "octavo_products"
 """Attributes of a module whose cache keeps latents: its `Expansion`, and once it is absorbed the
-`AbsorbedProducts`."""
+`LatentProducts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,36 @@ class Expansion:
     value_dim: int
 
 
+class LatentProducts(Protocol):
+    """The products of an expansion, as attention takes them."""
+
+    def attend(  # noqa: PLR0917 - as the operator
+        self,
+        query: Tensor,
+        key: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        chunk: int | None,
+    ) -> Tensor:
+        """Write latents to the cache, and attend to what keys and values are made of them.
+
+        Args:
+            query: `[num_tokens, num_heads, key_dim + rest]`; a query's last elements are for those
+                of a key that are kept beside the latent.
+            key: `[num_tokens, 1, latent_dim + rest]`.
+            layer: As for `octavo::paged_attention`, like the arguments below.
+            scale: Likewise.
+            sliding_window: Likewise.
+            soft_cap: Likewise.
+            chunk: Likewise.
+
+        Returns:
+            `[num_tokens, num_heads, value_dim]`.
+        """
+
+
 class AbsorbedProducts(nn.Module):
     """The two products of an expansion, absorbed into attention's queries and results.
 
@@ -50,6 +82,25 @@ class AbsorbedProducts(nn.Module):
         # With strided weights a product of few tokens takes up to ten times as long.
         self.keys = nn.Parameter(keys.contiguous(), requires_grad=False)
         self.values = nn.Parameter(values.contiguous(), requires_grad=False)
+
+    def attend(  # noqa: PLR0917 - as the operator
+        self,
+        query: Tensor,
+        key: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        chunk: int | None,
+    ) -> Tensor:
+        """Write latents to the cache and attend; see `LatentProducts`."""
+        output = torch.ops.octavo.paged_attention(
+            self.absorb(query.transpose(0, 1)).transpose(0, 1),
+            key,
+            key[..., : self.keys.shape[2]],
+            *(layer, scale, sliding_window, soft_cap, chunk, None, None),
+        )
+        return self.expand(output.transpose(0, 1)).transpose(0, 1)
 
     def absorb(self, query: Tensor) -> Tensor:
         """Map queries of keys to queries of latents.
@@ -92,9 +143,9 @@ def _keep(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([latent, rotated], -1), latent
 
 
-def absorbed_linears(model: nn.Module) -> set[nn.Module]:
+def absorbed_linears(model: nn.Module) -> dict[nn.Module, Expansion]:
     """Return the linear layers that `absorb_expansions` would replace."""
     found: dict[nn.Module, Expansion | None] = {
         module: getattr(module, EXPANSION, None) for module in model.modules()
     }
-    return {module.get_submodule(given.name) for module, given in found.items() if given}
+    return {module.get_submodule(given.name): given for module, given in found.items() if given}

@@ -43,7 +43,8 @@ HERE = Path(__file__).resolve().parent
 SOURCES = (
     *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "rotation.py"),
     "translation.py",
-    *("../attention/interface.py", "../attention/operator.py"),
+    *("../attention/interface.py", "../attention/latent.py", "../attention/operator.py"),
+    "../attention/packed_latents.py",
     *("../models/load_model.py", "../models/rope.py", "../models/step.py"),
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/routing.py"),
     "../models/checks/self_check.py",
@@ -53,6 +54,7 @@ SOURCES = (
     *("../models/experts/packed_experts.py", "../../kernels/activation.py"),
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
     *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
+    *("../../kernels/cpu/latent.py", "../../kernels/cpu/latent_attention.cpp"),
     *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py"),
     *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/nibbles.h"),
     "../../kernels/cpu/words.h",

@@ -19,7 +19,7 @@ from torch.export import ExportedProgram
 
 from octavo.common.models.cache import prepare
 from octavo.common.models.errors import first_line
-from octavo.engine.attention import state_operators
+from octavo.engine.attention import packed_latents, state_operators
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest, Recipe, fingerprints
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.cpp_compiler import has_compiler
@@ -157,6 +157,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
     package = scratch / "step.pt2"
     operators = (
         torch.ops.octavo.paged_attention.default,
+        packed_latents.OPERATOR,
         GROUPED_PRODUCT,
         packed_experts.OPERATOR,
         *packed_linear.OPERATORS,

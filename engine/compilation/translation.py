@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec
 
-from octavo.engine.attention import state_operators
+from octavo.engine.attention import packed_latents, state_operators
 from octavo.engine.compilation.experts import GROUPED_PRODUCT
 from octavo.engine.compilation.rotation import Node
 from octavo.engine.models.experts import packed_experts
@@ -31,6 +31,7 @@ NAMESPACES = {"aten", "onednn", "mkldnn"}
 """Operators of PyTorch's own libraries: a process that loads the module has them."""
 NATIVE = {
     torch.ops.octavo.paged_attention.default,
+    packed_latents.OPERATOR,
     packed_experts.OPERATOR,
     *state_operators.OPERATORS,
 }

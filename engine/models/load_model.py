@@ -169,6 +169,7 @@ def load(
         absorb_expansions(model)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
+            from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
             from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
             from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
 
@@ -177,6 +178,7 @@ def load(
                 scheme.quantize(model, shape, path)
             pack_linears(model)
             pack_experts(model)
+            pack_latents(model)
         else:
             fuse_linears(model)
             group_experts(model)

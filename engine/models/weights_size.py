@@ -27,7 +27,11 @@ def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device
     scheme = find_scheme(quantization)
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
-    for layer in plain_linears(model) - absorbed_linears(model):
+    absorbed = absorbed_linears(model)
+    for linear, expansion in absorbed.items():  # see packed_latents.py, which has two of keys'
+        dims = expansion.key_dim + expansion.value_dim
+        total += linear.get_parameter("weight").nbytes * expansion.key_dim // dims
+    for layer in plain_linears(model) - absorbed.keys():
         assert isinstance(layer, nn.Linear)
         is_head = layer is head
         takes = scheme is not None and (scheme.takes_head or not is_head)

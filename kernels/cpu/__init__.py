@@ -37,11 +37,13 @@ causal_conv = _states.causal_conv
 ssd = _states.ssd
 gated_delta = _states.gated_delta
 selective_scan = _states.selective_scan
+latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
 if _kernels is not None:  # for compiled steps, which need the C++ kernels
+    latent_attention = _kernels.latent_attention
     run_step = _kernels.run_step
     run_greedy_step = _kernels.run_greedy_step
     take_spent = _kernels.take_spent

@@ -8,6 +8,7 @@
 
 #include "cache.h"
 #include "experts.h"
+#include "latent.h"
 #include "linear.h"
 #include "shims.h"
 
@@ -19,6 +20,8 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
                                 const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            int, float, int, int, float, const float*, const float*, int);
+int octavo_latent_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, int,
+                            const LatentProducts*, void*, float, int, int, float, int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
@@ -193,6 +196,34 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
                                  alibi_slopes ? View(*alibi_slopes).as<float>() : nullptr,
                                  sinks ? View(*sinks).as<float>() : nullptr, step.threads);
   if (rotated) aoti_torch_delete_tensor_object(rotated);
+  return bad ? kFailed : 0;
+}
+
+// octavo::latent_attention
+extern "C" Error aoti_torch_cpu_latent_attention(Tensor query, Tensor key, Tensor absorbing,
+                                                 Tensor keys, Tensor values, int64_t value_dim,
+                                                 int64_t rotated, int64_t layer, double scale,
+                                                 int64_t* sliding_window, double* soft_cap,
+                                                 int64_t* chunk, Tensor* result) {
+  const Stopwatch stopwatch(spent.attention);
+  const View q(query), k(key);
+  if (q.strides[2] != 1 || k.strides[2] != 1) return kFailed;
+  const Cache& cache = step.layers[layer];
+  const Batch& batch = step.batches[step.groups[layer]];
+  const int64_t num_heads = q.sizes[1], query_dim = q.sizes[2];
+  const LatentProducts products{View(absorbing).data, View(keys).data, View(values).data,
+                                query_dim - rotated, value_dim};
+  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
+  if (!out || cache.values) return kFailed;
+  int64_t bad = 0;
+  if (step.written[layer])
+    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], nullptr, 0, 0, batch.slots,
+                          batch.num_tokens, step.threads);
+  if (!bad)
+    bad = octavo_latent_attention(&cache, &batch, q.data, q.strides[0], q.strides[1], num_heads,
+                                  query_dim, &products, out, scale,
+                                  sliding_window ? *sliding_window : 0, chunk ? *chunk : 0,
+                                  soft_cap ? *soft_cap : 0, step.threads);
   return bad ? kFailed : 0;
 }
 

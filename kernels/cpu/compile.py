@@ -11,14 +11,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = (
-    *("paged_attention.cpp", "linear.cpp", "experts.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
+    *(
+        "latent_attention.cpp",
+        "paged_attention.cpp",
+        "linear.cpp",
+        "experts.cpp",
+        "linear_int4.cpp",
+        "draw_tokens.cpp",
+    ),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
     *("operators.cpp", "state_shims.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )
 """In the order of their compile times, longest first."""
 HEADERS = (
-    *("activation.h", "amx.h", "cache.h", "experts.h", "fetcher.h", "linear.h", "nibbles.h"),
+    *(
+        "activation.h",
+        "amx.h",
+        "attention_worker.h",
+        "cache.h",
+        "experts.h",
+        "fetcher.h",
+        "latent.h",
+        "linear.h",
+        "nibbles.h",
+    ),
     *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),
     *("state_calls.h", "states.h", "vector.h", "words.h"),
 )
@@ -31,7 +48,9 @@ FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=fast",
 )
-FLAGS_OF = dict.fromkeys(("linear.cpp", "linear_int4.cpp", "experts.cpp"), ("-fno-tree-ter",))
+FLAGS_OF = dict.fromkeys(
+    ("linear.cpp", "linear_int4.cpp", "experts.cpp", "latent_attention.cpp"), ("-fno-tree-ter",)
+)
 """A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
 them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""
 TIMEOUT = 120  # seconds, a source

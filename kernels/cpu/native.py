@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.experts import ExpertKernels
+from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.states import StateKernels
@@ -267,6 +268,7 @@ class NativeKernels:
 
     Attributes:
         linear: The kernels for linear layers.
+        latents: What packs the products of latent attention.
         states: The kernels for layers that keep a state.
         experts: The kernel for mixtures of experts.
         isa: The instructions they use, by a name in isa.cpp.
@@ -283,6 +285,12 @@ class NativeKernels:
             *(c_float, c_int, c_int, c_float, c_void_p, c_void_p, c_int),
         )
         self._attend.restype = c_int
+        self._attend_latents = library.octavo_latent_attention
+        self._attend_latents.argtypes = (
+            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_int, POINTER(LatentProducts)),
+            *(c_void_p, c_float, c_int, c_int, c_float, c_int),
+        )
+        self._attend_latents.restype = c_int
         self._write = library.octavo_write_kv
         self._write.argtypes = (POINTER(_Cache), *rows, *rows, c_void_p, c_int64, c_int)
         self._write.restype = c_int64
@@ -322,6 +330,7 @@ class NativeKernels:
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.linear = LinearKernels(library)
         self.states = StateKernels(library)
+        self.latents = LatentKernels(self.linear)
         self.experts = ExpertKernels(library, self.linear)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
@@ -430,12 +439,57 @@ class NativeKernels:
             None if logits is None else logits.data_ptr(),
             torch.get_num_threads(),
         )
-        if bad:
-            raise IndexError(
-                f"the block table of sequence {bad - 1}, {int(metadata.seq_lens[bad - 1])} tokens "
-                f"long, does not hold enough blocks out of {key_cache.shape[0]}: "
-                f"{metadata.block_tables[bad - 1].tolist()}"
-            )
+        _check_table(bad, metadata, key_cache)
+        return out
+
+    def latent_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        metadata: AttentionMetadata,
+        products: PackedLatents,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        chunk: int | None = None,
+    ) -> Tensor:
+        """Attend to a cache of latents, from which each head makes keys and values.
+
+        Args:
+            query: `[num_tokens, num_heads, key_dim + rotated]`: a query's last elements are for
+                those of a key that are kept beside the latent.
+            key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`, float32 or bfloat16.
+            metadata: As for `octavo.kernels.ops.paged_attention`, like the arguments below.
+            products: Makes keys and values from latents.
+            scale: Likewise.
+            sliding_window: Likewise.
+            soft_cap: Likewise.
+            chunk: Likewise.
+
+        Returns:
+            `[num_tokens, num_heads, value_dim]`, contiguous.
+
+        Raises:
+            IndexError: A block table names a block that is not in the cache.
+        """
+        cache, batch = self._check_cache(key_cache, None), self._check_batch(metadata)
+        num_tokens, num_heads, query_dim = query.shape
+        _check_dtype(query, cache)
+        assert cache.dtype == products.values.dtype
+        key_dim = query_dim - products.rotated
+        query = _rows(query)
+        out = torch.empty((num_tokens, num_heads, products.value_dim), dtype=cache.dtype)
+        own = LatentProducts(
+            *(part.data_ptr() for part in (products.absorbing, products.keys, products.values)),
+            *(key_dim, products.value_dim),
+        )
+        bad = self._attend_latents(
+            *(cache.reference, batch.reference, *_place(query), num_heads, query_dim),
+            *(byref(own), out.data_ptr(), scale, sliding_window or 0, chunk or 0),
+            *(soft_cap or 0.0, torch.get_num_threads()),
+        )
+        _check_table(bad, metadata, key_cache)
         return out
 
     def run_step(self, model: CompiledModel, inputs: CompiledInputs) -> c_void_p:
@@ -665,6 +719,16 @@ def _check_slot(bad: int, slot_mapping: Tensor, cache: _CheckedCache) -> None:
     if bad:
         raise IndexError(
             f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
+        )
+
+
+def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
+    """Raise IndexError if C++ found a sequence, counted from 1, with a bad block table."""
+    if bad:
+        raise IndexError(
+            f"the block table of sequence {bad - 1}, {int(metadata.seq_lens[bad - 1])} tokens "
+            f"long, does not hold enough blocks out of {cache.shape[0]}: "
+            f"{metadata.block_tables[bad - 1].tolist()}"
         )
 
 

@@ -30,6 +30,8 @@ Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
 
 Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, int64_t*, double*,
                                      int64_t*, Tensor*, Tensor*, Tensor*, Tensor*, Tensor*);
+Error aoti_torch_cpu_latent_attention(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
+                                      int64_t, double, int64_t*, double*, int64_t*, Tensor*);
 
 Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
                                    Tensor*, Tensor*);
@@ -96,6 +98,19 @@ void paged_attention(Value* stack, uint64_t, uint64_t) {
                                         sinks.optional(), alibi_slopes.optional(), cos.optional(),
                                         sin.optional(), &result),
          result, "paged_attention");
+}
+
+void latent_attention(Value* stack, uint64_t, uint64_t) {
+  Given query(stack[0]), key(stack[1]), absorbing(stack[2]), keys(stack[3]), values(stack[4]);
+  int64_t window = static_cast<int64_t>(stack[9]), chunk = static_cast<int64_t>(stack[11]);
+  double cap = as_double(stack[10]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_latent_attention(
+             query, key, absorbing, keys, values, static_cast<int64_t>(stack[5]),
+             static_cast<int64_t>(stack[6]), static_cast<int64_t>(stack[7]), as_double(stack[8]),
+             window ? &window : nullptr, cap ? &cap : nullptr, chunk ? &chunk : nullptr, &result),
+         result, "latent_attention");
 }
 
 void packed_linear(Value* stack, uint64_t, uint64_t) {
@@ -211,6 +226,11 @@ constexpr Operator kOperators[] = {
      " int sliding_window, float soft_cap, int chunk, Tensor sinks, Tensor alibi_slopes,"
      " Tensor cos, Tensor sin) -> Tensor",
      paged_attention},
+    {"latent_attention",
+     "latent_attention(Tensor query, Tensor key, Tensor absorbing, Tensor keys, Tensor values,"
+     " int value_dim, int rotated, int layer, float scale, int sliding_window, float soft_cap,"
+     " int chunk) -> Tensor",
+     latent_attention},
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
     {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},
     {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",

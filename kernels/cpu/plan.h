@@ -109,3 +109,17 @@ inline void split_items(Plan& plan, int threads) {
     }
   }
 }
+
+// Returns 0, or 1 + a sequence whose block table names a block that does not exist, among those that
+// its queries see.
+inline int find_bad_table(const Batch& batch, const Cache& cache, Sight sight) {
+  for (int seq = 0; seq < batch.num_seqs; seq++) {
+    const int32_t* table = batch.block_tables + seq * batch.table_stride;
+    const int blocks = (batch.seq_lens[seq] + cache.block_size - 1) / cache.block_size;
+    if (blocks > batch.table_width) return 1 + seq;
+    const int context = std::max(0, batch.seq_lens[seq] - batch.query_count(seq));
+    for (int i = begin_at(sight.first_key(context)) / cache.block_size; i < blocks; i++)
+      if (uint32_t(table[i]) >= uint32_t(cache.num_blocks)) return 1 + seq;
+  }
+  return 0;
+}

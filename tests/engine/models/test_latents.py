@@ -7,13 +7,15 @@ import torch
 from transformers.models.minicpm3 import modeling_minicpm3
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
-from octavo.engine.attention.latent import AbsorbedProducts, Expansion
+from octavo.engine.attention.latent import AbsorbedProducts, Expansion, absorbed_linears
+from octavo.engine.attention.packed_latents import PackedProducts
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_report import report
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.load_model import load, load_empty
 from octavo.engine.settings import EngineSettings
+from octavo.kernels import cpu
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.architectures.tiny import tiny_config
@@ -105,12 +107,19 @@ def test_a_loaded_model_is_without_what_was_absorbed(minicpm3):
     loaded = load_tiny(minicpm3)
     attention = loaded.model.model.layers[0].self_attn
     assert attention.kv_b_proj is None
-    assert isinstance(attention.octavo_products, AbsorbedProducts)
+    assert isinstance(attention.octavo_products, PackedProducts)
     empty = load_empty(str(minicpm3), dtype="float32", device="cpu", block_size=16)
     assert loaded.shape.layers == empty.shape.layers
-    assert sum(weight.numel() for weight in loaded.model.parameters()) == sum(
-        weight.numel() for weight in empty.model.parameters()
-    )
+    absorbed = sum(layer.weight.numel() for layer in absorbed_linears(empty.model))
+    weights = (sum(w.numel() for w in each.model.parameters()) for each in (loaded, empty))
+    assert next(weights) == next(weights) - absorbed
+
+
+def test_without_a_kernel_products_are_pytorchs(minicpm3, monkeypatch):
+    monkeypatch.setattr(cpu, "latents", None)
+    loaded = load_tiny(minicpm3)  # and the self-check found it right
+    attention = loaded.model.model.layers[0].self_attn
+    assert isinstance(attention.octavo_products, AbsorbedProducts)
 
 
 @pytest.mark.parametrize(

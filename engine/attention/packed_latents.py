@@ -1,0 +1,136 @@
+"""Latent attention on a CPU, as an operator: `octavo::latent_attention`.
+
+For a decode, absorbed products take the fewest multiplications; for a long chunk of a prefill,
+expanding the latents once takes fewer. Which is better differs between the sequences of a step, so
+the kernel chooses: see kernels/cpu/latent_attention.cpp.
+"""
+
+# An operator's arguments are positional.
+# ruff: noqa: PLR0917
+
+import torch
+from torch import Tensor, nn
+from torch.library import Library, register_fake
+
+from octavo.engine.attention.latent import PRODUCTS, AbsorbedProducts
+from octavo.engine.attention.operator import DryRun, any_step, current_step
+from octavo.kernels import cpu
+from octavo.kernels.cpu.latent import PackedLatents
+from octavo.kernels.ops import write_kv
+
+
+class PackedProducts(nn.Module):
+    """The products of an expansion, packed for the kernel.
+
+    Args:
+        products: The same, absorbed.
+    """
+
+    absorbing: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, products: AbsorbedProducts) -> None:
+        super().__init__()
+        assert cpu.latents is not None
+        keys, values = products.keys.detach(), products.values.detach()
+        self._key_dim, self._value_dim = keys.shape[1], values.shape[2]
+        pack = cpu.latents.pack
+        self.register_buffer("absorbing", pack(keys.transpose(1, 2)))
+        self.register_buffer("keys", pack(keys))
+        self.register_buffer("values", pack(values.transpose(1, 2)))
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        layer: int,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+        chunk: int | None,
+    ) -> Tensor:
+        """Write latents to the cache and attend; see `AbsorbedProducts.attend`."""
+        rotated_dim = query.shape[2] - self._key_dim
+        out: Tensor = torch.ops.octavo.latent_attention(
+            *(query, key, self.absorbing, self.keys, self.values),
+            *(self._value_dim, rotated_dim, layer, scale, sliding_window, soft_cap, chunk),
+        )
+        return out
+
+
+def pack_latents(model: nn.Module) -> None:
+    """Pack a model's absorbed products where this CPU has a kernel for them.
+
+    Args:
+        model: A model on a CPU, after `absorb_expansions`; changed in place.
+    """
+    if cpu.latents is None:
+        return
+    for module in model.modules():
+        products: AbsorbedProducts | None = getattr(module, PRODUCTS, None)
+        if products is not None and cpu.latents.takes(
+            (*products.keys.shape[1:], products.values.shape[2]), products.keys.dtype
+        ):
+            setattr(module, PRODUCTS, PackedProducts(products))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    absorbing: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    value_dim: int,
+    rotated_dim: int,
+    layer: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    chunk: int | None,
+) -> Tensor:
+    if isinstance(step := any_step(), DryRun):
+        step.calls.append(layer)
+        return _fake(query, key, absorbing, keys, values, value_dim).zero_()
+    step = current_step()
+    cache, _, group, written = step.layers[layer]
+    metadata = step.groups[group]
+    if written:
+        write_kv(key, None, cache, None, metadata.slot_mapping)
+    return cpu.latent_attention(
+        query,
+        cache,
+        metadata,
+        PackedLatents(absorbing, keys, values, value_dim, rotated_dim),
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        chunk=chunk,
+    )
+
+
+def _fake(
+    query: Tensor,
+    key: Tensor,  # noqa: ARG001
+    absorbing: Tensor,  # noqa: ARG001
+    keys: Tensor,  # noqa: ARG001
+    values: Tensor,  # noqa: ARG001
+    value_dim: int,
+    *_: object,
+) -> Tensor:
+    """Return an uninitialized output, for the compiler."""
+    return query.new_empty(query.shape[0], query.shape[1], value_dim)
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "latent_attention(Tensor query, Tensor key, Tensor absorbing, Tensor keys, Tensor values,"
+    " int value_dim, int rotated_dim, int layer, float scale, int? sliding_window,"
+    " float? soft_cap, int? chunk) -> Tensor"
+)
+_library.impl("latent_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+register_fake("octavo::latent_attention", _fake)
+OPERATOR = torch.ops.octavo.latent_attention.default
+"""The operator. A compiled step calls the C function of the same name in kernels/cpu/aoti.cpp."""
+# It writes the cache, which is not an argument: no call may be dropped or merged.
+torch.fx.node.has_side_effect(OPERATOR)

@@ -1,0 +1,418 @@
+// A thread's work in attention: the items of a plan, and the merging of their parts.
+//
+// An item reads its keys in tiles of kTile, whatever the block size: the block table gives their
+// addresses, and both products read them in place (see cache.h). The softmax is online, in float32
+// and base 2 (FlashAttention-2, Dao 2023, section 3.1).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+#include <utility>
+
+#include "cache.h"
+#include "fetcher.h"
+#include "plan.h"
+#include "product.h"
+#include "repack.h"
+#include "vector.h"
+
+constexpr float kNoLogit = -1e30f;  // the maximum of no logits; not -inf, which gives NaN
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Keys that are contiguous in every cache; a tile has kRuns runs of them.
+constexpr int kRun = std::min(kLanes, kMinBlock);
+constexpr int kRuns = kTile / kRun;
+constexpr int kLine = 64;  // bytes
+
+// One call. Strides are in elements.
+struct Attention {
+  const Cache& cache;
+  const Batch& batch;
+  const void* query;
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  void* out;
+  int64_t out_token_stride;
+  const float* alibi_slopes;  // or null
+  const float* sinks;         // or null
+  int num_heads;
+  int value_dim;
+  Sight sight;
+  float scale;
+  float soft_cap;  // or 0
+
+  // Values are parts of keys.
+  bool latent() const { return !cache.values; }
+  // Returns the elements of a row of values, padded to whole vectors.
+  int value_width() const { return (value_dim + kLanes - 1) / kLanes * kLanes; }
+};
+
+// One thread's buffers for an item.
+template <class T>
+struct Scratch {
+  using Stored = typename T::Stored;
+
+  Scratch(int key_dim, int value_width)
+      : key_dim(key_dim),
+        value_width(value_width),
+        query(allocate<uint32_t>(kMaxRows * key_dim)),
+        keys(allocate<Stored>(kTile * key_dim)),
+        values(allocate<Stored>(kTile * value_width)),
+        logits(allocate<float>(kMaxRows * kTile)),
+        out(allocate<float>(kMaxRows * value_width)) {}
+  ~Scratch() {
+    for (void* memory : {(void*)query, (void*)keys, (void*)values, (void*)logits, (void*)out})
+      ::operator delete(memory, std::align_val_t(64));
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  const int key_dim, value_width;  // the greatest that there is room for
+  uint32_t* query;                 // [rows][words of a key]
+  Stored* keys;                    // [words of a key][kTile][kPack], if copied
+  Stored* values;                  // [kTile / kPack][value_width][kPack], if copied
+  float* logits;                   // [rows][kTile]; the weights overwrite them, as T's words
+  float* out;                      // [rows][value_width]
+  float maximum[kMaxRows], total[kMaxRows], rescale[kMaxRows];
+
+ private:
+  template <class Element>
+  static Element* allocate(int count) {
+    void* memory = ::operator new(count * sizeof(Element), std::align_val_t(64));
+    return static_cast<Element*>(std::memset(memory, 0, count * sizeof(Element)));
+  }
+};
+
+// This thread's, kept for the next layer: allocating and clearing 50 KiB in each layer would take a
+// sixth of the attention of one sequence of 200.
+template <class T>
+Scratch<T>& scratch_for(int key_dim, int value_width) {
+  thread_local std::unique_ptr<Scratch<T>> kept;
+  if (!kept || kept->key_dim < key_dim || kept->value_width < value_width) {
+    if (kept) {
+      key_dim = std::max(key_dim, kept->key_dim);
+      value_width = std::max(value_width, kept->value_width);
+    }
+    kept = std::make_unique<Scratch<T>>(key_dim, value_width);
+  }
+  return *kept;
+}
+
+// The addresses of a tile's K and V, per run of keys.
+template <class T>
+struct Tile {
+  using Stored = typename T::Stored;
+
+  int count;  // keys
+  const Stored *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
+};
+
+// The operands of the two products. Strides are in elements.
+template <class T>
+struct KeyMatrix {
+  const typename T::Stored* const* runs;
+  int64_t stride;
+  const typename T::Stored* at(int k, int j) const {
+    return runs[j * (kLanes / kRun)] + k * stride;
+  }
+};
+
+template <class T>
+struct ValueMatrix {
+  static constexpr int kRows = kRun / T::kPack;  // per run
+  const typename T::Stored* const* runs;
+  int64_t stride;
+  const typename T::Stored* at(int k, int j) const {
+    return runs[k / kRows] + k % kRows * stride + j * kLanes * T::kPack;
+  }
+};
+
+template <class T>
+class Worker {
+  using Stored = typename T::Stored;
+  static constexpr int kPack = T::kPack;
+
+ public:
+  Worker(const Attention& p, float* parts)
+      : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
+        words_(p.cache.key_dim / kPack), width_(p.value_width()),
+        block_shift_(__builtin_ctz(p.cache.block_size)),
+        copies_keys_(p.cache.block_size % kLanes),
+        copies_values_(p.latent() || p.value_dim % kLanes),
+        scratch_(scratch_for<T>(p.cache.key_dim, width_)), parts_(parts) {}
+
+  // Finds the first item's keys; each `run` finds the next item's.
+  void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
+
+  // Computes an item. `next` is this thread's next item, or null.
+  void run(const Item& item, const Item* next) {
+    const int context = p_.batch.seq_lens[item.seq] - p_.batch.query_count(item.seq);
+    load_queries(item);
+    clear(item.rows);
+    for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
+      const bool last = begin + kTile >= item.key_end;
+      if (!last)
+        find_tile(item, begin + kTile, coming_);
+      else if (next)
+        find_tile(*next, next->key_begin, coming_);
+      else
+        coming_.count = 0;
+      multiply_keys(item.rows);
+      const int vectors = (tile_.count + kLanes - 1) / kLanes;
+      for (int row = 0; row < item.rows; row++) {
+        const int position = context + token_of(item, row);
+        softmax(row, head_of(item, row), position - begin, p_.sight.first_key(position) - begin,
+                vectors);
+      }
+      multiply_values(item.rows);
+      std::swap(tile_, coming_);
+    }
+    if (item.key_begin == item.key_end && next) start(*next);
+    if (item.part < 0)
+      finish(item);
+    else
+      save_part(item);
+  }
+
+  // Merges the parts of a result, weighted by their shares of the softmax.
+  void merge(const Merge& merge) {
+    const Item& item = merge.item;
+    clear(item.rows);
+    for (int part = merge.part; part < merge.part + merge.parts; part++) {
+      const float* saved = parts_ + part * part_size(width_);
+      for (int row = 0; row < item.rows; row++, saved += width_ + 2) {
+        float maximum = std::max(scratch_.maximum[row], saved[0]);
+        float old_share = std::exp2(scratch_.maximum[row] - maximum);
+        float new_share = std::exp2(saved[0] - maximum);
+        scratch_.maximum[row] = maximum;
+        scratch_.total[row] = scratch_.total[row] * old_share + saved[1] * new_share;
+        float* out = scratch_.out + row * width_;
+        for (int i = 0; i < width_; i++)
+          out[i] = out[i] * old_share + saved[2 + i] * new_share;
+      }
+    }
+    finish(item);
+  }
+
+  // The floats of a partial result.
+  static int64_t part_size(int value_width) { return int64_t(kMaxRows) * (value_width + 2); }
+
+ private:
+  int token_of(const Item& item, int row) const { return (item.row_begin + row) / group_; }
+  int head_of(const Item& item, int row) const {
+    return item.kv_head * group_ + (item.row_begin + row) % group_;
+  }
+
+  void clear(int rows) {
+    std::fill_n(scratch_.maximum, rows, kNoLogit);
+    std::fill_n(scratch_.total, rows, 0.f);
+    std::fill_n(scratch_.out, rows * width_, 0.f);
+  }
+
+  void load_queries(const Item& item) {
+    for (int row = 0; row < item.rows; row++) {
+      const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
+      const Stored* from = static_cast<const Stored*>(p_.query) +
+                           token * p_.query_token_stride +
+                           head_of(item, row) * p_.query_head_stride;
+      uint32_t* to = scratch_.query + row * words_;
+      for (int at = 0; at < words_; at += kLanes) {
+        if (words_ - at >= kLanes) {
+          store(to + at, T::load_words(from + at * kPack));
+        } else {
+          Stored tail[kLanes * kPack] = {};
+          std::memcpy(tail, from + at * kPack, (words_ - at) * kPack * sizeof *tail);
+          Words v = T::load_words(tail);
+          std::memcpy(to + at, &v, (words_ - at) * sizeof *to);
+        }
+      }
+    }
+  }
+
+  // Finds the item's tile that begins at key `begin`.
+  void find_tile(const Item& item, int begin, Tile<T>& tile) const {
+    const int32_t* table = p_.batch.block_tables + item.seq * p_.batch.table_stride;
+    tile.count = std::clamp(item.key_end - begin, 0, kTile);
+    for (int i = 0; tile.count && i < kRuns; i++) {
+      const int key = i * kRun < tile.count ? begin + i * kRun : begin;
+      const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
+      tile.keys[i] = static_cast<const Stored*>(cache_.keys) +
+                     cache_.keys_at(table[block], item.kv_head) + offset * kPack;
+      if (!p_.latent())
+        tile.values[i] = static_cast<const Stored*>(cache_.values) +
+                         cache_.values_at(table[block], item.kv_head) + offset * p_.value_dim;
+    }
+  }
+
+  // Computes the tile's logits, and prefetches the next tile's V.
+  void multiply_keys(int rows) {
+    if (copies_keys_) copy_keys();
+    const void* pieces[kRuns];
+    int count = 0;
+    if (!p_.latent())
+      for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
+    const int lines = (kRun * p_.value_dim * int(sizeof(Stored)) + kLine - 1) / kLine;
+    Fetcher fetcher(pieces, count, lines, kLine, words_);
+    KeyMatrix<T> keys{tile_.keys, key_stride()};
+    Product<T, KeyMatrix<T>> product(words_, scratch_.query, words_, keys, scratch_.logits, kTile,
+                    nullptr, fetcher);
+    const int vectors = (tile_.count + kLanes - 1) / kLanes;
+    product.run(rows, (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns);
+  }
+
+  // Adds the tile's weighted V, and prefetches the next tile's K.
+  void multiply_values(int rows) {
+    if (p_.latent())
+      repack_values();
+    else if (copies_values_)
+      for (int run = 0; run < kRuns; run++) copy_values(run);
+    if (tile_.count % kPack) drop_second();
+    const void* pieces[kRuns];
+    int count = 0;
+    for (int run = 0; run * kRun < coming_.count; run += copies_keys_ ? 1 : kLanes / kRun)
+      pieces[count++] = coming_.keys[run];
+    const int depth = (tile_.count + kPack - 1) / kPack;
+    Fetcher fetcher(pieces, count, words_, cache_.block_size * kPack * sizeof(Stored), depth);
+    ValueMatrix<T> values{tile_.values, value_stride()};
+    Product<T, ValueMatrix<T>> product(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile,
+                    values, scratch_.out, width_, scratch_.rescale, fetcher);
+    product.run(rows, width_ / kLanes);
+  }
+
+  // From a word of the tile's keys to the next.
+  int key_stride() const { return (copies_keys_ ? kTile : cache_.block_size) * kPack; }
+
+  // Joins runs shorter than a vector.
+  void copy_keys() {
+    for (int run = 0; run < kRuns; run++) {
+      const Stored* from = tile_.keys[run];
+      Stored* to = scratch_.keys + run * kRun * kPack;
+      tile_.keys[run] = to;
+      for (int k = 0; k < words_; k++, from += cache_.block_size * kPack, to += kTile * kPack)
+        std::memcpy(to, from, kRun * kPack * sizeof *to);
+    }
+  }
+
+  // If rows of V are not whole vectors, copies are padded.
+  int value_stride() const { return (copies_values_ ? width_ : p_.value_dim) * kPack; }
+
+  void copy_values(int run) {
+    const Stored* from = tile_.values[run];
+    Stored* to = copied_values(run);
+    tile_.values[run] = to;
+    for (int i = 0; i < kRun / kPack; i++, from += p_.value_dim * kPack, to += value_stride())
+      std::memcpy(to, from, p_.value_dim * kPack * sizeof *to);
+  }
+
+  // Copies values from the keys that they are parts of.
+  void repack_values() {
+    for (int run = 0; run < kRuns; run++) tile_.values[run] = copied_values(run);
+    for (int run = 0; run * kRun < tile_.count; run += kMinBlock / kRun)
+      repack<T>(tile_.keys[run], key_stride(), p_.value_dim, copied_values(run), value_stride());
+  }
+
+  Stored* copied_values(int run) const { return scratch_.values + run * kRun * width_; }
+
+  // Clears the second key of the last pair, which is past the end.
+  void drop_second() {
+    const int run = tile_.count / kRun, pair = tile_.count % kRun / kPack;
+    if (!copies_values_) copy_values(run);
+    Stored* row = copied_values(run) + pair * value_stride();
+    for (int i = 0; i < p_.value_dim; i++) row[i * kPack + 1] = 0;
+  }
+
+  // Converts a row of logits to weights, relative to the greatest logit so far. `position` is the
+  // query's, and `first` that of the first key that it sees, counted from the tile's first key.
+  void softmax(int row, int head, int position, int first, int vectors) {
+    Ints lane;
+    for (int i = 0; i < kLanes; i++) lane[i] = i;
+    float* logits = scratch_.logits + row * kTile;
+    const float slope = p_.alibi_slopes ? p_.alibi_slopes[head] * kLog2E : 0.f;
+    Floats x[kTile / kLanes];
+    Floats greatest = broadcast(scratch_.maximum[row]);
+    for (int i = 0; i < vectors; i++) {
+      Ints key = lane + i * kLanes;
+      x[i] = load<Floats>(logits + i * kLanes);
+      if (p_.soft_cap)
+        x[i] = cap(x[i] * (p_.scale / p_.soft_cap)) * (p_.soft_cap * kLog2E);
+      else
+        x[i] = x[i] * (p_.scale * kLog2E);
+      if (p_.alibi_slopes) x[i] += slope * __builtin_convertvector(key - position, Floats);
+      Ints seen = (key <= position) & (key >= first);
+      x[i] = seen ? x[i] : broadcast(-INFINITY);
+      greatest = max(greatest, x[i]);
+    }
+    const float maximum = reduce_max(greatest);
+    Floats sum{};
+    auto* weights = reinterpret_cast<typename Weights::Stored*>(logits);
+    for (int i = 0; i < vectors; i++) {
+      x[i] = exp2(x[i] - maximum);
+      sum += x[i];
+      Weights::store_floats(weights + i * kLanes, x[i]);
+    }
+    const float rescale = exp2(broadcast(scratch_.maximum[row] - maximum))[0];
+    scratch_.maximum[row] = maximum;
+    scratch_.total[row] = scratch_.total[row] * rescale + reduce_add(sum);
+    scratch_.rescale[row] = rescale;
+  }
+
+  // Stores the weights in words like V's.
+  using Weights = std::conditional_t<kPack == 2, BFloat16, Float32>;
+
+  // tanh as 1 - 2 / (e^2y + 1), which does not overflow and keeps the sign.
+  static Floats cap(Floats y) {
+    Floats limited = y > 40.f ? broadcast(40.f) : y;
+    return 1.f - 2.f / (exp2(limited * (2 * kLog2E)) + 1.f);
+  }
+
+  void finish(const Item& item) {
+    for (int row = 0; row < item.rows; row++) {
+      const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
+      Stored* to = static_cast<Stored*>(p_.out) +
+                   token * p_.out_token_stride + head_of(item, row) * p_.value_dim;
+      const float factor = weigh(row, head_of(item, row));
+      for (int at = 0; at < p_.value_dim; at += kLanes) {
+        Floats v = load<Floats>(scratch_.out + row * width_ + at) * factor;
+        if (p_.value_dim - at >= kLanes) {
+          T::store_floats(to + at, v);
+        } else {
+          Stored tail[kLanes];
+          T::store_floats(tail, v);
+          std::memcpy(to + at, tail, (p_.value_dim - at) * sizeof *tail);
+        }
+      }
+    }
+  }
+
+  // Returns the factor of a row's sums: 1 / the softmax's denominator, of which a sink is a part.
+  float weigh(int row, int head) const {
+    const float maximum = scratch_.maximum[row], total = scratch_.total[row];
+    if (!(total > 0)) return 0;  // a row without keys gives zeros
+    if (!p_.sinks) return 1 / total;
+    const float sink = p_.sinks[head] * kLog2E, greatest = std::max(maximum, sink);
+    const float share = std::exp2(maximum - greatest);
+    return share / (total * share + std::exp2(sink - greatest));
+  }
+
+  void save_part(const Item& item) {
+    float* to = parts_ + item.part * part_size(width_);
+    for (int row = 0; row < item.rows; row++, to += width_ + 2) {
+      to[0] = scratch_.maximum[row];
+      to[1] = scratch_.total[row];
+      std::copy_n(scratch_.out + row * width_, width_, to + 2);
+    }
+  }
+
+  const Attention& p_;
+  const Cache& cache_;
+  const int group_, words_, width_, block_shift_;
+  const bool copies_keys_, copies_values_;  // if they are not in whole vectors
+  Scratch<T>& scratch_;
+  float* const parts_;
+  Tile<T> tile_, coming_;  // the current one and the next one
+};

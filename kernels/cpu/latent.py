@@ -1,0 +1,60 @@
+"""The products of latent attention, packed once for latent_attention.cpp."""
+
+from ctypes import Structure, c_int64, c_void_p
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.cpu.linear import LinearKernels
+
+_UNIT = 8
+"""All dimensions are multiples of it."""
+
+
+class LatentProducts(Structure):
+    """The products of a layer; the same as in latent.h."""
+
+    _fields_ = (
+        *(("absorbing", c_void_p), ("keys", c_void_p), ("values", c_void_p)),
+        *(("key_dim", c_int64), ("value_dim", c_int64)),
+    )
+
+
+class PackedLatents(NamedTuple):
+    """What makes keys and values from latents.
+
+    Attributes:
+        absorbing: `[num_heads, panels, words, ...]`: maps queries of keys to queries of latents.
+        keys: Likewise: maps latents to the first elements of keys.
+        values: Likewise: maps latents to values.
+        value_dim: Elements of a value.
+        rotated: Elements of a key that are kept beside the latent.
+    """
+
+    absorbing: Tensor
+    keys: Tensor
+    values: Tensor
+    value_dim: int
+    rotated: int
+
+
+class LatentKernels:
+    """Packs products for `latent_attention`.
+
+    Args:
+        linear: The kernels for linear layers.
+    """
+
+    def __init__(self, linear: LinearKernels) -> None:
+        self._linear = linear
+
+    @staticmethod
+    def takes(dims: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return whether there is a kernel for latents, keys and values of these sizes."""
+        known = {torch.float32, torch.bfloat16}
+        return dtype in known and all(dim % _UNIT == 0 for dim in dims)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """Pack `[num_heads, outputs, inputs]`; see `LinearKernels.pack`."""
+        return torch.stack([self._linear.pack(own) for own in weight])

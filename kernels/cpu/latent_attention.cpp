@@ -1,0 +1,466 @@
+// Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache has latents, from which every head
+// makes a key and a value, by two products.
+//
+// Either queries and results are multiplied instead, and attention is over latents, which are wider
+// than keys and values (absorbed); or a sequence's latents are expanded to keys and values, once for
+// all of its queries. The former has fewer products for decodes, the latter for long chunks of
+// prefills. A thread expands one head's keys and values at a time, at most kMostKeys of them, which
+// then come from its core's cache.
+
+#include "latent.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "attention_worker.h"
+#include "linear.h"
+#include "prepare_rows.h"
+
+extern "C" int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t,
+                                      int, void*, int, float, int, int, float, const float*,
+                                      const float*, int);
+
+namespace {
+
+constexpr int kMostKeys = 1024;    // that are expanded at a time; a multiple of kTile
+constexpr int kMostAbsorbed = 256;  // tokens at a time, unless one sequence has more
+
+// One call. Strides are in elements.
+struct Call {
+  const Cache& cache;
+  const Batch& batch;
+  const void* query;
+  int64_t token_stride, head_stride;
+  int64_t num_heads;
+  const LatentProducts& products;
+  void* out;  // [tokens][num_heads][value_dim]
+  float scale;
+  Sight sight;
+  float soft_cap;
+  int threads;
+  int64_t rotated;  // elements of a key that are kept beside the latent
+
+  int64_t latent_dim() const { return cache.key_dim - rotated; }
+  int64_t query_dim() const { return products.key_dim + rotated; }
+};
+
+int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+// The kinds of words by the type of the cache.
+template <class T>
+struct WordsOf;
+template <>
+struct WordsOf<Float32> {
+  using Kind = Singles;
+};
+template <>
+struct WordsOf<BFloat16> {
+  using Kind = Pairs;
+};
+
+// The panels of a product of each head.
+template <class T>
+struct HeadPanels {
+  using Stored = typename T::Stored;
+  using Kind = typename WordsOf<T>::Kind;
+
+  const uint32_t* first;
+  int64_t inputs, outputs;
+
+  int64_t depth() const { return inputs * int64_t(sizeof(Stored)) / int64_t(sizeof(uint32_t)); }
+  int64_t row_words() const { return depth() * Kind::kParts; }
+  int64_t count() const { return panels_of(outputs); }
+  const uint32_t* at(int64_t head, int64_t panel) const {
+    return first + (head * count() + panel) * depth() * kPanel;
+  }
+};
+
+// Multiplies each head's rows by its own panels. Calls prepare(head, row, words) for each row before
+// any product, and store(head, row, output, values) with vectors of outputs.
+template <class T, class Prepare, class Store>
+void multiply_heads(const HeadPanels<T>& panels, int64_t heads, int64_t rows, int threads,
+                    Prepare prepare, Store store) {
+  const int64_t stride = panels.row_words(), items = heads * panels.count();
+  uint32_t* const words = scratch<uint32_t>(heads * rows * stride);
+  const auto at = [&](int64_t item) {
+    return panels.at(item / panels.count(), item % panels.count());
+  };
+  std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(threads)
+  {
+    PanelProducts<typename HeadPanels<T>::Kind> products;
+#pragma omp for
+    for (int64_t i = 0; i < heads * rows; i++) prepare(i / rows, i % rows, words + i * stride);
+    for (int64_t item = free++, next; item < items; item = next) {
+      next = free++;
+      const int64_t head = item / panels.count(), first = item % panels.count() * kPanel;
+      products.run({words + head * rows * stride, rows, stride}, at(item), panels.depth(),
+                   at(std::min(next, items - 1)), [&](int64_t row, const Floats* sums) {
+                     for (int j = 0; j < kPanelVectors; j++)
+                       store(head, row, first + j * kLanes, sums[j]);
+                   });
+    }
+  }
+}
+
+// Stores the vector of a row's elements that begins at `first`, as far as there are `count`.
+template <class T>
+void put(typename T::Stored* row, int64_t first, int64_t count, Floats values) {
+  typename T::Stored all[kLanes];
+  if (first >= count) return;
+  if (count - first >= kLanes) return T::store_floats(row + first, values);
+  T::store_floats(all, values);
+  std::memcpy(row + first, all, (count - first) * sizeof *all);
+}
+
+// Some of a batch's sequences, with their queries one after the other.
+struct Selection {
+  std::vector<int64_t> tokens;  // the batch's row of each query
+  std::vector<int32_t> query_starts{0}, seq_lens, tables;
+  int32_t table_width = 0;
+
+  void add(const Batch& batch, int seq) {
+    for (int i = batch.query_starts[seq]; i < batch.query_starts[seq + 1]; i++)
+      tokens.push_back(i);
+    query_starts.push_back(int32_t(tokens.size()));
+    seq_lens.push_back(batch.seq_lens[seq]);
+    const int32_t* const table = batch.block_tables + seq * batch.table_stride;
+    tables.insert(tables.end(), table, table + batch.table_width);
+    table_width = batch.table_width;
+  }
+  Batch batch() const {
+    return {query_starts.data(), seq_lens.data(), tables.data(), table_width, table_width,
+            int32_t(seq_lens.size()), nullptr, 0};
+  }
+};
+
+template <class T>
+class LatentAttention {
+  using Stored = typename T::Stored;
+  using Kind = typename WordsOf<T>::Kind;
+  static constexpr int kPack = T::kPack;
+
+ public:
+  explicit LatentAttention(const Call& call) : call_(call) {}
+
+  void run() const {
+    std::vector<int> expanded;
+    Selection absorbed;
+    const auto flush = [&] {
+      if (!absorbed.tokens.empty()) attend_absorbed(absorbed);
+      absorbed = {};
+    };
+    for (int seq = 0; seq < call_.batch.num_seqs; seq++) {
+      if (expands(seq)) {
+        expanded.push_back(seq);
+      } else {
+        const int64_t more = call_.batch.query_count(seq);
+        if (int64_t(absorbed.tokens.size()) + more > kMostAbsorbed) flush();
+        absorbed.add(call_.batch, seq);
+      }
+    }
+    flush();
+    if (!expanded.empty()) attend_expanded(expanded);
+  }
+
+ private:
+  const Stored* query_of(int64_t token, int64_t head) const {
+    return static_cast<const Stored*>(call_.query) + token * call_.token_stride +
+           head * call_.head_stride;
+  }
+  Stored* out_of(int64_t token, int64_t head) const {
+    return static_cast<Stored*>(call_.out) +
+           (token * call_.num_heads + head) * call_.products.value_dim;
+  }
+  HeadPanels<T> panels(const void* first, int64_t inputs, int64_t outputs) const {
+    return {static_cast<const uint32_t*>(first), inputs, outputs};
+  }
+  HeadPanels<T> value_panels() const {
+    return panels(call_.products.values, call_.latent_dim(), call_.products.value_dim);
+  }
+  HeadPanels<T> key_panels() const {
+    return panels(call_.products.keys, call_.latent_dim(), call_.products.key_dim);
+  }
+
+  // Returns whether expanding a sequence's latents takes fewer products, of each head, than
+  // absorbing them.
+  bool expands(int seq) const {
+    const int64_t queries = call_.batch.query_count(seq), tokens = call_.batch.seq_lens[seq];
+    if (queries < 2 || tokens < queries) return false;
+    int64_t seen = 0;
+    for (int64_t at = tokens - queries; at < tokens; at++)
+      seen += at + 1 - call_.sight.first_key(int(at));
+    const int64_t keys = tokens - call_.sight.first_key(int(tokens - queries));
+    const int64_t dims = call_.products.key_dim + call_.products.value_dim;
+    const int64_t latent = call_.latent_dim();
+    const int64_t of_absorbed = queries * dims * latent + seen * (call_.cache.key_dim + latent);
+    return keys * dims * latent + seen * (dims + call_.rotated) < of_absorbed;
+  }
+
+  // Absorbs the products of some sequences.
+  void attend_absorbed(const Selection& chosen) const {
+    const int64_t tokens = chosen.tokens.size(), heads = call_.num_heads;
+    const int64_t latent = call_.latent_dim(), wide = call_.cache.key_dim;
+    const int64_t key_dim = call_.products.key_dim;
+    std::vector<Stored>& queries = kept<0>();
+    std::vector<Stored>& results = kept<1>();
+    queries.resize(tokens * heads * wide);
+    results.resize(tokens * heads * latent);
+    const auto absorbing = panels(call_.products.absorbing, key_dim, latent);
+    multiply_heads<T>(
+        absorbing, heads, tokens, call_.threads,
+        [&](int64_t head, int64_t row, uint32_t* words) {
+          const Stored* from = query_of(chosen.tokens[row], head);
+          take_apart<Kind>(from, absorbing.depth(), words);
+          std::copy_n(from + key_dim, call_.rotated,
+                      queries.data() + (row * heads + head) * wide + latent);
+        },
+        [&](int64_t head, int64_t row, int64_t output, Floats values) {
+          put<T>(queries.data() + (row * heads + head) * wide, output, latent, values);
+        });
+    const Batch batch = chosen.batch();
+    octavo_paged_attention(&call_.cache, &batch, queries.data(), heads * wide, wide, int(heads),
+                           results.data(), int(latent), call_.scale, call_.sight.sliding_window,
+                           call_.sight.chunk, call_.soft_cap, nullptr, nullptr, call_.threads);
+    const auto expanding = value_panels();
+    multiply_heads<T>(
+        expanding, heads, tokens, call_.threads,
+        [&](int64_t head, int64_t row, uint32_t* words) {
+          take_apart<Kind>(results.data() + (row * heads + head) * latent, expanding.depth(), words);
+        },
+        [&](int64_t head, int64_t row, int64_t output, Floats values) {
+          put<T>(out_of(chosen.tokens[row], head), output, expanding.outputs, values);
+        });
+  }
+
+  // This thread's buffers, kept between calls.
+  template <int kNumber>
+  static std::vector<Stored>& kept() {
+    thread_local std::vector<Stored> memory;
+    return memory;
+  }
+
+  // A sequence whose latents are expanded. Its keys are counted from `base`, a multiple of kTile.
+  struct Expanded {
+    int seq;
+    int32_t base, first, end;        // positions: of key 0, and of the keys that queries see
+    std::vector<uint32_t> latents;   // rows as products take them, from `first` on
+    std::vector<Stored> rotated;     // [tiles][rotated / kPack][kTile][kPack]
+    std::vector<int32_t> table;      // of kTile keys each, in a buffer of kMostKeys
+    int32_t query_starts[2], seq_len;
+    Plan plan;                       // of one head; items have ranges of whole pieces
+    int parts = 0;
+  };
+
+  void attend_expanded(const std::vector<int>& chosen) const {
+    std::vector<Expanded> sequences(chosen.size());
+    for (size_t i = 0; i < chosen.size(); i++) prepare(chosen[i], sequences[i]);
+    const int64_t items = sequences.size() * call_.num_heads;
+    std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(call_.threads)
+    {
+      PanelProducts<Kind> products;
+      for (int64_t item = free++; item < items; item = free++)
+        attend_head(products, sequences[item / call_.num_heads], item % call_.num_heads);
+    }
+  }
+
+  // Gathers a sequence's latents and plans the work on one head.
+  void prepare(int seq, Expanded& own) const {
+    const Batch& batch = call_.batch;
+    own.seq = seq;
+    own.seq_len = own.end = batch.seq_lens[seq];
+    own.query_starts[0] = batch.query_starts[seq];
+    own.query_starts[1] = batch.query_starts[seq + 1];
+    own.first = begin_at(call_.sight.first_key(own.end - batch.query_count(seq)));
+    own.base = own.first / kTile * kTile;
+    const int tiles = (own.end + kTile - 1) / kTile;
+    own.table.resize(tiles);
+    for (int i = own.base / kTile; i < tiles; i++)
+      own.table[i] = (i - own.base / kTile) % (kMostKeys / kTile);
+    gather(own, batch.block_tables + seq * batch.table_stride);
+    plan(own);
+  }
+
+  void gather(Expanded& own, const int32_t* table) const {
+    const int64_t depth = key_panels().depth(), stride = key_panels().row_words();
+    const int64_t latent = call_.latent_dim(), size = call_.cache.block_size;
+    const int64_t rotated_tile = call_.rotated * kTile;
+    own.latents.resize((own.end - own.first) * stride);
+    own.rotated.resize(((own.end - own.base + kTile - 1) / kTile) * rotated_tile);
+#pragma omp parallel num_threads(call_.threads)
+    {
+      Stored* const row = scratch<Stored>(latent);
+#pragma omp for
+      for (int key = own.first; key < own.end; key++) {
+        const Stored* from = static_cast<const Stored*>(call_.cache.keys) +
+                             call_.cache.keys_at(table[key / size], 0) + key % size * kPack;
+        for (int64_t k = 0; k < latent / kPack; k++)
+          std::memcpy(row + k * kPack, from + k * size * kPack, kPack * sizeof *row);
+        take_apart<Kind>(row, depth, own.latents.data() + (key - own.first) * stride);
+        const int place = key - own.base;
+        Stored* to = own.rotated.data() + place / kTile * rotated_tile + place % kTile * kPack;
+        from += latent * size;
+        for (int64_t k = 0; k < call_.rotated / kPack; k++)
+          std::memcpy(to + k * kTile * kPack, from + k * size * kPack, kPack * sizeof *to);
+      }
+    }
+  }
+
+  Batch batch_of(const Expanded& own) const {
+    const int32_t width = int32_t(own.table.size());
+    return {own.query_starts, &own.seq_len, own.table.data(), width, width, 1, nullptr, 0};
+  }
+
+  // Makes the items of a head, each divided where the keys in the buffer change.
+  void plan(Expanded& own) const {
+    const Plan whole = make_plan(batch_of(own), 1, 1, call_.sight);
+    for (Item item : whole.items) {
+      const int begin = piece_of(own, item.key_begin);
+      const int end = std::max(begin + 1, piece_of(own, item.key_end - 1) + 1);
+      const int last = item.key_end;
+      if (end - begin > 1) own.plan.merges.push_back({item, own.plan.parts, end - begin});
+      for (int piece = begin; piece < end; piece++) {
+        item.key_end = std::min(last, own.base + (piece + 1) * kMostKeys);
+        item.part = end - begin > 1 ? own.plan.parts++ : -1;
+        own.plan.items.push_back(item);
+        item.key_begin = item.key_end;
+      }
+    }
+    const auto earlier = [&](const Item& a, const Item& b) {
+      return piece_of(own, a.key_begin) < piece_of(own, b.key_begin);
+    };
+    std::stable_sort(own.plan.items.begin(), own.plan.items.end(), earlier);
+  }
+  static int piece_of(const Expanded& own, int key) { return (key - own.base) / kMostKeys; }
+
+  void attend_head(PanelProducts<Kind>& products, const Expanded& own, int64_t head) const {
+    const int64_t key_dim = call_.query_dim(), value_dim = call_.products.value_dim;
+    std::vector<Stored>& keys = kept<2>();
+    std::vector<Stored>& values = kept<3>();
+    keys.resize(kMostKeys * key_dim);
+    values.resize(kMostKeys * value_dim);
+    const Cache cache{keys.data(),      values.data(),      kTile * key_dim, kTile * value_dim,
+                      kMostKeys / kTile, 1,                  int32_t(key_dim), int32_t(value_dim),
+                      kTile,            call_.cache.dtype};
+    const Batch batch = batch_of(own);
+    const Attention attention{cache,
+                              batch,
+                              query_of(0, head),
+                              call_.token_stride,
+                              call_.head_stride,
+                              out_of(0, head),
+                              call_.num_heads * value_dim,
+                              nullptr,
+                              nullptr,
+                              1,
+                              int(value_dim),
+                              call_.sight,
+                              call_.scale,
+                              call_.soft_cap};
+    float* const parts =
+        scratch<float>(own.plan.parts * Worker<T>::part_size(attention.value_width()));
+    Worker<T> worker(attention, parts);
+    int piece = -1;
+    for (const Item& item : own.plan.items) {
+      if (piece_of(own, item.key_begin) != piece) {
+        piece = piece_of(own, item.key_begin);
+        const int begin = std::max(own.first, own.base + piece * kMostKeys);
+        const int end = std::min(own.end, own.base + (piece + 1) * kMostKeys);
+        expand_keys(products, own, head, begin, end, keys.data());
+        expand_values(products, own, head, begin, end, values.data());
+      }
+      worker.start(item);
+      worker.run(item, nullptr);
+    }
+    for (const Merge& merge : own.plan.merges) worker.merge(merge);
+  }
+
+  // Returns the rows of latents of keys [begin, end).
+  Rows rows_of(const Expanded& own, int begin, int end) const {
+    const int64_t stride = key_panels().row_words();
+    return {own.latents.data() + (begin - own.first) * stride, end - begin, stride};
+  }
+
+  // Makes a head's keys from latents, in K's layout with blocks of kTile (see cache.h).
+  void expand_keys(PanelProducts<Kind>& products, const Expanded& own, int64_t head, int begin,
+                   int end, Stored* keys) const {
+    const auto panels = key_panels();
+    const int64_t tile_size = call_.query_dim() * kTile, made = panels.outputs;
+    const int first = (begin - own.base) % kMostKeys;
+    const Rows rows = rows_of(own, begin, end);
+    for (int64_t panel = 0; panel < panels.count(); panel++) {
+      const uint32_t* ahead = panels.at(head, std::min(panel + 1, panels.count() - 1));
+      products.run(rows, panels.at(head, panel), panels.depth(), ahead,
+                   [&](int64_t row, const Floats* sums) {
+                     const int64_t key = first + row, dim = panel * kPanel;
+                     Stored all[kPanel];
+                     for (int j = 0; j < kPanelVectors; j++)
+                       T::store_floats(all + j * kLanes, sums[j]);
+                     Stored* to = keys + key / kTile * tile_size + dim * kTile + key % kTile * kPack;
+                     const int64_t count = std::min<int64_t>(kPanel, made - dim);
+                     for (int64_t k = 0; k < count; k += kPack)
+                       std::memcpy(to + k * kTile, all + k, kPack * sizeof *all);
+                   });
+    }
+    const int64_t rotated = call_.rotated * kTile;
+    for (int tile = (begin - own.base) / kTile; tile * kTile < end - own.base; tile++)
+      std::copy_n(own.rotated.data() + tile * rotated, rotated,
+                  keys + tile % (kMostKeys / kTile) * tile_size + made * kTile);
+  }
+
+  // Makes a head's values from latents, in V's layout likewise.
+  void expand_values(PanelProducts<Kind>& products, const Expanded& own, int64_t head, int begin,
+                     int end, Stored* values) const {
+    const auto panels = value_panels();
+    const int64_t tile_size = panels.outputs * kTile;
+    const int first = (begin - own.base) % kMostKeys;  // even
+    const Rows rows = rows_of(own, begin, end);
+    for (int64_t panel = 0; panel < panels.count(); panel++) {
+      const uint32_t* ahead = panels.at(head, std::min(panel + 1, panels.count() - 1));
+      const int64_t dim = panel * kPanel;
+      const int64_t count = std::min<int64_t>(kPanel, panels.outputs - dim);
+      products.run(rows, panels.at(head, panel), panels.depth(), ahead,
+                   [&](int64_t row, const Floats* sums) {
+                     const int64_t key = first + row;
+                     Stored all[kPanel];
+                     for (int j = 0; j < kPanelVectors; j++)
+                       T::store_floats(all + j * kLanes, sums[j]);
+                     Stored* to = values + key / kTile * tile_size +
+                                  key % kTile / kPack * kPack * panels.outputs + dim * kPack +
+                                  key % kPack;
+                     for (int64_t i = 0; i < count; i++) to[i * kPack] = all[i];
+                   });
+    }
+  }
+
+  const Call& call_;
+};
+
+}  // namespace
+
+// Attends to the cache's latents. A query has its key's elements: those that are made from a latent,
+// then those that are kept beside it. Results are [tokens][num_heads][value_dim]. Dimensions are
+// multiples of 8. Returns 0, or 1 + the index of a sequence with a bad block table, or -1 for a type
+// that has no products.
+extern "C" int octavo_latent_attention(const Cache* cache, const Batch* batch, const void* query,
+                                       int64_t query_token_stride, int64_t query_head_stride,
+                                       int num_heads, int query_dim,
+                                       const LatentProducts* products, void* out, float scale,
+                                       int sliding_window, int chunk, float soft_cap,
+                                       int threads) {
+  const Sight sight{sliding_window, chunk};
+  if (int bad = find_bad_table(*batch, *cache, sight)) return bad;
+  const Call call{*cache,    *batch, query,          query_token_stride,
+                  query_head_stride, num_heads,      *products,
+                  out,       scale,  sight,          soft_cap,
+                  threads,   query_dim - products->key_dim};
+  switch (cache->dtype) {
+    case 0: LatentAttention<Float32>(call).run(); return 0;
+    case 2: LatentAttention<BFloat16>(call).run(); return 0;
+  }
+  return -1;
+}
