@@ -3,7 +3,8 @@
     python -m benchmarks.prefix_caching [--model demo] [--prefix 1000] [--rounds 5] [-- FLAG ...]
 
 Starts `octavo serve`. Each round sends three prompts with the same prefix of random tokens and
-different tails of 16 tokens, and asks for one token after each. A model that keeps states keeps
+different tails of 16 tokens, and asks for 16 tokens after each; the last of them is sent once more
+under another salt, which shares no prefix, to compare these tokens. A model that keeps states keeps
 one at the end of the prefix when it sees the prefix for the second time. The time is the client's,
 from sending the request to its first token. The last lines give the medians, and the ratio of the
 first and the third. `--model` also takes the name of a model with random weights, of
@@ -14,13 +15,13 @@ import argparse
 import asyncio
 import random
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from benchmarks.peers import shapes
-from octavo import AsyncClient
-from octavo.cli.bench.load import Load
-from octavo.cli.bench.workload import Request
+from octavo import AsyncClient, Delta, Finished
 from octavo.cli.local_server import local_server
 
 TAIL = 16
@@ -28,25 +29,68 @@ VOCABULARY = range(256, 40_000)
 """The first tokens of a vocabulary are often special ones."""
 
 
-async def measure(address: str, prefix_tokens: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds to the first token of each round, by what became of the prefix before."""
+OUTPUT = 16
+"""Tokens after each prompt."""
+
+
+class Answer(NamedTuple):
+    """What came of a prompt.
+
+    Attributes:
+        seconds: to the first token.
+        tokens: all that came.
+        cached: tokens of the prompt that were cached.
+    """
+
+    seconds: float
+    tokens: list[int]
+    cached: int
+
+
+async def ask(client: AsyncClient, prompt: list[int], salt: str = "") -> Answer:
+    """Send a prompt; answers under other salts share no cached prefix."""
+    began, tokens, seconds, cached = time.perf_counter(), list[int](), 0.0, 0
+    stream = client.generate(
+        prompt,
+        max_tokens=OUTPUT,
+        temperature=0,
+        ignore_eos=True,
+        token_ids=True,
+        cache_salt=salt,
+    )
+    async for event in stream.events():
+        if isinstance(event, Delta) and event.token_ids:
+            seconds = seconds or time.perf_counter() - began
+            tokens += event.token_ids
+        elif isinstance(event, Finished):
+            cached = event.usage.cached_tokens
+    print(f"{seconds * 1e3:8.1f} ms, {cached:4} tokens cached")
+    return Answer(seconds, tokens, cached)
+
+
+async def measure(
+    address: str, prefix_tokens: int, rounds: int
+) -> tuple[dict[str, list[float]], int]:
+    """Time prompts by what became of their prefix before.
+
+    Returns:
+        The seconds to the first token of each round, and the number of prompts with a cached prefix
+        whose tokens were those of the same prompt without.
+    """
     draw = random.Random(0)
     times: dict[str, list[float]] = {"new": [], "seen once": [], "cached": []}
+    same = 0
     async with AsyncClient(address) as client:
-
-        async def ask(prompt: list[int]) -> float:
-            load = Load(client, "", salt="")
-            await load.send_closed([Request(prompt, 1, ignore_eos=True)], 1)
-            (record,) = load.records
-            print(f"{record.ttft * 1e3:8.1f} ms, {record.cached_tokens:4} tokens cached")
-            return record.ttft
-
-        await ask(draw.choices(VOCABULARY, k=prefix_tokens + TAIL))  # warms the server up
-        for _ in range(rounds):
+        await ask(client, draw.choices(VOCABULARY, k=prefix_tokens + TAIL))  # warms the server up
+        for number in range(rounds):
             prefix = draw.choices(VOCABULARY, k=prefix_tokens)
             for found in times.values():
-                found.append(await ask(prefix + draw.choices(VOCABULARY, k=TAIL)))
-    return times
+                prompt = prefix + draw.choices(VOCABULARY, k=TAIL)
+                answer = await ask(client, prompt)
+                found.append(answer.seconds)
+            again = await ask(client, prompt, salt=f"round {number}")
+            same += answer.tokens == again.tokens and answer.cached > 0 == again.cached
+    return times, same
 
 
 def main() -> None:
@@ -61,11 +105,12 @@ def main() -> None:
     if model in shapes.SHAPES:
         model = str(shapes.provide(model, Path(tempfile.gettempdir()) / "octavo-prefix-caching"))
     with local_server(model, *options.flags) as address:
-        times = asyncio.run(measure(address, options.prefix, options.rounds))
+        times, same = asyncio.run(measure(address, options.prefix, options.rounds))
     print(f"\ntime to the first token, median of {options.rounds} rounds:")
     for name, seconds in times.items():
         print(f"  prefix of {options.prefix} tokens {name}: {median(seconds) * 1e3:8.1f} ms")
     print(f"  ratio: {median(times['new']) / median(times['cached']):.1f}x")
+    print(f"the same {OUTPUT} tokens as without the cache: {same} of {options.rounds}")
 
 
 if __name__ == "__main__":
