@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "state_calls.h"
 #include "states.h"
@@ -9,7 +10,8 @@
 namespace {
 
 constexpr int kChannels = 64;  // of an item
-constexpr int kMostTokens = 64;  // that stay in a core's first cache
+constexpr int kAhead = 16;     // tokens from the one that is computed to the one prefetched
+constexpr int kVectors = std::max(1, 32 / kLanes);  // computed together: a cache line of 16 bits
 constexpr int kMostWidth = 8;
 
 // Copies elements as floats, with zeros up to a whole vector.
@@ -24,6 +26,7 @@ template <class T, int kWidth>
 class Worker {
   using Stored = typename T::Stored;
   static constexpr int kPast = kWidth - 1;
+  static constexpr std::make_index_sequence<kLanes> kEach{};
 
  public:
   explicit Worker(const CausalConv& p) : p_(p) {}
@@ -43,54 +46,90 @@ class Worker {
   }
 
  private:
-  // Copies rows of kColumns to columns[i][first + row].
+  // Copies rows of kColumns to columns[i][first + row]. Whole vectors of rows are readable.
   template <int kColumns>
   static void take_columns(const float* rows, int count, float (*columns)[kChannels], int first) {
-    for (int row = 0; row < count; row++)
+    int row = 0;
+    if constexpr (kColumns == 3)
+      for (; row + kLanes <= count; row += kLanes) {
+        Floats three[3];
+        for (int i = 0; i < 3; i++) three[i] = load<Floats>(rows + row * 3 + i * kLanes);
+        store(&columns[0][first + row], column_of_3<0>(three, kEach));
+        store(&columns[1][first + row], column_of_3<1>(three, kEach));
+        store(&columns[2][first + row], column_of_3<2>(three, kEach));
+      }
+    for (; row < count; row++)
 #pragma GCC unroll 8
       for (int i = 0; i < kColumns; i++) columns[i][first + row] = rows[row * kColumns + i];
+  }
+
+  // Does the reverse with past_.
+  void put_columns(int first, int count, float* rows) const {
+    int row = 0;
+    if constexpr (kPast == 3)
+      for (; row + kLanes <= count; row += kLanes) {
+        Floats three[3];
+        for (int i = 0; i < 3; i++) three[i] = load<Floats>(&past_[i][first + row]);
+        store(rows + row * 3, rows_of_3<0>(three, kEach));
+        store(rows + row * 3 + kLanes, rows_of_3<1>(three, kEach));
+        store(rows + row * 3 + 2 * kLanes, rows_of_3<2>(three, kEach));
+      }
+    for (; row < count; row++)
+#pragma GCC unroll 8
+      for (int i = 0; i < kPast; i++) rows[row * kPast + i] = past_[i][first + row];
   }
 
   void run_sequence(int seq) {
     const int tokens = p_.rows.query_count(seq), start = p_.rows.first_token(seq);
     read_state(seq);
-    for (int done = 0; done < tokens; done += kMostTokens)
-      for (int i = 0; i < count_; i += kLanes)
-        convolve(start + done, std::min(kMostTokens, tokens - done), i);
+    int channel = 0;
+    for (; channel + kVectors * kLanes <= count_; channel += kVectors * kLanes)
+      convolve<kVectors>(start, tokens, channel);
+    for (; channel < count_; channel += kLanes) convolve<1>(start, tokens, channel);
     write_state(seq);
   }
 
-  // Computes a vector of channels for some tokens, and leaves their last inputs in past_.
+  // Computes some vectors of channels, and leaves their last inputs in past_. Rows of inputs are so
+  // far apart that a cache keeps few of the same place, so each line is used once.
+  template <int kCount>
   void convolve(int64_t token, int tokens, int channel) {
-    Floats past[kPast + 1], taps[kWidth];
-    for (int i = 0; i < kPast; i++) past[i] = load<Floats>(&past_[i][channel]);
-    for (int i = 0; i < kWidth; i++) taps[i] = load<Floats>(&taps_[i][channel]);
-    const Floats bias = load<Floats>(&bias_[channel]);
-    const int wide = std::min(kLanes, count_ - channel);
+    Floats past[kCount][kPast + 1], taps[kCount][kWidth], bias[kCount];
+    for (int v = 0; v < kCount; v++) {
+      const int at = channel + v * kLanes;
+      for (int i = 0; i < kPast; i++) past[v][i] = load<Floats>(&past_[i][at]);
+      for (int i = 0; i < kWidth; i++) taps[v][i] = load<Floats>(&taps_[i][at]);
+      bias[v] = load<Floats>(&bias_[at]);
+    }
+    const int wide = std::min(kCount * kLanes, count_ - channel);
     const auto* x = static_cast<const Stored*>(p_.x) + token * p_.x_stride + first_ + channel;
     auto* out = static_cast<Stored*>(p_.out) + token * p_.channels + first_ + channel;
     for (int t = 0; t < tokens; t++, x += p_.x_stride, out += p_.channels) {
-      past[kPast] = load_some(x, wide);
-      Floats sum = bias;
+      __builtin_prefetch(x + kAhead * p_.x_stride);
 #pragma GCC unroll 8
-      for (int i = 0; i < kWidth; i++) sum += past[i] * taps[i];
+      for (int v = 0; v < kCount; v++) {
+        past[v][kPast] = load_some(x + v * kLanes, wide);
+        Floats sum = bias[v];
 #pragma GCC unroll 8
-      for (int i = 0; i < kPast; i++) past[i] = past[i + 1];
-      if (p_.silu) sum = sum / (power_of_e(-sum) + 1.f);
-      store_some(out, wide, sum);
+        for (int i = 0; i < kWidth; i++) sum += past[v][i] * taps[v][i];
+#pragma GCC unroll 8
+        for (int i = 0; i < kPast; i++) past[v][i] = past[v][i + 1];
+        if (p_.silu) sum = sum / (power_of_e(-sum) + 1.f);
+        store_some(out + v * kLanes, wide, sum);
+      }
     }
-    for (int i = 0; i < kPast; i++) store(&past_[i][channel], past[i]);
+    for (int v = 0; v < kCount; v++)
+      for (int i = 0; i < kPast; i++) store(&past_[i][channel + v * kLanes], past[v][i]);
   }
 
   static Floats load_some(const Stored* from, int count) {
-    if (count == kLanes) return T::load_floats(from);
+    if (count >= kLanes) return T::load_floats(from);
     float wide[kLanes];
     widen<T>(from, count, wide);
     return load<Floats>(wide);
   }
 
   static void store_some(Stored* to, int count, Floats v) {
-    if (count == kLanes) return T::store_floats(to, v);
+    if (count >= kLanes) return T::store_floats(to, v);
     float wide[kLanes];
     store(wide, v);
     narrow<T>(wide, count, to);
@@ -124,9 +163,7 @@ class Worker {
   void write_state(int seq) {
     for_each_row(seq, [&](Stored* to, int channel, int count) {
       float wide[(kChannels + kLanes) * kPast];
-      for (int c = 0; c < count; c++)
-#pragma GCC unroll 8
-        for (int i = 0; i < kPast; i++) wide[c * kPast + i] = past_[i][channel + c];
+      put_columns(channel, count, wide);
       narrow<T>(wide, count * kPast, to);
     });
   }

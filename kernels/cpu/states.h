@@ -69,17 +69,48 @@ inline Floats softplus(Floats x) {
   return max(x, Floats{}) + 2.f * s * series;
 }
 
-template <int kOdd, size_t... kIndex>
-Floats every_other(Floats a, Floats b, std::index_sequence<kIndex...>) {
+// Returns the elements `kPlace` of two vectors, those of b from kLanes on.
+template <size_t... kPlace>
+Floats choose(Floats a, Floats b, std::index_sequence<kPlace...>) {
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
-  return __builtin_shufflevector(a, b, int(2 * kIndex + kOdd)...);
+  return __builtin_shufflevector(a, b, int(kPlace)...);
 #endif
 #endif
   float both[2 * kLanes];
   store(both, a);
   store(both + kLanes, b);
-  return Floats{both[2 * kIndex + kOdd]...};
+  return Floats{both[kPlace]...};
+}
+
+template <int kOdd, size_t... kIndex>
+Floats every_other(Floats a, Floats b, std::index_sequence<kIndex...>) {
+  return choose(a, b, std::index_sequence<2 * kIndex + kOdd...>());
+}
+
+// Returns column kColumn of kLanes rows of 3 elements, which three vectors hold.
+template <int kColumn, size_t... kIndex>
+Floats column_of_3(const Floats* rows, std::index_sequence<kIndex...>) {
+  constexpr size_t two = 2 * kLanes;
+  const Floats first = choose(
+      rows[0], rows[1],
+      std::index_sequence<(3 * kIndex + kColumn < two ? 3 * kIndex + kColumn : 0)...>());
+  return choose(first, rows[2],
+                std::index_sequence<(3 * kIndex + kColumn < two
+                                         ? kIndex
+                                         : 3 * kIndex + kColumn - two + kLanes)...>());
+}
+
+// Returns vector kVector of kLanes rows of 3 elements, given their columns.
+template <int kVector, size_t... kIndex>
+Floats rows_of_3(const Floats* columns, std::index_sequence<kIndex...>) {
+  constexpr size_t first = kVector * kLanes;
+  const Floats two = choose(
+      columns[0], columns[1],
+      std::index_sequence<(first + kIndex) / 3 + ((first + kIndex) % 3 == 1 ? kLanes : 0)...>());
+  return choose(two, columns[2],
+                std::index_sequence<((first + kIndex) % 3 == 2 ? kLanes + (first + kIndex) / 3
+                                                               : kIndex)...>());
 }
 
 // Returns the sums of the lanes of kLanes vectors, which are overwritten.
