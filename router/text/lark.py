@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octavo.router.text.model_text import ModelText
@@ -59,6 +59,18 @@ class Lark:
         """Return what matches a marker, if a text is one, or the text."""
         return self.text(text) if self.token(text) is None else self.marker(text)
 
+    def parts(self, text: str) -> list[str]:
+        """Return a text cut at the markers in it that are one token."""
+        markers = [one for one in self._model.tokens if one in text and self.token(one) is not None]
+        if not markers:
+            return [text] if text else []
+        longest = sorted(markers, key=len, reverse=True)
+        return [part for part in re.split(f"({'|'.join(map(re.escape, longest))})", text) if part]
+
+    def filled(self, text: str, name: str) -> str:
+        """Return what matches a text with markers and `{}`, in place of which a name is."""
+        return sequence(*(self.part(part.replace("{}", name)) for part in self.parts(text)))
+
     def rule(self, name: str, body: str) -> str:
         """Add a rule; return its name, in front of which is what no client's rule begins with."""
         prefix = PREFIX.upper() if name.isupper() else PREFIX
@@ -101,21 +113,42 @@ class Lark:
         excluded = sorted({*self._eos, *(i for i in ids if i is not None)})
         return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
 
-    def until(self, marker: str) -> str:
-        """Return what matches any text up to and with a marker."""
-        token = self.tokens_but(marker)
-        if token is not None:
-            return f"{token}* {self.marker(marker)}"
-        return self.rule("text_lazy[lazy]", f"{ANY_TEXT[:-1]}{_escaped(marker)}/")
+    def until(self, marker: str, *others: str) -> str:
+        """Return what matches any text up to and with a marker, that has none of some others."""
+        if self.token(marker) is not None:
+            return sequence(self.without(marker, *others), self.marker(marker))
+        plain = self._plain([marker, *others])
+        return self.rule("TEXT", f"({plain}) {self.text(marker)}")
 
     def without(self, *markers: str) -> str:
-        """Return what matches any text, perhaps none, that has none of some markers."""
-        token = self.tokens_but(*markers)
-        if token is not None:
-            return f"{token}*"
+        """Return what matches any text, perhaps none, that has none of some markers.
+
+        It has none in any spelling: what reads outputs sees text, not tokens.
+        """
+        plain = self.rule("TEXT", self._plain(markers))
+        others = self._other_tokens(markers)
+        return sequence(plain, f"(<[{others}]> {plain})*") if others else plain
+
+    def _plain(self, markers: Iterable[str]) -> str:
+        """Return a terminal of text without markers and without tokens that are no text."""
         # A negation may match what is no text, hence the other half.
-        found = "|".join(map(_escaped, markers))
-        return self.rule("TEXT", f"{ANY_TEXT} & ~/(?s:.*)({found})(?s:.*)/")
+        return f"{ANY_TEXT} & ~/(?s:.*)({'|'.join(map(escaped, markers))})(?s:.*)/"
+
+    def _other_tokens(self, markers: Iterable[str]) -> str:
+        """Return the ranges of tokens that no terminal of text matches, markers excluded."""
+        excluded = self._eos | {self._model.tokens.get(marker) for marker in markers}
+        ids = sorted(
+            i
+            for one, i in self._model.tokens.items()
+            if self.token(one) is not None and i not in excluded
+        )
+        ranges: list[list[int]] = []
+        for token_id in ids:
+            if ranges and ranges[-1][1] == token_id - 1:
+                ranges[-1][1] = token_id
+            else:
+                ranges.append([token_id, token_id])
+        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
     def render(self, start: str) -> str:
         """Return the grammar with this first rule."""
@@ -159,6 +192,6 @@ def _slash(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a regular expression that matches a text."""
     return "".join(c if c.isalnum() or c in "<> _" else f"\\{c}" for c in text)
