@@ -120,14 +120,21 @@ class Lark:
         plain = self._plain([marker, *others])
         return self.rule("TEXT", f"({plain}) {self.text(marker)}")
 
-    def without(self, *markers: str) -> str:
+    def without(self, *markers: str, first: str = "") -> str:
         """Return what matches any text, perhaps none, that has none of some markers.
 
         It has none in any spelling: what reads outputs sees text, not tokens.
+
+        Args:
+            markers: The markers.
+            first: A character with which the text does not begin, white space left out.
         """
-        plain = self.rule("TEXT", self._plain(markers))
+        plain = start = self.rule("TEXT", self._plain(markers))
+        if first:
+            begins = rf"~/[\s\x1c-\x1f]*{escaped(first)}(?s:.*)/"
+            start = self.rule("TEXT", f"{self._plain(markers)} & {begins}")
         others = self._other_tokens(markers)
-        return sequence(plain, f"(<[{others}]> {plain})*") if others else plain
+        return sequence(start, f"(<[{others}]> {plain})*") if others else start
 
     def _plain(self, markers: Iterable[str]) -> str:
         """Return a terminal of text without markers and without tokens that are no text."""

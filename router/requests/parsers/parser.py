@@ -1,9 +1,8 @@
 """What every output parser does: it takes a text as it grows, and gives typed pieces of it."""
 
-import json
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from octavo.router.text.markers import first_match, possible_start
 
@@ -81,22 +80,3 @@ class Buffer:
         """Return and take all of it."""
         text, self._text = self._text, ""
         return text
-
-
-def json_text(value: Any) -> str:  # noqa: ANN401 - any JSON
-    """Return a value as JSON that UTF-8 can encode: halves of surrogate pairs stay escaped.
-
-    Raises:
-        ValueError: It has a number that is not finite.
-        TypeError: JSON has no such value.
-    """
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() or _encodable(text) else json.dumps(value, allow_nan=False)
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import re
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from typing import Any
 
 from octavo.router.requests.parsers.json_call import JsonValue
 from octavo.router.requests.parsers.marked_calls import Call
-from octavo.router.requests.parsers.parser import Buffer, Kind, Piece, json_text
-from octavo.router.requests.parsers.tool_schema import argument_schema, json_types, types_of
+from octavo.router.requests.parsers.parser import Buffer, Kind, Piece
+from octavo.router.requests.parsers.tool_schema import argument_schema, types_of
+from octavo.router.requests.parsers.values import json_text, types_of_json
 
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?", re.ASCII)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
@@ -201,29 +200,16 @@ class TaggedCall(Call):
 def as_json(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON: what its text stands for if its types allow that, else a string."""
     plain = text.strip()
-    found = _json_types(plain)
+    found = types_of_json(plain) - {"string"}
     if found and ("string" not in types or found & types):
         return plain
     if "string" in types:
         word = _PYTHON_WORDS.get(plain)
-        return word if word and _json_types(word) & types else json.dumps(text, ensure_ascii=False)
+        return (
+            word if word and types_of_json(word) & types else json.dumps(text, ensure_ascii=False)
+        )
     try:  # some models write as Python does
         value = ast.literal_eval(plain)
         return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else json_text(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-
-
-def _json_types(text: str) -> frozenset[str]:
-    """Return the types of a JSON value that is no string; empty if a text is none."""
-    if _NUMBER.fullmatch(text):  # of any length
-        return json_types(1.0 if set(text) & set(".eE") else 1)
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return frozenset()
-    return json_types(value) - {"string"}
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

@@ -35,6 +35,7 @@ FORMATS = {
     "ipv4": f"({_BYTE}\\.){{3}}{_BYTE}",
 }
 """Regular expressions of strings of some formats; not of all that a format allows."""
+_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 _SPACE = r"[\s\x1c-\x1f]*"
 _NUMBER = r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 _READ_AS = {
@@ -227,6 +228,9 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
     """
     if not isinstance(pattern, str):
         return None
+    pattern = with_ascii_classes(pattern)
+    if pattern is None:
+        return None
     plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
     inner = plain.removeprefix("^").removesuffix("$")
     if "^" in inner or "$" in inner or re.search(r"\\[bBAzZG]", pattern):
@@ -238,6 +242,27 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
     body = pattern[begins : len(pattern) - ends]
     body = re.sub(r"\\.|/|\n", _in_terminal, body, flags=re.DOTALL)
     return f"{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
+
+
+def with_ascii_classes(pattern: str) -> str | None:
+    """Return an expression with what ECMA 262 takes for digits and word characters, in ASCII.
+
+    None if it has the opposites of these within brackets.
+    """
+    inside, parts = False, []
+    for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
+        known = _CLASSES.get(part.lower()) if part[0] == "\\" else None
+        opposite = part != part.lower()
+        if known is None:
+            parts.append(part)
+            inside = part == "[" or (inside and part != "]")
+        elif not inside:
+            parts.append(f"[{'^' if opposite else ''}{known}]")
+        elif not opposite:
+            parts.append(known)
+        else:
+            return None
+    return "".join(parts)
 
 
 def _in_terminal(found: re.Match[str]) -> str:

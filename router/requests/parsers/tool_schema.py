@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from octavo.router.requests.parsers.values import json_types
+
 Schema: TypeAlias = Mapping[str, Any]
 
 ANNOTATIONS = frozenset(
@@ -154,21 +156,6 @@ def refers_to_whole(schema: Any) -> bool:  # noqa: ANN401 - any JSON
 def with_definitions(schema: Schema, root: Schema) -> Schema:
     """Return a part of a schema, with the definitions that the whole has."""
     return {**schema, **{key: root[key] for key in DEFINITIONS if key in root}}
-
-
-def json_types(value: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
-    """Return the names that JSON Schema has for a value's type."""
-    if value is None:
-        return frozenset({"null"})
-    if isinstance(value, bool):
-        return frozenset({"boolean"})
-    if isinstance(value, int):
-        return frozenset({"integer", "number"})
-    if isinstance(value, float):
-        return frozenset({"number"})
-    if isinstance(value, str):
-        return frozenset({"string"})
-    return frozenset({"object"} if isinstance(value, Mapping) else {"array"})
 
 
 def values_of(schema: Schema, root: Schema) -> Values | None:

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from octavo.common.rpc import RpcError
 from octavo.router.requests.output_plan import OutputFormats
@@ -76,7 +77,7 @@ class Model:
         self.text = ModelText("{{ tools }}", True, text.tokens, text.special, **options)
         self.matcher_tokens = LLTokenizer(self.tokenizer.to_str(), eos_token=[EOS])
 
-    def draw(self, grammar: str, seed: int, most: int = 600) -> str:
+    def draw(self, grammar: str, seed: int, most: int = 2000) -> str:
         """Return a random output that a grammar allows, which must come to an end."""
         matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
         draw, ids = random.Random(seed), []
@@ -90,6 +91,11 @@ class Model:
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
         raise AssertionError("it does not end")
+
+    def bytes(self, text: bytes) -> list[int]:
+        """Return the tokens of single bytes."""
+        letters = bytes_to_unicode()
+        return [self.tokenizer.token_to_id(letters[byte]) for byte in text]
 
     def allows(self, grammar: str, text: str) -> bool:
         matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
