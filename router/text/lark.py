@@ -33,6 +33,7 @@ class Lark:
         self._eos = eos_token_ids
         self._rules: dict[str, tuple[str, str]] = {}
         self._sources: list[str] = []
+        self._parts: dict[str, list[str]] = {}  # of texts that have been cut
 
     @property
     def template(self) -> str:
@@ -47,20 +48,24 @@ class Lark:
         return None
 
     def marker(self, text: str) -> str:
-        """Return what matches a marker."""
-        token_id = self.token(text)
-        return self.text(text) if token_id is None else f"<[{token_id}]>"
+        """Return what matches a text, in which markers are."""
+        return sequence(*map(self._piece, self.parts(text)))
+
+    def _piece(self, part: str) -> str:
+        token_id = self.token(part)
+        return self.text(part) if token_id is None else f"<[{token_id}]>"
 
     def text(self, text: str) -> str:
         """Return what matches a text."""
         return json.dumps(text)
 
-    def part(self, text: str) -> str:
-        """Return what matches a marker, if a text is one, or the text."""
-        return self.text(text) if self.token(text) is None else self.marker(text)
-
     def parts(self, text: str) -> list[str]:
         """Return a text cut at the markers in it that are one token."""
+        if text not in self._parts:
+            self._parts[text] = self._cut(text)
+        return self._parts[text]
+
+    def _cut(self, text: str) -> list[str]:
         markers = [one for one in self._model.tokens if one in text and self.token(one) is not None]
         if not markers:
             return [text] if text else []
@@ -69,7 +74,7 @@ class Lark:
 
     def filled(self, text: str, name: str) -> str:
         """Return what matches a text with markers and `{}`, in place of which a name is."""
-        return sequence(*(self.part(part.replace("{}", name)) for part in self.parts(text)))
+        return sequence(*(self._piece(part.replace("{}", name)) for part in self.parts(text)))
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule; return its name, in front of which is what no client's rule begins with."""
@@ -113,12 +118,24 @@ class Lark:
         excluded = sorted({*self._eos, *(i for i in ids if i is not None)})
         return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
 
+    def head(self, marker: str) -> tuple[str, str]:
+        """Return what a terminal in front of a marker must end with, and what matches the rest.
+
+        A terminal takes all the text it can, so what is text in the marker must be in it.
+        """
+        first, *others = self.parts(marker)
+        if self.token(first) is not None:
+            return "", self.marker(marker)
+        return self.text(first), sequence(*map(self._piece, others))
+
     def until(self, marker: str, *others: str) -> str:
         """Return what matches any text up to and with a marker, that has none of some others."""
-        if self.token(marker) is not None:
-            return sequence(self.without(marker, *others), self.marker(marker))
         plain = self._plain([marker, *others])
-        return self.rule("TEXT", f"({plain}) {self.text(marker)}")
+        head, rest = self.head(marker)
+        last = self.rule("TEXT", f"({plain}) {head}" if head else plain)
+        tokens = self._other_tokens([marker, *others])
+        before = f"({self.rule('TEXT', plain)} <[{tokens}]>)*" if tokens else ""
+        return sequence(before, last, rest)
 
     def without(self, *markers: str, first: str = "") -> str:
         """Return what matches any text, perhaps none, that has none of some markers.
@@ -143,7 +160,7 @@ class Lark:
 
     def _other_tokens(self, markers: Iterable[str]) -> str:
         """Return the ranges of tokens that no terminal of text matches, markers excluded."""
-        excluded = self._eos | {self._model.tokens.get(marker) for marker in markers}
+        excluded = self._eos | {self.token(part) for one in markers for part in self.parts(one)}
         ids = sorted(
             i
             for one, i in self._model.tokens.items()
@@ -201,4 +218,6 @@ def _slash(found: re.Match[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return a regular expression that matches a text."""
-    return "".join(c if c.isalnum() or c in "<> _" else f"\\{c}" for c in text)
+    return "".join(
+        f"\\{c}" if c.isascii() and not c.isalnum() and c not in "<> _" else c for c in text
+    )

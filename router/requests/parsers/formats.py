@@ -208,9 +208,9 @@ def named_call(
             lark.rule(
                 "named",
                 sequence(
-                    *(lark.part(part.replace("{name}", tool.name)) for part in opening),
+                    *(lark.marker(part.replace("{name}", tool.name)) for part in opening),
                     lark.json(tool.allowed),
-                    *map(lark.part, closing),
+                    *map(lark.marker, closing),
                 ),
             )
             for tool in tools

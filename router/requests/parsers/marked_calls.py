@@ -87,7 +87,9 @@ class MarkedCalls(Parser):
         if self._call is not None:
             self._call.flush(pieces)
         else:
-            self._content(self._buffer.rest(), pieces)
+            rest = self._buffer.rest()
+            # Behind a call it is a marker that was cut off.
+            self._content("" if self._after_call else rest, pieces)
             if self._lines and not self._after_call:
                 pieces.append(Piece(Kind.CONTENT, self._lines))
         return pieces

@@ -25,6 +25,7 @@ class TaggedFormat(ToolFormat):
         begin: What begins a call, in front of its name; empty: the trigger does.
         lead: What is between the trigger and the first call.
         shown: Tokens in tags.
+        ignored: Further markers around calls, which some of the models write.
         tags: How calls are read.
         layout: How they are written.
     """
@@ -34,6 +35,7 @@ class TaggedFormat(ToolFormat):
     begin: ClassVar[str] = ""
     lead: ClassVar[str] = ""
     shown: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
     tags: ClassVar[Tags]
     layout: ClassVar[Layout]
 
@@ -49,7 +51,7 @@ class TaggedFormat(ToolFormat):
         opens: dict[str, Callable[[], Call]] = {self.trigger: partial(JsonOr, call)}
         if self.begin:
             opens = {self.begin: call, self.trigger: JsonOr}
-        return MarkedCalls(opens, (self.closing,), shown=self.shown)
+        return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches calls behind the marker."""

@@ -83,9 +83,7 @@ class TaggedGrammar:
         self._lark = lark
         self._tags = tags
         self._layout = layout
-        parts = lark.parts(layout.close)
-        self._head = "" if lark.token(parts[0]) is not None else parts[0]
-        self._rest = sequence(*map(lark.part, parts[1:] if self._head else parts))
+        self._head, self._rest = lark.head(layout.close)
         self._pads = layout.close != tags.value_close
 
     def call(self, tool: Tool) -> str | None:
@@ -108,43 +106,38 @@ class TaggedGrammar:
             if more is None:
                 return None
             parts.append(f"({more})*")
-        parts += map(self._lark.part, self._lark.parts(self._layout.end))
+        parts.append(self._lark.marker(self._layout.end))
         return self._lark.rule("tagged", sequence(*parts))
 
     def _argument(self, argument: Argument, root: Schema) -> str | None:
         name = argument.name
         if name != name.strip() or not name or re.search(r'[\n<>"=]', name):
             return None
-        values = values_of(argument.schema, root)
-        return values and self._written(
-            values, argument.schema, root, lambda text: self._lark.filled(text, name)
-        )
+        return self._written(argument.schema, root, lambda text: self._lark.filled(text, name))
 
     def _any_argument(self, schema: Schema, root: Schema) -> str | None:
         """Return what matches an argument of any name."""
-        values = values_of(schema, root)
-        return values and self._written(values, schema, root, self._with_any_name)
+        return self._written(schema, root, self._with_any_name)
 
     def _with_any_name(self, text: str) -> str:
         before, _, behind = text.partition("{}")
         return sequence(
-            *map(self._lark.part, self._lark.parts(before)),
-            self._lark.rule("KEY", _KEY),
-            *map(self._lark.part, self._lark.parts(behind)),
+            self._lark.marker(before), self._lark.rule("KEY", _KEY), self._lark.marker(behind)
         )
 
-    def _written(
-        self, values: Values, schema: Schema, root: Schema, named: Callable[[str], str]
-    ) -> str | None:
+    def _written(self, schema: Schema, root: Schema, named: Callable[[str], str]) -> str | None:
         """Return what matches an argument, its tags included."""
-        types = types_of(schema, root)
+        values = values_of(schema, root)
+        if values is None:
+            return None
         told = self._tags.attributes is not None
-        texts = self._texts(values, frozenset() if told else types)
+        texts = self._texts(values, frozenset() if told else types_of(schema, root))
         if texts is None:
             return None
+        free: Schema = {}
         others = [
             sequence(self._lark.json(with_definitions(one, root)), self._closing)
-            for one in ({},) * (values.free and told) + values.others
+            for one in (*([free] if values.free and told else ()), *values.others)
         ]
         if not texts and not others:
             return None
@@ -161,7 +154,7 @@ class TaggedGrammar:
 
     @property
     def _closing(self) -> str:
-        return sequence(self._lark.text(self._head) if self._head else "", self._rest)
+        return sequence(self._head, self._rest)
 
     def _texts(self, values: Values, types: frozenset[str]) -> list[str] | None:
         """Return what matches each kind of text that is a string, and the closing tag."""
@@ -196,8 +189,7 @@ class TaggedGrammar:
         return self._terminal(f"({' & '.join(parts)})")
 
     def _terminal(self, body: str) -> str:
-        head = self._lark.text(self._head) if self._head else ""
-        return sequence(self._lark.rule("VALUE", sequence(body, head)), self._rest)
+        return sequence(self._lark.rule("VALUE", sequence(body, self._head)), self._rest)
 
 
 def string_conditions(schema: Schema) -> list[str] | None:

@@ -47,7 +47,7 @@ ARGUMENTS = {
 }
 
 
-NATIVE = ("qwen3_coder", "glm", "minimax", "pythonic")
+NATIVE = ("qwen3_coder", "glm", "minimax", "dsml", "seed_oss", "pythonic")
 """Formats whose grammars of arguments are not those of JSON."""
 
 
@@ -111,7 +111,7 @@ SNIPPETS = (
         ", ",
         ")",
     ),
-    *(["\n</parameter>", "</arg_value>", '"', ", "] * 5),
+    *(["\n</parameter>", "</arg_value>", "</", '"', ", "] * 5),
     *("<tool_call|>", "</seed:tool_call>", "<function=", "\x1c", "日"),
 )
 
