@@ -145,21 +145,12 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion | T:
-        """Return the whole answer, or an instance of `schema`.
-
-        Args:
-            prompt: Text, messages or token ids.
-            schema: A pydantic model, or another type that pydantic makes a JSON Schema of: the
-                output is constrained to it.
-            timeout: Deadline in seconds.
-            **options: See GenerateOptions.
+        """Return the whole answer, or an instance of `schema`; see `Client.complete`.
 
         Raises:
             OutputError: The output was cut, or a validator of `schema` refuses it.
             Error: The request failed.
         """
-        if schema is None:
-            return await self.generate(prompt, timeout=timeout, **options).complete()
         stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
         return instance(await stream.complete(), schema)
 

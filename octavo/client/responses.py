@@ -148,7 +148,12 @@ def _finished(finished: pb.Finished) -> Finished:
     return Finished(
         index=finished.index,
         reason=_REASONS.get(finished.reason, FinishReason.UNSPECIFIED),
-        usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens),
+        usage=Usage(
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.output_tokens,
+            usage.reasoning_tokens,
+        ),
         stop_string=finished.stop_string or None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         score=finished.score if finished.HasField("score") else None,

@@ -12,12 +12,14 @@ from octavo.common.sampling_parameters import GenerateOptions
 T = TypeVar("T")
 
 
-def constrained(options: GenerateOptions, schema: type[T]) -> GenerateOptions:
-    """Return options that constrain the one output to the JSON Schema of a type.
+def constrained(options: GenerateOptions, schema: type[T] | None) -> GenerateOptions:
+    """Return options that constrain the one output to the JSON Schema of a type, if there is one.
 
     Raises:
         InvalidArgumentError: There are several outputs, or another schema.
     """
+    if schema is None:
+        return options
     if (options.get("n") or 1) > 1:
         raise invalid("sampling.n", "complete() with schema returns one output: n must be 1")
     if options.get("json_schema") is not None:
@@ -25,12 +27,14 @@ def constrained(options: GenerateOptions, schema: type[T]) -> GenerateOptions:
     return {**options, "json_schema": schema}
 
 
-def instance(completion: Completion, schema: type[T]) -> T:
-    """Return the first output as an instance of a type.
+def instance(completion: Completion, schema: type[T] | None) -> Completion | T:
+    """Return the first output as an instance of a type, or all of them if there is no type.
 
     Raises:
         OutputError: It was cut, or a validator of the type refuses it.
     """
+    if schema is None:
+        return completion
     output = completion.outputs[0]
     try:
         return TypeAdapter(schema).validate_json(output.text)

@@ -140,8 +140,6 @@ class Client(BaseClient):
             OutputError: The output was cut, or a validator of `schema` refuses it.
             Error: The request failed.
         """
-        if schema is None:
-            return self.generate(prompt, timeout=timeout, **options).complete()
         stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
         return instance(stream.complete(), schema)
 

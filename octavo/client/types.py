@@ -75,11 +75,19 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted for one output; `cached_tokens` of the prompt were in the cache."""
+    """Tokens counted for one output.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        cached_tokens: Of these, those that were in the prefix cache.
+        output_tokens: Generated.
+        reasoning_tokens: Of these, those within reasoning.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +201,8 @@ class Completion:
         """The prompt's tokens, counted once, and all outputs' tokens."""
         first = self.outputs[0].usage
         sampled = sum(output.usage.output_tokens for output in self.outputs)
-        return Usage(first.prompt_tokens, first.cached_tokens, sampled)
+        reasoned = sum(output.usage.reasoning_tokens for output in self.outputs)
+        return Usage(first.prompt_tokens, first.cached_tokens, sampled, reasoned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,8 +174,10 @@ class Answer:
                 pass  # the token that was made all the same is not shown
             case "delta" if self._request.usage_chunks:
                 used.output_tokens += len(response.delta.token_ids)
-            case "finished" if not self._request.usage_chunks:
-                used.output_tokens += response.finished.usage.output_tokens
+            case "finished":
+                used.reasoning_tokens += response.finished.usage.reasoning_tokens
+                if not self._request.usage_chunks:
+                    used.output_tokens += response.finished.usage.output_tokens
 
     def _index(self, i: int, output: int) -> int:
         """Return the number among all choices of an output of call `i`."""

@@ -53,6 +53,7 @@ class Output:
         "_parser",
         "_pieces",
         "_reasoning",
+        "_reasoning_tokens",
         "_reported",
         "_stop_strings",
         "_stopped",
@@ -98,6 +99,7 @@ class Output:
         self._stopped = False  # by a token
         self._taken = 0  # tokens that came before the last `take`
         self._reported = 0  # tokens whose ids were sent
+        self._reasoning_tokens = 0
         self._delta = generation_pb2.Delta(index=index)  # log-probabilities not yet sent
         self._finish_sent = False
 
@@ -135,7 +137,7 @@ class Output:
         for i, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
             if i < plain:
-                self._show(self._detokenizer.feed(token_id))
+                self._take_text(token_id)
             if self.ended:
                 break
         if self._options.HasField("logprobs"):
@@ -171,11 +173,19 @@ class Output:
                 prompt_tokens=prompt_tokens,
                 cached_tokens=cached_tokens,
                 output_tokens=len(self.token_ids),
+                reasoning_tokens=self._reasoning_tokens,
             ),
             stop_string=self._stop_strings.found or "",
             stop_token_id=self.token_ids[-1] if self._stopped else None,
             score=self.score,
         )
+
+    def _take_text(self, token_id: int) -> None:
+        """Show a token's text; count the token if it is within reasoning."""
+        reasoned = self._parser is not None and self._parser.reasons
+        self._show(self._detokenizer.feed(token_id))
+        if reasoned and self._parser is not None and self._parser.reasons:
+            self._reasoning_tokens += 1
 
     def _show(self, text: str) -> None:
         """Show text, up to a stop string, which ends the output unless it is too early."""

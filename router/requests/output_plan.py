@@ -1,8 +1,8 @@
 """How a request's outputs are read, and which form they must have."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.common import rpc
@@ -126,11 +126,16 @@ class OutputFormats:
         if grammar is not None:
             message.constraint.grammar = grammar
             form = form and form.constrained
+            context = replace(context, held=plan.held)
         return OutputPlan(context, form, reasoning)
 
 
 class _Constraint:
-    """Makes the grammar of whole outputs: reasoning, calls, and the client's form."""
+    """Makes the grammar of whole outputs: reasoning, calls, and the client's form.
+
+    Attributes:
+        held: Names of the tools to whose schemas the grammar holds their calls.
+    """
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class _Constraint:
         self._tools = tools and tools.constrained
         self._reasoning = reasoning
         self._lark = lark
+        self.held: frozenset[str] = frozenset()
 
     def grammar(self, limit: int | None) -> str | None:
         """Return the grammar; None: the client's own constraint, if any, says it all.
@@ -168,7 +174,7 @@ class _Constraint:
                 return None
             body = answer
             if self._tools is not None:
-                calls = self._tools.forced(lark, self._context.tools, parallel=self._parallel)
+                calls = self._forced(self._context.tools)
                 body = either(calls, answer)
         if body is None:
             if limit is None or self._reasoning is None:
@@ -194,11 +200,20 @@ class _Constraint:
                 for tool in tools
                 if named in {"", tool.name}
             ]
-            return form.forced(self._lark, chosen, parallel=self._parallel)
+            return self._forced(chosen)
         free = self._parallel and not any(tool.strict for tool in tools)
         if free or self._message.HasField("constraint"):
             return None
+        self._hold(tools)
         return form.offered(self._lark, tools, parallel=self._parallel)
+
+    def _forced(self, tools: Sequence[Tool]) -> str:
+        assert self._tools is not None
+        self._hold(tools)
+        return self._tools.forced(self._lark, tools, parallel=self._parallel)
+
+    def _hold(self, tools: Sequence[Tool]) -> None:
+        self.held = frozenset(tool.name for tool in tools if tool.strict)
 
 
 def offered_tools(chat: generation_pb2.ChatPrompt) -> list[Tool]:

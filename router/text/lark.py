@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from octavo.router.text.model_text import ModelText
@@ -33,6 +33,7 @@ class Lark:
         self._eos = eos_token_ids
         self._rules: dict[str, tuple[str, str]] = {}
         self._sources: list[str] = []
+        self._parts: dict[str, list[str]] = {}  # of texts that have been cut
 
     @property
     def template(self) -> str:
@@ -47,17 +48,33 @@ class Lark:
         return None
 
     def marker(self, text: str) -> str:
-        """Return what matches a marker."""
-        token_id = self.token(text)
-        return self.text(text) if token_id is None else f"<[{token_id}]>"
+        """Return what matches a text, in which markers are."""
+        return sequence(*map(self._piece, self.parts(text)))
+
+    def _piece(self, part: str) -> str:
+        token_id = self.token(part)
+        return self.text(part) if token_id is None else f"<[{token_id}]>"
 
     def text(self, text: str) -> str:
         """Return what matches a text."""
         return json.dumps(text)
 
-    def part(self, text: str) -> str:
-        """Return what matches a marker, if a text is one, or the text."""
-        return self.text(text) if self.token(text) is None else self.marker(text)
+    def parts(self, text: str) -> list[str]:
+        """Return a text cut at the markers in it that are one token."""
+        if text not in self._parts:
+            self._parts[text] = self._cut(text)
+        return self._parts[text]
+
+    def _cut(self, text: str) -> list[str]:
+        markers = [one for one in self._model.tokens if one in text and self.token(one) is not None]
+        if not markers:
+            return [text] if text else []
+        longest = sorted(markers, key=len, reverse=True)
+        return [part for part in re.split(f"({'|'.join(map(re.escape, longest))})", text) if part]
+
+    def filled(self, text: str, name: str) -> str:
+        """Return what matches a text with markers and `{}`, in place of which a name is."""
+        return sequence(*(self._piece(part.replace("{}", name)) for part in self.parts(text)))
 
     def rule(self, name: str, body: str) -> str:
         """Add a rule; return its name, in front of which is what no client's rule begins with."""
@@ -101,21 +118,61 @@ class Lark:
         excluded = sorted({*self._eos, *(i for i in ids if i is not None)})
         return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
 
-    def until(self, marker: str) -> str:
-        """Return what matches any text up to and with a marker."""
-        token = self.tokens_but(marker)
-        if token is not None:
-            return f"{token}* {self.marker(marker)}"
-        return self.rule("text_lazy[lazy]", f"{ANY_TEXT[:-1]}{_escaped(marker)}/")
+    def head(self, marker: str) -> tuple[str, str]:
+        """Return what a terminal in front of a marker must end with, and what matches the rest.
 
-    def without(self, *markers: str) -> str:
-        """Return what matches any text, perhaps none, that has none of some markers."""
-        token = self.tokens_but(*markers)
-        if token is not None:
-            return f"{token}*"
+        A terminal takes all the text it can, so what is text in the marker must be in it.
+        """
+        first, *others = self.parts(marker)
+        if self.token(first) is not None:
+            return "", self.marker(marker)
+        return self.text(first), sequence(*map(self._piece, others))
+
+    def until(self, marker: str, *others: str) -> str:
+        """Return what matches any text up to and with a marker, that has none of some others."""
+        plain = self._plain([marker, *others])
+        head, rest = self.head(marker)
+        last = self.rule("TEXT", f"({plain}) {head}" if head else plain)
+        tokens = self._other_tokens([marker, *others])
+        before = f"({self.rule('TEXT', plain)} <[{tokens}]>)*" if tokens else ""
+        return sequence(before, last, rest)
+
+    def without(self, *markers: str, first: str = "") -> str:
+        """Return what matches any text, perhaps none, that has none of some markers.
+
+        It has none in any spelling: what reads outputs sees text, not tokens.
+
+        Args:
+            markers: The markers.
+            first: A character with which the text does not begin, white space left out.
+        """
+        plain = start = self.rule("TEXT", self._plain(markers))
+        if first:
+            begins = rf"~/[\s\x1c-\x1f]*{escaped(first)}(?s:.*)/"
+            start = self.rule("TEXT", f"{self._plain(markers)} & {begins}")
+        others = self._other_tokens(markers)
+        return sequence(start, f"(<[{others}]> {plain})*") if others else start
+
+    def _plain(self, markers: Iterable[str]) -> str:
+        """Return a terminal of text without markers and without tokens that are no text."""
         # A negation may match what is no text, hence the other half.
-        found = "|".join(map(_escaped, markers))
-        return self.rule("TEXT", f"{ANY_TEXT} & ~/(?s:.*)({found})(?s:.*)/")
+        return f"{ANY_TEXT} & ~/(?s:.*)({'|'.join(map(escaped, markers))})(?s:.*)/"
+
+    def _other_tokens(self, markers: Iterable[str]) -> str:
+        """Return the ranges of tokens that no terminal of text matches, markers excluded."""
+        excluded = self._eos | {self.token(part) for one in markers for part in self.parts(one)}
+        ids = sorted(
+            i
+            for one, i in self._model.tokens.items()
+            if self.token(one) is not None and i not in excluded
+        )
+        ranges: list[list[int]] = []
+        for token_id in ids:
+            if ranges and ranges[-1][1] == token_id - 1:
+                ranges[-1][1] = token_id
+            else:
+                ranges.append([token_id, token_id])
+        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
     def render(self, start: str) -> str:
         """Return the grammar with this first rule."""
@@ -159,6 +216,8 @@ def _slash(found: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a regular expression that matches a text."""
-    return "".join(c if c.isalnum() or c in "<> _" else f"\\{c}" for c in text)
+    return "".join(
+        f"\\{c}" if c.isascii() and not c.isalnum() and c not in "<> _" else c for c in text
+    )

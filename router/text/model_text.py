@@ -36,8 +36,10 @@ class ModelText:
         return any(text in self.template or text in self.tokens for text in texts)
 
     def ids(self, texts: frozenset[str]) -> frozenset[int]:
-        """Return the ids of the special tokens among some texts."""
-        return frozenset(self.tokens[text] for text in texts & self.special)
+        """Return the ids of the special tokens among some texts, or within one of them."""
+        known = texts & self.special
+        parts = {one for one in self.special if any(one in text for text in texts - known)}
+        return frozenset(self.tokens[one] for one in known | parts)
 
 
 def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:

@@ -12,54 +12,49 @@ from torch import Tensor
 from octavo.engine.models.attention_layers.attend import attend
 
 
-def gptj(  # noqa: PLR0917 - as the method
-    module: Any,  # noqa: ANN401
-    theirs: Callable[..., Any],  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Replace `_attn` of `GPTJAttention` and `CodeGenAttention`."""
-    return _attend(module, query, key, value, attention_mask, 1 / module.scale_attn)
+def _replacement(
+    scaling: Callable[[Any], float], window: Callable[[Any], int | None] = lambda _: None
+) -> Callable[..., Any]:
+    """Return what replaces the method of a kind of module.
+
+    Args:
+        scaling: The scale of a module's scores.
+        window: How many of the latest tokens a module attends to; None: all.
+    """
+
+    def attn(  # noqa: PLR0917 - as the method
+        module: Any,  # noqa: ANN401
+        theirs: Callable[..., Any],  # noqa: ARG001
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, None]:
+        """Return `[1, num_heads, num_tokens, head_dim]`, and None for the weights."""
+        # CodeGen rotates in float32.
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        output = attend(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling(module),
+            local_window=window(module),
+        )
+        return output.reshape(*output.shape[:2], value.shape[1], -1).transpose(1, 2), None
+
+    return attn
 
 
-def gpt_neo(  # noqa: PLR0917
-    module: Any,  # noqa: ANN401
-    theirs: Callable[..., Any],  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Replace `GPTNeoSelfAttention._attn`: no scale, and windows in every other layer."""
-    window = module.config.window_size if module.attention_type == "local" else None
-    return _attend(module, query, key, value, attention_mask, 1.0, window)
+def _gpt_neo_window(module: Any) -> int | None:  # noqa: ANN401
+    window: int = module.config.window_size
+    return window if module.attention_type == "local" else None
 
 
-def gpt_neox_japanese(  # noqa: PLR0917
-    module: Any,  # noqa: ANN401
-    theirs: Callable[..., Any],  # noqa: ARG001
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """Replace `GPTNeoXJapaneseAttention._attn`."""
-    return _attend(module, query, key, value, attention_mask, 1 / module.norm_factor)
-
-
-def _attend(  # noqa: PLR0917
-    module: Any,  # noqa: ANN401
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    window: int | None = None,
-) -> tuple[Tensor, None]:
-    """Return `[1, num_heads, num_tokens, head_dim]`, and None for the weights."""
-    # CodeGen rotates in float32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    output = attend(module, query, key, value, attention_mask, scaling=scaling, local_window=window)
-    return output.reshape(*output.shape[:2], value.shape[1], -1).transpose(1, 2), None
+gptj = _replacement(lambda module: 1 / module.scale_attn)
+"""Replaces `_attn` of `GPTJAttention` and `CodeGenAttention`."""
+gpt_neo = _replacement(lambda _: 1.0, _gpt_neo_window)
+"""Replaces `GPTNeoSelfAttention._attn`: no scale, and windows in every other layer."""
+gpt_neox_japanese = _replacement(lambda module: 1 / module.norm_factor)
+"""Replaces `GPTNeoXJapaneseAttention._attn`."""

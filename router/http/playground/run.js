@@ -21,6 +21,8 @@ class Figures {
     parts.push(`${tokens} tokens`);
     if (tokens > requests && elapsed > 0)
       parts.push(`${((tokens - requests) / elapsed).toFixed(1)} tokens/s`);
+    const reasoned = this.usage.completion_tokens_details.reasoning_tokens;
+    if (reasoned) parts.push(`${reasoned} of them reasoning`);
     const cached = this.usage.prompt_tokens_details.cached_tokens;
     parts.push(`${cached} of ${prompt} prompt tokens cached`);
     return parts.join(" · ");

@@ -6,11 +6,13 @@ A family of models is a file here, a line in `TOOL_FORMATS` or `REASONING_FORMAT
 
 from octavo.router.requests.parser_names import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
 from octavo.router.requests.parsers.deepseek import DeepSeek
+from octavo.router.requests.parsers.dsml import Dsml
 from octavo.router.requests.parsers.formats import ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.glm import Glm
 from octavo.router.requests.parsers.gpt_oss import GptOssReasoning, GptOssTools
 from octavo.router.requests.parsers.granite import Granite
 from octavo.router.requests.parsers.hermes import Hermes
+from octavo.router.requests.parsers.json_between import JsonBetween
 from octavo.router.requests.parsers.kimi import Kimi
 from octavo.router.requests.parsers.llama3 import Llama3
 from octavo.router.requests.parsers.minimax import MiniMax
@@ -22,6 +24,7 @@ from octavo.router.requests.parsers.response_template import (
     ResponseTemplateReasoning,
     ResponseTemplateTools,
 )
+from octavo.router.requests.parsers.seed_oss import SeedOss
 from octavo.router.requests.parsers.think import Think
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
@@ -29,14 +32,29 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     for one in (
         ResponseTemplateTools(),
         GptOssTools(),
+        Dsml(),
         DeepSeek(),
         Kimi(),
         MiniMax(),
+        SeedOss(),
         Glm(),
         Qwen3Coder(),
         Mistral(),
         Phi4(),
         Granite(),
+        JsonBetween("tool_calls", "<tool_calls>", "</tool_calls>"),
+        JsonBetween("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+        JsonBetween(
+            "longcat", "<longcat_tool_call>", "</longcat_tool_call>", listed=False, space="\n"
+        ),
+        JsonBetween(
+            "internlm",
+            "<|action_start|><|plugin|>",
+            "<|action_end|>",
+            listed=False,
+            space="\n",
+            key="parameters",
+        ),
         Pythonic(),
         Llama3(),
         Hermes(),

@@ -35,6 +35,11 @@ class Channels(Parser):
         if self._kind is not None:
             self._buffer.rest()  # the end of the prompt's text, which is no part of a marker
 
+    @property
+    def reasons(self) -> bool:
+        """Whether what came last is within reasoning."""
+        return self._kind == Kind.REASONING
+
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""
         self._buffer.add(text)

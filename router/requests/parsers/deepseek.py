@@ -25,6 +25,7 @@ class DeepSeek(ToolFormat):
 
     name = "deepseek"
     trigger = OPENING
+    openers = (CALL_OPENING,)
 
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template has the marker."""

@@ -39,12 +39,14 @@ class Context:
         tail: The end of the prompt, with special tokens.
         continued: Whether the prompt ends within a message of the assistant's.
         tools: The tools that it may call.
+        held: Names of those to whose schemas a grammar holds their calls.
     """
 
     model: ModelText
     tail: str = ""
     continued: bool = False
     tools: Sequence[Tool] = field(default_factory=tuple)
+    held: frozenset[str] = frozenset()
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -58,11 +60,13 @@ class ToolFormat(ABC):
     Attributes:
         name: Its name on the command line.
         trigger: The marker that begins a call, or a section of calls.
+        openers: Further markers that begin a call where an output is read.
         between: Text between calls, each of which has the marker; None: one section has them all.
     """
 
     name: ClassVar[str]
     trigger: ClassVar[str] = ""
+    openers: ClassVar[tuple[str, ...]] = ()
     between: ClassVar[str | None] = None
 
     @abstractmethod
@@ -101,8 +105,8 @@ class ToolFormat(ABC):
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches an output that may call tools, with any text around the calls."""
         section = self.section(lark, tools, parallel=parallel)
-        call = sequence(lark.until(self.trigger), section)
-        rest = lark.without(self.trigger)
+        call = sequence(lark.until(self.trigger, *self.openers), section)
+        rest = lark.without(self.trigger, *self.openers)
         if self.between is None or not parallel:
             return either(call, rest)
         return sequence(f"({call})*", rest)
@@ -204,9 +208,9 @@ def named_call(
             lark.rule(
                 "named",
                 sequence(
-                    *(lark.part(part.replace("{name}", tool.name)) for part in opening),
+                    *(lark.marker(part.replace("{name}", tool.name)) for part in opening),
                     lark.json(tool.allowed),
-                    *map(lark.part, closing),
+                    *map(lark.marker, closing),
                 ),
             )
             for tool in tools

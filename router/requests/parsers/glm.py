@@ -1,4 +1,4 @@
-"""GLM 4.5 and later.
+"""GLM 4.5 and later, which leave out the line ends since 4.7.
 
 <tool_call>get_weather
 <arg_key>city</arg_key>
@@ -6,46 +6,43 @@
 </tool_call>
 """
 
-from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_section
 from octavo.router.requests.parsers.hermes import CLOSING, OPENING
-from octavo.router.requests.parsers.json_call import JsonOr
-from octavo.router.requests.parsers.marked_calls import MarkedCalls
-from octavo.router.requests.parsers.parser import Parser
-from octavo.router.requests.parsers.tagged_call import TaggedCall, Tags
+from octavo.router.requests.parsers.tagged_call import Tags
+from octavo.router.requests.parsers.tagged_format import TaggedFormat
+from octavo.router.requests.parsers.tagged_grammar import Layout
 from octavo.router.text.lark import Lark
-from octavo.router.text.model_text import ModelText
 
-TAGS = Tags(
-    name_end="",
-    key_open="<arg_key>",
-    key_close="</arg_key>",
-    value_open="<arg_value>",
-    value_close="</arg_value>",
-    end=CLOSING,
-    trim=False,
-)
+JOINED = "</arg_key><arg_value>"
 
 
-class Glm(ToolFormat):
+class Glm(TaggedFormat):
     """A name, and keys and values in turn."""
 
     name = "glm"
     trigger = OPENING
-    between = "\n"
+    closing = CLOSING
+    tags = Tags(
+        name_end="",
+        key_open="<arg_key>",
+        key_close="</arg_key>",
+        value_open="<arg_value>",
+        value_close="</arg_value>",
+        end=CLOSING,
+        trim=False,
+    )
+    shown = (tags.key_open, tags.key_close, tags.value_open, tags.value_close)
+    layout = Layout(
+        call="{}\n",
+        text="<arg_key>{}</arg_key>\n<arg_value>",
+        close="</arg_value>",
+        between="\n",
+        end="",
+    )
 
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has such tags."""
-        return TAGS.key_open in model.template
-
-    def parser(self, context: Context) -> Parser:
-        """Return what reads one output."""
-        call = partial(JsonOr, partial(TaggedCall, TAGS, context.schemas))
-        ignored = (CLOSING, TAGS.key_open, TAGS.key_close, "<arg_value>", TAGS.value_close)
-        return MarkedCalls({OPENING: call}, ignored)
-
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
-        """Return what matches a call behind the marker: as JSON, which a schema constrains."""
-        return json_section(lark, tools, CLOSING)
+    def written(self, lark: Lark) -> Layout:
+        """Return how a model lays out calls."""
+        if JOINED not in lark.template:
+            return self.layout
+        return replace(self.layout, call="{}", text=f"<arg_key>{{}}{JOINED}", between="")

@@ -57,8 +57,7 @@ class GptOssTools(ToolFormat):
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches a call, or a message in the final channel."""
         call = self.forced(lark, tools, parallel=parallel)
-        anything = f"{lark.tokens_but()}*"
-        return either(call, sequence(_final(lark), anything))
+        return either(call, sequence(_final(lark), lark.without(*Channels.markers)))
 
 
 class GptOssReasoning(ReasoningFormat):
@@ -78,9 +77,11 @@ class GptOssReasoning(ReasoningFormat):
         """Return what matches an output up to the header of its answer."""
         if MESSAGE in _begun(context):
             return ""
-        word = lark.tokens_but(END, CHANNEL)
-        if word is None:
+        if lark.token(END) is None or lark.token(CHANNEL) is None:
             raise ValueError("the vocabulary has no tokens for channels")
+        # Any of them ends the message where it is read.
+        known = [marker for marker in Channels.markers if lark.token(marker) is not None]
+        word = lark.tokens_but(*known)
         analysis = sequence(lark.marker(CHANNEL), lark.text("analysis"), lark.marker(MESSAGE))
         turn = sequence(lark.marker(END), lark.marker(START), lark.text("assistant"))
         if limit is None:

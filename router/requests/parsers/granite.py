@@ -20,6 +20,7 @@ class Granite(ToolFormat):
 
     name = "granite"
     trigger = OPENING
+    openers = (OTHER,)
 
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template has the marker."""

@@ -24,6 +24,7 @@ class Kimi(ToolFormat):
 
     name = "kimi"
     trigger = OPENING
+    openers = (CALL_OPENING,)
 
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template has the marker."""

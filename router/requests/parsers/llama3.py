@@ -15,7 +15,6 @@ from octavo.router.text.model_text import ModelText
 
 PYTHON_TAG = "<|python_tag|>"
 SEPARATOR = ";"
-_NO_CALL = r"/(\s*[^\s{](?s:.*))?/"
 
 
 class Llama3(ToolFormat):
@@ -40,4 +39,4 @@ class Llama3(ToolFormat):
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches calls, or a text that does not begin as they do."""
         calls = self.forced(lark, tools, parallel=parallel)
-        return either(calls, lark.rule("TEXT", _NO_CALL))
+        return either(calls, lark.without(PYTHON_TAG, first="{"))

@@ -34,6 +34,7 @@ class MarkedCalls(Parser):
         ignored: Other markers, such as those that end a call.
         bare: By the character with which an output begins that consists of calls without a
             marker, what makes their reader.
+        shown: Special tokens that the readers of calls must see.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class MarkedCalls(Parser):
         opens: Mapping[str, Callable[[], Call]],
         ignored: tuple[str, ...] = (),
         bare: Mapping[str, Callable[[], Call]] | None = None,
+        shown: tuple[str, ...] = (),
     ) -> None:
         self._opens = opens
         self._all = (*opens, *ignored)
         self._bare = bare or {}
+        self._shown = shown
         self._buffer = Buffer()
         self._call: Call | None = None
         self._at_start = bool(bare)  # nothing but white space has come
@@ -54,7 +57,7 @@ class MarkedCalls(Parser):
     @property
     def visible(self) -> frozenset[str]:
         """Special tokens that it must see."""
-        return frozenset(self._all)
+        return frozenset((*self._all, *self._shown))
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""
@@ -84,7 +87,9 @@ class MarkedCalls(Parser):
         if self._call is not None:
             self._call.flush(pieces)
         else:
-            self._content(self._buffer.rest(), pieces)
+            rest = self._buffer.rest()
+            # Behind a call it is a marker that was cut off.
+            self._content("" if self._after_call else rest, pieces)
             if self._lines and not self._after_call:
                 pieces.append(Piece(Kind.CONTENT, self._lines))
         return pieces

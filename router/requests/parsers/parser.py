@@ -44,6 +44,11 @@ class Parser(ABC):
         """Return what was held back: the output has ended."""
 
     @property
+    def reasons(self) -> bool:
+        """Whether what came last is within reasoning."""
+        return False
+
+    @property
     def visible(self) -> frozenset[str]:
         """Special tokens that it must see, those of a parser in it included."""
         return frozenset(self.markers)

@@ -22,6 +22,7 @@ class Phi4(ToolFormat):
 
     name = "phi4"
     trigger = OPENING
+    openers = (f"{WORD}[",)
 
     def recognizes(self, model: ModelText) -> bool:
         """Return whether there are both markers."""

@@ -1,16 +1,19 @@
 """Calls that are a list of Python calls: [get_weather(city="Paris"), now()]."""
 
 import ast
-import json
+import re
 from typing import Any
 
 from octavo.router.requests.parsers.marked_calls import Call
 from octavo.router.requests.parsers.parser import Kind, Piece
+from octavo.router.requests.parsers.values import json_text, types_of_json
 
-MAX_LENGTH = 1 << 16
+MAX_LENGTH = 1 << 18
 """Characters; what is longer is content."""
 _NAMES = {"true": True, "false": False, "null": None}
 """Words that some models take from JSON."""
+_CALL = re.compile(r"(?P<name>[\w.-]+)\s*\((?P<arguments>.*)\)", re.DOTALL)
+_ARGUMENT = re.compile(r"(?P<name>[^\s()\[\]{}'\"=]+)\s*=(?P<value>.*)", re.DOTALL)
 
 
 class PythonCalls(Call):
@@ -25,14 +28,12 @@ class PythonCalls(Call):
     def __init__(self, *, bare: bool = False) -> None:
         self._bare = bare
         self._text = ""
-        self._depth = 0
-        self._quote = ""
-        self._escaped = False
+        self._scanner = _Scanner()
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
         """Take text; return what is behind the list when it is complete."""
         for i, character in enumerate(text):
-            if self._ends(character):
+            if self._scanner.take(character) and character in ")]}" and self._scanner.depth <= 0:
                 self._text += text[: i + 1]
                 self._give(pieces)
                 return text[i + 1 :]
@@ -47,27 +48,9 @@ class PythonCalls(Call):
         if self._bare:
             pieces.append(Piece(Kind.CONTENT, self._text))
 
-    def _ends(self, character: str) -> bool:
-        """Take a character; return whether it closes the list."""
-        if self._quote:
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == self._quote:
-                self._quote = ""
-        elif character in "\"'":
-            self._quote = character
-        elif character in "([{":
-            self._depth += 1
-        elif character in ")]}":
-            self._depth -= 1
-            return self._depth <= 0
-        return False
-
     def _give(self, pieces: list[Piece]) -> None:
         try:
-            calls = list(map(_read, _list(self._text.strip())))
+            calls = list(map(_read, _listed(self._text.strip())))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             pieces.append(Piece(Kind.CONTENT, self._text))
             return
@@ -75,23 +58,88 @@ class PythonCalls(Call):
             pieces += [Piece(Kind.CALL, name), Piece(Kind.ARGUMENTS, arguments)]
 
 
-def _list(text: str) -> list[ast.expr]:
-    tree = ast.parse(text, mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
+class _Scanner:
+    """Follows brackets and quotes.
+
+    Attributes:
+        depth: How many brackets are open.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def take(self, character: str) -> bool:
+        """Take a character; return whether it is in no string."""
+        if self._quote:
+            if self._escaped:
+                self._escaped = False
+            elif character == "\\":
+                self._escaped = True
+            elif character == self._quote:
+                self._quote = ""
+            return False
+        if character in "\"'":
+            self._quote = character
+            return False
+        self.depth += (character in "([{") - (character in ")]}")
+        return True
+
+
+def _split(text: str) -> list[str]:
+    """Return what commas separate that are in no brackets and no strings."""
+    scanner, parts, start = _Scanner(), [], 0
+    for i, character in enumerate(text):
+        if scanner.take(character) and character == "," and not scanner.depth:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part for part in map(str.strip, [*parts, text[start:]]) if part]
+
+
+def _listed(text: str) -> list[str]:
+    calls = _split(text[1:-1]) if text[:1] == "[" and text[-1:] == "]" else []
+    if not calls:
         raise ValueError("no list of calls")
-    return tree.elts
+    return calls
 
 
-def _read(call: ast.expr) -> tuple[str, str]:
-    """Return name and arguments of a call."""
-    if not isinstance(call, ast.Call) or call.args:
-        raise ValueError("no call with named arguments")
-    arguments = {}
-    for keyword in call.keywords:
-        if keyword.arg is None:
-            raise ValueError("arguments without names")
-        arguments[keyword.arg] = _value(keyword.value)
-    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+def _read(call: str) -> tuple[str, str]:
+    """Return name and arguments of a call.
+
+    It is not read as Python as a whole, where names may have no hyphens and be no keywords.
+    """
+    found = _CALL.fullmatch(call)
+    if found is None:
+        raise ValueError("no call")
+    parts = _split(found["arguments"])
+    if len(parts) == 1 and parts[0].startswith("**"):
+        return found["name"], _mapping(parts[0][2:].strip())
+    return found["name"], f"{{{', '.join(map(_argument, parts))}}}"
+
+
+def _argument(part: str) -> str:
+    """Return an argument as a member of a JSON object."""
+    found = _ARGUMENT.fullmatch(part)
+    if found is None:
+        raise ValueError("an argument without a name")
+    return f"{json_text(found['name'])}: {_json(found['value'].strip())}"
+
+
+def _mapping(text: str) -> str:
+    written = _json(text)
+    if not written.startswith("{"):
+        raise ValueError("no mapping")
+    return written
+
+
+def _json(text: str) -> str:
+    """Return a value as JSON, which it may be already: what both can write is the same in both."""
+    return text if types_of_json(text) else json_text(_value(_parsed(text)))
+
+
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text.strip(), mode="eval").body
 
 
 def _value(node: ast.expr) -> Any:  # noqa: ANN401 - any JSON

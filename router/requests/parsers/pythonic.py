@@ -1,18 +1,21 @@
-"""Calls as Python writes them: Llama 4, LFM2, OLMo 3 and others.
+"""Calls as Python writes them: Llama 4, LFM2 and others.
 
 [get_weather(city="Paris"), get_time(zone="CET")]
 """
 
+from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, ToolFormat
-from octavo.router.requests.parsers.hermes import Hermes
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.python_call import PythonCalls
+from octavo.router.requests.parsers.python_grammar import python_list
+from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 
-MARKERS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
+LFM2 = "<|tool_call_start|>"
+MARKERS = {"<|python_start|>": "<|python_end|>", LFM2: "<|tool_call_end|>"}
 
 
 class Pythonic(ToolFormat):
@@ -24,13 +27,26 @@ class Pythonic(ToolFormat):
         """Return whether the template or the vocabulary has a marker."""
         return model.mentions(*MARKERS)
 
-    @property
-    def constrained(self) -> ToolFormat:
-        """The form of calls where they are constrained: a schema says nothing of Python."""
-        return Hermes()
-
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
         """Return what reads one output."""
         opens = dict.fromkeys(MARKERS, PythonCalls)
         bare = {"[": partial(PythonCalls, bare=True)}
         return MarkedCalls(opens, tuple(MARKERS.values()), bare)
+
+    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches an output that must call tools."""
+        calls = python_list(lark, tools, parallel=parallel)
+        if not _marks(lark):
+            return calls
+        return sequence(lark.marker(LFM2), calls, lark.marker(MARKERS[LFM2]))
+
+    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls, perhaps behind text, or a text that has none."""
+        text = lark.without(*MARKERS, first="[")
+        calls = self.forced(lark, tools, parallel=parallel)
+        return sequence(f"({text})?", f"({calls})?") if _marks(lark) else either(calls, text)
+
+
+def _marks(lark: Lark) -> bool:
+    """Return whether a model writes markers, as LFM2 does; Llama 4 is told to write a bare list."""
+    return LFM2 in lark.template or lark.token(LFM2) is not None

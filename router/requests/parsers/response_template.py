@@ -40,6 +40,12 @@ class ResponseReader(Parser):
         self._space = ""  # at the end of a field, which is no part of it
         self._begun = False
         self._failed = False
+        self._field = ""  # that has been opened last and not closed
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what came last is within reasoning."""
+        return self._field in _REASONING
 
     @property
     def visible(self) -> frozenset[str]:
@@ -68,6 +74,7 @@ class ResponseReader(Parser):
     def _pieces(self, events: Iterable[Mapping[str, Any]]) -> Iterable[Piece]:
         for event in events:
             field = event["field"]
+            self._field = "" if event["type"] == "region_close" else field
             if event["type"] == "region_open":
                 self._begun, self._space = False, ""
             elif field == _CALLS:

@@ -3,12 +3,17 @@
 import ast
 import json
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.router.requests.parsers.json_call import JsonValue
 from octavo.router.requests.parsers.marked_calls import Call
 from octavo.router.requests.parsers.parser import Buffer, Kind, Piece
+from octavo.router.requests.parsers.tool_schema import argument_schema, types_of
+from octavo.router.requests.parsers.values import json_text, types_of_json
 
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by the tool's name."""
 
@@ -47,17 +52,22 @@ class TaggedCall(Call):
     Args:
         tags: Those of the family.
         schemas: The tools' schemas.
+        held: Names of the tools to whose schemas a grammar holds the output: their values that
+            are objects or lists are JSON for sure, and may have the closing tag in a string.
     """
 
-    def __init__(self, tags: Tags, schemas: Schemas) -> None:
+    def __init__(self, tags: Tags, schemas: Schemas, held: AbstractSet[str] = frozenset()) -> None:
         self._tags = tags
         self._schemas = schemas
+        self._held = held
+        self._value = JsonValue()
         self._buffer = Buffer()
         self._text = ""  # of what is being read, as far as it is not given
         self._name = ""
         self._types: frozenset[str] = frozenset()
         self._count = 0
         self._started = False  # the value has begun
+        self._structured = False  # it may be an object or a list that a grammar holds it to
         self._step: Callable[[list[Piece]], bool] = self._in_name
         self._done = False
 
@@ -109,11 +119,13 @@ class TaggedCall(Call):
         if self._until(self._tags.key_close) is None:
             return False
         key, self._text = self._text.strip(), ""
-        self._types = argument_types(self._schemas.get(self._name, {}), key)
+        schema = self._schemas.get(self._name, {})
+        self._types = types_of(argument_schema(schema, key), schema)
+        self._structured = self._name in self._held and bool(self._types & {"object", "array"})
         pieces.append(Piece(Kind.ARGUMENTS, f"{', ' if self._count else '{'}{json.dumps(key)}: "))
         self._count += 1
         self._started = False
-        self._step = self._before_value if self._tags.value_open else self._in_value
+        self._step = self._before_value if self._tags.value_open else self._value_begins
         return True
 
     def _before_value(self, _: list[Piece]) -> bool:
@@ -123,11 +135,38 @@ class TaggedCall(Call):
             string, other = self._tags.attributes
             if string in self._text:
                 self._types = frozenset({"string"})
+                self._structured = False
             elif other in self._text:
                 self._types = self._types - {"string"}
+                self._structured = self._name in self._held
         self._text = ""
-        self._step = self._in_value
+        self._step = self._value_begins
         return True
+
+    def _value_begins(self, _: list[Piece]) -> bool:
+        """Look at how a value begins that may be an object or a list."""
+        self._step = self._in_value
+        if not self._structured:
+            return True
+        text = self._buffer.rest()
+        self._buffer.add(text)
+        first = text.lstrip()[:1]
+        if first and first in "{[":
+            self._value = JsonValue()
+            self._step = self._in_structure
+        elif not first:
+            self._step = self._value_begins
+        return bool(first)
+
+    def _in_structure(self, _: list[Piece]) -> bool:
+        """Read an object or a list up to its own end."""
+        text = self._buffer.rest()
+        end, complete = self._value.take(text, 0)
+        self._text += text[:end]
+        if complete:
+            self._buffer.add(text[end:])
+            self._step = self._in_value
+        return complete
 
     def _in_value(self, pieces: list[Piece]) -> bool:
         close = self._tags.value_close
@@ -158,49 +197,19 @@ class TaggedCall(Call):
             pieces.append(Piece(Kind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
-def argument_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
-    """Return the JSON types that an argument may have by a tool's schema; empty: unknown."""
-    properties = schema.get("properties")
-    return _types(properties.get(key)) if isinstance(properties, Mapping) else frozenset()
-
-
-def _types(schema: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared})
-    if isinstance(declared, list):
-        return frozenset(t for t in declared if isinstance(t, str))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(values, list) and values and all(isinstance(v, str) for v in values):
-        return frozenset({"string"})
-    unions = [s for name in ("anyOf", "oneOf") for s in schema.get(name) or []]
-    return frozenset().union(*map(_types, unions))
-
-
 def as_json(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON: what its text stands for if its types allow that, else a string."""
-    for read in (json.loads, ast.literal_eval):  # some models write True and None
-        try:
-            value = read(text.strip())
-            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            continue
-        if not isinstance(value, str) and ("string" not in types or _names(value) & types):
-            return written
-        break
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _names(value: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
-    """Return the names that JSON Schema has for a value's type."""
-    if value is None:
-        return frozenset({"null"})
-    if isinstance(value, bool):
-        return frozenset({"boolean"})
-    if isinstance(value, int):
-        return frozenset({"integer", "number"})
-    if isinstance(value, float):
-        return frozenset({"number"})
-    return frozenset({"object"} if isinstance(value, dict) else {"array"})
+    plain = text.strip()
+    found = types_of_json(plain) - {"string"}
+    if found and ("string" not in types or found & types):
+        return plain
+    if "string" in types:
+        word = _PYTHON_WORDS.get(plain)
+        return (
+            word if word and types_of_json(word) & types else json.dumps(text, ensure_ascii=False)
+        )
+    try:  # some models write as Python does
+        value = ast.literal_eval(plain)
+        return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else json_text(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)

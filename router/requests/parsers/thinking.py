@@ -24,10 +24,15 @@ class Thinking(Parser):
         self._then = then
         self._buffer = Buffer()
         self._unknown = True  # whether the output begins with the opening marker
-        self._reasons = opened
+        self._in_reasoning = opened
         self._begun = False  # some reasoning has been given
         self._lines = ""  # line ends that are dropped if the reasoning ends
         self._trims = False  # line ends that come are dropped
+
+    @property
+    def reasons(self) -> bool:
+        """Whether what came last is within reasoning."""
+        return self._in_reasoning
 
     @property
     def visible(self) -> frozenset[str]:
@@ -41,12 +46,12 @@ class Thinking(Parser):
         if self._unknown and not self._begin():
             return []
         pieces: list[Piece] = []
-        if self._reasons:
+        if self._in_reasoning:
             reasoning, marker = self._buffer.until((self._closing,))
             self._give(reasoning, pieces)
             if marker is None:
                 return pieces
-            self._reasons = False
+            self._in_reasoning = False
             self._trims = True
         self._pass_on(self._buffer.rest(), pieces)
         return pieces
@@ -54,7 +59,7 @@ class Thinking(Parser):
     def flush(self) -> list[Piece]:
         """Return what was held back: the output has ended."""
         pieces: list[Piece] = []
-        if self._reasons:
+        if self._in_reasoning:
             self._give(self._buffer.rest(), pieces)
             if self._lines and self._begun:
                 pieces.append(Piece(Kind.REASONING, self._lines))
@@ -69,7 +74,7 @@ class Thinking(Parser):
         text = self._buffer.rest()
         start = text.lstrip()
         if start.startswith(self._opening):
-            self._reasons = True
+            self._in_reasoning = True
             self._buffer.add(start.removeprefix(self._opening))
         else:
             self._buffer.add(text)

@@ -8,6 +8,8 @@ import pytest
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+REASONED = len("so\n") + len("</think>") - 1
+"""Tokens of `<think>so\\n</think>` that are reasoning, where each byte is one, but the last."""
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 
 
@@ -66,6 +68,7 @@ async def test_reasoning(frontend, talking, hello, streamed):
                 deltas = [chunk.choices[0].delta async for chunk in got]
             else:
                 deltas = [got.choices[0].message]
+                assert got.usage.completion_tokens_details.reasoning_tokens == REASONED
             for name in ("reasoning_content", "reasoning"):
                 assert "".join(getattr(d, name, "") or "" for d in deltas).strip() == reasoning
             assert "".join(d.content or "" for d in deltas).strip() == "yes"

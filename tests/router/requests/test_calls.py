@@ -107,6 +107,9 @@ def test_any_pace_gives_the_same(tokenizer, make, seed):
     finished = output.finish(1, 0)
     assert finished.reason == TOOL_CALLS
     assert finished.stop_token_id == END
+    reasoning = len(ids(tokenizer, "\nHm, stop.\n"))
+    spelt = len(ids(tokenizer, "</think>")) - 1  # tokens of a marker that is not known yet
+    assert finished.usage.reasoning_tokens == reasoning + spelt
 
 
 def test_whole_outputs_have_whole_calls(tokenizer, make):

@@ -9,11 +9,14 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from octavo.common.rpc import RpcError
 from octavo.router.requests.output_plan import OutputFormats
 from octavo.router.requests.parsers import TOOL_FORMATS
+from octavo.router.requests.parsers.glm import JOINED
 from octavo.router.requests.parsers.parser import Kind
+from octavo.router.requests.parsers.pythonic import LFM2
 from octavo.router.text.lark import rename
 from octavo.router.text.model_text import ModelText, model_text
 from octavo.v1 import generation_pb2
@@ -29,6 +32,12 @@ MARKERS = {
     "minimax": ["<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"],
     "llama3": ["<|python_tag|>"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
+    "dsml": ["\uff5cDSML\uff5c", "<think>", "</think>"],
+    "seed_oss": ["<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>"],
+    "tool_calls": ["<tool_calls>", "</tool_calls>"],
+    "nemotron": [],
+    "longcat": ["<longcat_tool_call>", "</longcat_tool_call>"],
+    "internlm": ["<|action_start|>", "<|plugin|>", "<|action_end|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
     "deepseek": [
         *(f"<\uff5ctool\u2581{name}\uff5c>" for name in ("calls\u2581begin", "calls\u2581end")),
@@ -76,7 +85,7 @@ class Model:
         self.text = ModelText("{{ tools }}", True, text.tokens, text.special, **options)
         self.matcher_tokens = LLTokenizer(self.tokenizer.to_str(), eos_token=[EOS])
 
-    def draw(self, grammar: str, seed: int, most: int = 600) -> str:
+    def draw(self, grammar: str, seed: int, most: int = 2000) -> str:
         """Return a random output that a grammar allows, which must come to an end."""
         matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
         draw, ids = random.Random(seed), []
@@ -90,6 +99,11 @@ class Model:
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
         raise AssertionError("it does not end")
+
+    def bytes(self, text: bytes) -> list[int]:
+        """Return the tokens of single bytes."""
+        letters = bytes_to_unicode()
+        return [self.tokenizer.token_to_id(letters[byte]) for byte in text]
 
     def allows(self, grammar: str, text: str) -> bool:
         matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
@@ -256,6 +270,16 @@ def test_free_calls_are_not_constrained(thinker):
 
 
 OWN = {
+    "qwen3_coder": {"one"},
+    "glm": {"one", "joined"},
+    "minimax": {"two"},
+    "seed_oss": {"one"},
+    "dsml": {"two"},
+    "pythonic": {"list", "markers alone"},
+    "tool_calls": {"list"},
+    "nemotron": {"list"},
+    "longcat": {"two"},
+    "internlm": {"one"},
     "hermes": {"one", "reasons"},
     "llama3": {"one", "two"},
     "mistral": {"list", "reasons"},
@@ -278,8 +302,11 @@ def test_what_a_family_learnt_to_write_is_allowed(example):
     if example.name == "list":
         markers = [m for m in markers if m != "[ARGS]"]
     model = Model(markers)
-    fence = "```json" if example.name in {"V3", "R1"} else ""
-    model.text = ModelText(fence, True, model.text.tokens, model.text.special)
+    template = {"V3": "```json", "R1": "```json", "joined": JOINED}.get(example.name, "")
+    if example.format == "pythonic":
+        template, markers = (LFM2, []) if example.name == "markers alone" else ("", [])
+        model = Model(markers)
+    model.text = ModelText(template, True, model.text.tokens, model.text.special)
     tools = [{"name": name, "parameters": json.dumps(s)} for name, s in SCHEMAS.items()]
     request = ask(*tools, choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED})
     plan(example.format, request, model, example.tail)

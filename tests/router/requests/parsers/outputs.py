@@ -84,6 +84,23 @@ MINIMAX = """<minimax:tool_call>
 </invoke>
 </minimax:tool_call>"""
 
+DSML = """<|DSML|function_calls>
+<|DSML|invoke name="get_weather">
+<|DSML|parameter name="city" string="true">Paris</|DSML|parameter>
+<|DSML|parameter name="days" string="false">2</|DSML|parameter>
+<|DSML|parameter name="detailed" string="false">true</|DSML|parameter>
+</|DSML|invoke>
+<|DSML|invoke name="now">
+</|DSML|invoke>
+</|DSML|function_calls>""".replace("|", "\uff5c")
+SEED = """<seed:tool_call>
+<function=get_weather>
+<parameter=city>Paris</parameter>
+<parameter=days>2</parameter>
+<parameter=detailed>true</parameter>
+</function>
+</seed:tool_call>"""
+
 EXAMPLES = [
     Example("one", "hermes", hermes(PARIS), BOTH[:1]),
     Example("text first", "hermes", f"Let me look.\n{hermes(PARIS, NOW)}", BOTH, "Let me look."),
@@ -117,6 +134,8 @@ EXAMPLES = [
     ),
     Example("no arguments", "hermes", hermes('{"name": "now"}'), [("now", {})]),
     Example("no end", "hermes", f"<tool_call>\n{PARIS}", BOTH[:1]),
+    Example("cut marker", "hermes", f"{hermes(NOW)}\n<tool_ca", BOTH[1:]),
+    Example("cut end", "hermes", f"<tool_call>\n{NOW}\n</tool_cal", BOTH[1:]),
     Example("text after", "hermes", f"{hermes(NOW)}\n\nDone.", BOTH[1:], "Done."),
     Example("no JSON", "hermes", "<tool_call>\nsorry\n</tool_call>", [], "sorry"),
     Example(
@@ -155,7 +174,85 @@ EXAMPLES = [
     Example("two", "glm", f"Well.\n{GLM}\n<tool_call>now\n</tool_call>", BOTH, "Well."),
     Example("as JSON", "glm", hermes(PARIS), BOTH[:1]),
     Example("reasons", "glm", f"\n<think>Hm.</think>\n{GLM}", BOTH[:1], "", "Hm.", thinks="think"),
+    Example(
+        "joined",
+        "glm",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value>"
+        "<arg_key>days</arg_key><arg_value>2</arg_value><arg_key>detailed</arg_key>"
+        "<arg_value>true</arg_value></tool_call>",
+        BOTH[:1],
+    ),
     Example("two", "minimax", MINIMAX, BOTH),
+    Example("two", "dsml", DSML, BOTH),
+    Example(
+        "text, JSON and V4",
+        "dsml",
+        "I look.\n\n"
+        + DSML.replace("function_calls", "tool_calls")
+        .replace("Paris", ' a "b" \\ </parameter>\n')
+        .replace('"days" string="false">2', '"tags" string="false">["a", "b"]'),
+        [
+            (
+                "get_weather",
+                {"city": ' a "b" \\ </parameter>\n', "tags": ["a", "b"], "detailed": True},
+            ),
+            ("now", {}),
+        ],
+        "I look.",
+    ),
+    Example(
+        "reasons",
+        "dsml",
+        f"Hm.</think>\n\n{DSML}",
+        BOTH,
+        "",
+        "Hm.",
+        thinks="think",
+        tail="<\uff5cAssistant\uff5c><think>",
+    ),
+    Example("one", "seed_oss", SEED, BOTH[:1]),
+    Example(
+        "reasons",
+        "seed_oss",
+        f"<seed:think>Hm.</seed:think>\n{SEED}",
+        BOTH[:1],
+        "",
+        "Hm.",
+        thinks="seed",
+    ),
+    Example("list", "tool_calls", f"<tool_calls>[{PARIS}, {NOW}]</tool_calls>", BOTH),
+    Example(
+        "lines",
+        "tool_calls",
+        f"Look.<tool_calls>[\n    {PARIS},\n    {NOW}\n]</tool_calls>",
+        BOTH,
+        "Look.",
+    ),
+    Example("list", "nemotron", f"<TOOLCALL>[{PARIS}, {NOW}]</TOOLCALL>", BOTH),
+    Example(
+        "two",
+        "longcat",
+        f"<longcat_tool_call>\n{PARIS}\n</longcat_tool_call>\n"
+        f"<longcat_tool_call>\n{NOW}\n</longcat_tool_call>",
+        BOTH,
+    ),
+    Example(
+        "one",
+        "internlm",
+        "<|action_start|><|plugin|>\n"
+        + PARIS.replace("arguments", "parameters")
+        + "\n<|action_end|>",
+        BOTH[:1],
+    ),
+    Example(
+        "text",
+        "internlm",
+        "I look.<|action_start|><|plugin|>"
+        + NOW.replace("arguments", "parameters")
+        + "<|action_end|>\n",
+        BOTH[1:],
+        "I look.",
+    ),
     Example("one", "llama3", '{"name": "get_weather", "parameters": ' + ARGS + "}", BOTH[:1]),
     Example(
         "type and marker",
@@ -188,6 +285,19 @@ EXAMPLES = [
         "<|tool_call_end|>",
         BOTH,
         "Let me.",
+    ),
+    Example(
+        "markers alone",
+        "pythonic",
+        '<|tool_call_start|>[get_weather(city="Paris", days=2, detailed=True), now()]'
+        "<|tool_call_end|>",
+        BOTH,
+    ),
+    Example(
+        "names that are not Python's",
+        "pythonic",
+        '[get-weather(from="Paris", my-key=[1, {"a": None}]), now(**{"a": true})]',
+        [("get-weather", {"from": "Paris", "my-key": [1, {"a": None}]}), ("now", {"a": True})],
     ),
     Example("no call", "pythonic", "[1, 2] is a list", [], "[1, 2] is a list"),
     Example(

@@ -1,0 +1,65 @@
+"""Families whose calls are JSON between two markers of their own: an object, or a list of them.
+
+Hunyuan, Jamba:  <tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>
+Nemotron 2:      <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</TOOLCALL>
+LongCat:         <longcat_tool_call>{"name": ..., "arguments": {...}}</longcat_tool_call>
+InternLM:        <|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|action_end|>
+"""
+
+from collections.abc import Sequence
+
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_call, json_list
+from octavo.router.requests.parsers.json_call import JsonCalls
+from octavo.router.requests.parsers.marked_calls import MarkedCalls
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.text.lark import Lark, sequence
+from octavo.router.text.model_text import ModelText
+
+
+class JsonBetween(ToolFormat):
+    """JSON between two markers.
+
+    Args:
+        name: The format's name.
+        opening: The marker that begins it.
+        closing: The marker that ends it.
+        listed: Whether it is a list.
+        space: What is between the markers and the JSON.
+        key: What the arguments are called.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        opening: str,
+        closing: str,
+        *,
+        listed: bool = True,
+        space: str = "",
+        key: str = "arguments",
+    ) -> None:
+        self.name = name  # type: ignore[misc]
+        self.trigger = opening  # type: ignore[misc]
+        self.between = None if listed else "\n"  # type: ignore[misc]
+        self._closing = closing
+        self._listed = listed
+        self._space = space
+        self._key = key
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template has the marker."""
+        return self.trigger in model.template
+
+    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+        """Return what reads one output."""
+        return MarkedCalls({self.trigger: JsonCalls}, (self._closing,))
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls behind the marker."""
+        calls = (
+            json_list(lark, tools, parallel=parallel)
+            if self._listed
+            else json_call(lark, tools, key=self._key)
+        )
+        space = lark.text(self._space) if self._space else ""
+        return sequence(space, calls, space, lark.marker(self._closing))

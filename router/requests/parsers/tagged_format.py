@@ -1,0 +1,73 @@
+"""What families have in common whose calls are texts between tags."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar
+
+from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_section
+from octavo.router.requests.parsers.json_call import JsonOr
+from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
+from octavo.router.requests.parsers.parser import Parser
+from octavo.router.requests.parsers.tagged_call import TaggedCall, Tags
+from octavo.router.requests.parsers.tagged_grammar import Layout, TaggedGrammar
+from octavo.router.text.lark import Lark, either, sequence
+from octavo.router.text.model_text import ModelText
+
+
+class TaggedFormat(ToolFormat):
+    """A family whose calls are texts between tags.
+
+    A tool whose schema tags cannot follow is called by a JSON object between the same markers.
+    If `between` is None, a section has any number of calls with tags, or one JSON object.
+
+    Attributes:
+        closing: The marker that ends a section of calls.
+        begin: What begins a call, in front of its name; empty: the trigger does.
+        lead: What is between the trigger and the first call.
+        shown: Tokens in tags.
+        ignored: Further markers around calls, which some of the models write.
+        tags: How calls are read.
+        layout: How they are written.
+    """
+
+    between: ClassVar[str | None] = "\n"
+    closing: ClassVar[str]
+    begin: ClassVar[str] = ""
+    lead: ClassVar[str] = ""
+    shown: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
+    tags: ClassVar[Tags]
+    layout: ClassVar[Layout]
+
+    def recognizes(self, model: ModelText) -> bool:
+        """Return whether the template has such tags."""
+        return (
+            self.begin or self.trigger
+        ) in model.template and self.tags.key_open in model.template
+
+    def parser(self, context: Context) -> Parser:
+        """Return what reads one output."""
+        call = partial(TaggedCall, self.tags, context.schemas, context.held)
+        opens: dict[str, Callable[[], Call]] = {self.trigger: partial(JsonOr, call)}
+        if self.begin:
+            opens = {self.begin: call, self.trigger: JsonOr}
+        return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
+
+    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+        """Return what matches calls behind the marker."""
+        grammar = TaggedGrammar(lark, self.tags, self.written(lark))
+        tagged = {tool.name: grammar.call(tool) for tool in tools}
+        others = [tool for tool in tools if tagged[tool.name] is None]
+        forms = []
+        if calls := list(filter(None, tagged.values())):
+            call = either(*calls)
+            many = f"({call})+" if self.between is None and parallel else call
+            lead = lark.text(self.lead) if self.lead else ""
+            forms.append(sequence(lead, many, lark.marker(self.closing)))
+        if others:
+            forms.append(json_section(lark, others, self.closing))
+        return either(*forms)
+
+    def written(self, lark: Lark) -> Layout:  # noqa: ARG002
+        """Return how a model lays out calls."""
+        return self.layout

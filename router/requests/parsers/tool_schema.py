@@ -1,0 +1,255 @@
+"""What the JSON Schema of a tool's arguments says of each argument."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from octavo.router.requests.parsers.values import json_types
+
+Schema: TypeAlias = Mapping[str, Any]
+
+ANNOTATIONS = frozenset(
+    {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
+    | {"writeOnly", "contentEncoding", "contentMediaType", "contentSchema"}
+)
+"""Keywords that say nothing of what is valid."""
+DEFINITIONS = ("$defs", "definitions")
+_OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
+_OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
+_MAX_REFERENCES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a tool.
+
+    Attributes:
+        name: Its name.
+        schema: What its value must be.
+        required: Whether a call must have it.
+    """
+
+    name: str
+    schema: Schema
+    required: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a tool.
+
+    Attributes:
+        named: Those that its schema names.
+        others: What the values of all others must be; None: a call needs no others.
+    """
+
+    named: tuple[Argument, ...]
+    others: Schema | None
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What an argument may be.
+
+    Attributes:
+        strings: Schemas of strings; any of them.
+        words: Strings.
+        others: Schemas of what is no string.
+        free: Whether it may be anything.
+    """
+
+    strings: tuple[Schema, ...] = ()
+    words: tuple[str, ...] = ()
+    others: tuple[Schema, ...] = ()
+    free: bool = False
+
+
+def arguments_of(schema: Schema) -> Arguments | None:
+    """Return the arguments that a tool's schema has.
+
+    None if it says more than which arguments there are and what each may be.
+    """
+    if not _only_names_arguments(schema):
+        return None
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    more = schema.get("additionalProperties", True)
+    named = {**dict.fromkeys(required, more), **properties}
+    if any(named[name] is False for name in required):
+        return None  # nothing is valid; what compiles the schema says so
+    arguments = tuple(
+        Argument(name, {} if one is True else one, name in required)
+        for name, one in {**properties, **named}.items()
+        if one is not False
+    )
+    if arguments or more is False:
+        return Arguments(arguments, None)
+    return Arguments(arguments, {} if more is True else more)
+
+
+def _only_names_arguments(schema: Schema) -> bool:
+    """Return whether a schema is of an object, and has no other keywords than `arguments_of`."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        set(schema) <= _OF_OBJECTS | ANNOTATIONS | set(DEFINITIONS)
+        and schema.get("type", "object") == "object"
+        and isinstance(properties, Mapping)
+        and isinstance(required, list)
+        and all(isinstance(name, str) for name in required)
+        and all(
+            isinstance(one, Mapping | bool)
+            for one in (*properties.values(), schema.get("additionalProperties", True))
+        )
+    )
+
+
+def argument_schema(schema: Schema, name: str) -> Schema:
+    """Return the schema of one argument; empty if the tool's schema does not say."""
+    for key, one in (("properties", schema.get("properties")), ("additionalProperties", schema)):
+        if isinstance(one, Mapping):
+            found = one.get(name if key == "properties" else key)
+            if isinstance(found, Mapping):
+                return found
+    return {}
+
+
+def types_of(schema: Schema, root: Schema) -> frozenset[str]:
+    """Return the JSON types that a value may have; empty: any, or unknown.
+
+    Args:
+        schema: What the value must be.
+        root: The schema that has the definitions.
+    """
+    return _types(schema, root, 0)
+
+
+def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:  # noqa: ANN401 - any JSON
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+        return frozenset()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        return frozenset({declared})
+    if isinstance(declared, list):
+        return frozenset(one for one in declared if isinstance(one, str))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        return frozenset().union(*map(json_types, values))
+    for name in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(name), list):
+            each = [_types(one, root, depth + 1) for one in branches]
+            return frozenset().union(*each) if all(each) else frozenset()
+    known = [_types(one, root, depth + 1) for one in _parts(schema, root)]
+    return next(filter(None, known), frozenset())
+
+
+def refers_to_whole(schema: Any) -> bool:  # noqa: ANN401 - any JSON
+    """Return whether a part of a schema refers to anything but its definitions."""
+    if isinstance(schema, list):
+        return any(map(refers_to_whole, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+        return True
+    return any(map(refers_to_whole, schema.values()))
+
+
+def with_definitions(schema: Schema, root: Schema) -> Schema:
+    """Return a part of a schema, with the definitions that the whole has."""
+    return {**schema, **{key: root[key] for key in DEFINITIONS if key in root}}
+
+
+def values_of(schema: Schema, root: Schema) -> Values | None:
+    """Return what an argument may be; None if strings cannot be told from the rest.
+
+    Args:
+        schema: What its value must be.
+        root: The schema that has the definitions.
+    """
+    return _values(schema, root, 0)
+
+
+def _values(schema: Schema, root: Schema, depth: int) -> Values | None:
+    schema = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    types = _types(schema, root, depth)
+    if types and "string" not in types:
+        return Values(others=(schema,))
+    if "enum" in schema or "const" in schema:
+        return _listed(schema)
+    if "type" in schema:
+        return _of_types(schema, schema["type"])
+    return Values(free=True) if not schema else _combined(schema, root, depth)
+
+
+def _combined(schema: Schema, root: Schema, depth: int) -> Values | None:
+    """Return the values of a schema that is made of others."""
+    if depth > _MAX_REFERENCES or len(schema) > 1:
+        return None
+    if "oneOf" in schema and not _disjoint(schema["oneOf"], root):
+        return None
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(branches, list):
+        return _joined(_values(one, root, depth + 1) for one in branches)
+    parts = list(_parts(schema, root))
+    return _values(parts[0], root, depth + 1) if len(parts) == 1 else None
+
+
+def _listed(schema: Schema) -> Values | None:
+    """Return the values that an enumeration has."""
+    values = schema.get("enum", [schema.get("const")])
+    if len(set(schema) - {"type"}) > 1 or not isinstance(values, list):
+        return None
+    if "type" in schema:
+        declared = schema["type"]
+        types = {declared} if isinstance(declared, str) else set(declared)
+        values = [value for value in values if json_types(value) & types]
+    words = tuple(value for value in values if isinstance(value, str))
+    others = [value for value in values if not isinstance(value, str)]
+    return Values(words=words, others=({"enum": others},) if others else ())
+
+
+def _of_types(schema: Schema, types: Any) -> Values | None:  # noqa: ANN401 - any JSON
+    """Return the values of one or several types, strings among them."""
+    if types == "string":
+        return Values(strings=(schema,)) if set(schema) <= _OF_STRINGS | {"type"} else None
+    strings = {key: schema[key] for key in _OF_STRINGS if key in schema}
+    others = [one for one in types if one != "string"]
+    rest = {key: one for key, one in schema.items() if key not in _OF_STRINGS}
+    return Values(
+        strings=({"type": "string", **strings},),
+        others=({**rest, "type": others},) if others else (),
+    )
+
+
+def _joined(each: Iterator[Values | None]) -> Values | None:
+    strings: tuple[Schema, ...] = ()
+    words: tuple[str, ...] = ()
+    others: tuple[Schema, ...] = ()
+    free = False
+    for one in each:
+        if one is None:
+            return None
+        strings, words = strings + one.strings, words + one.words
+        others, free = others + one.others, free or one.free
+    return Values(free=True) if free else Values(strings, words, others)
+
+
+def _disjoint(branches: Any, root: Schema) -> bool:  # noqa: ANN401 - any JSON
+    """Return whether no value is of two branches, by their types."""
+    if not isinstance(branches, list):
+        return False
+    each = [types_of(one, root) for one in branches]
+    each = [one | {"number"} if "integer" in one else one for one in each]
+    return all(each) and len(frozenset().union(*each)) == sum(map(len, each))
+
+
+def _parts(schema: Schema, root: Schema) -> Iterator[Schema]:
+    """Yield what a schema refers to."""
+    if isinstance(every := schema.get("allOf"), list):
+        yield from (one for one in every if isinstance(one, Mapping))
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        kind, _, name = reference.removeprefix("#/").partition("/")
+        known = root.get(kind) if kind in DEFINITIONS else None
+        found = known.get(name) if isinstance(known, Mapping) else None
+        if isinstance(found, Mapping):
+            yield found
