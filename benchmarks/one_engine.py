@@ -48,6 +48,7 @@ class OneEngine:
         *,
         seconds: float = 20,
         cache_bytes: int = 1 << 28,
+        async_scheduling: bool = False,
         **settings: Any,  # noqa: ANN401
     ) -> None:
         """Build the engine and start its core.
@@ -56,6 +57,7 @@ class OneEngine:
             model: Directory of the model.
             seconds: Processor time that compiling a constraint may take.
             cache_bytes: Memory for compiled constraints.
+            async_scheduling: Whether steps overlap, as on a GPU.
             **settings: More of EngineSettings.
         """
         self.parts = build(EngineSettings(model=model, **settings))
@@ -74,6 +76,7 @@ class OneEngine:
             self.metrics,
             self._publish,
             max_waiting=1 << 20,
+            async_scheduling=async_scheduling,
             constraints=self.compiler,
         )
         self._thread = threading.Thread(target=self.core.run, daemon=True)

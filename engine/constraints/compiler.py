@@ -4,6 +4,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -15,13 +16,15 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import WORD_BITS, EndRule, Matcher
-from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.sandbox_process import Sandbox
 from octavo.engine.constraints.token_table import TokenTable
 
 log = structlog.get_logger(__name__)
 
 COMPILE_THREADS = 2
+HEAVY_SECONDS = 0.05
+"""A constraint whose trial took more processor time is compiled with what is left over."""
 REFUSED_BYTES = 1024
 """What a refused constraint counts in the cache, besides its text."""
 
@@ -200,8 +203,9 @@ class ConstraintCompiler:
         text = sum(map(len, constraint.texts))
         state: LLMatcher | ConstraintError
         try:
-            size = sandbox.check(constraint)
-            state = compile_grammar(constraint, tokens)
+            trial = sandbox.check(constraint)
+            size, heavy = trial.bytes, trial.seconds > HEAVY_SECONDS
+            state = (_compile_when_idle if heavy else compile_grammar)(constraint, tokens)
         except ConstraintError as error:
             state, size = error, REFUSED_BYTES
         seconds = time.perf_counter() - began
@@ -268,3 +272,13 @@ class ConstraintCompiler:
                 return ConstraintError(after + matcher.error)
             matchers.append(matcher)
         return matchers
+
+
+def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+    """Compile a constraint in a thread of its own, and wait for it: no thread may go back.
+
+    Raises:
+        ConstraintError: As `compile_grammar`.
+    """
+    with ThreadPoolExecutor(1, "heavy-constraint", run_when_idle) as thread:
+        return thread.submit(compile_grammar, constraint, tokens).result()

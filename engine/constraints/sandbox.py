@@ -19,7 +19,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
-from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.trial import try_constraint
 
@@ -27,6 +27,8 @@ STACK_BYTES = 2 << 20
 """A quarter of what the engine's own threads have: what fits here fits there."""
 MEMORY_BYTES = 1 << 30
 """Most memory that a trial may take besides that of the process itself."""
+EAGER_SECONDS = 0.1
+"""After so long a trial gets only what processor time is left over."""
 WALL_FACTOR = 20
 """A trial that gets little of the processor may take this many times its limit."""
 
@@ -55,8 +57,10 @@ def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[s
         finally:
             os._exit(code)
     os.close(writing)
-    limit = WALL_FACTOR * seconds
-    ended = bool(select.select([reading], [], [], limit)[0])
+    ended = bool(select.select([reading], [], [], EAGER_SECONDS)[0])
+    if not ended:
+        run_when_idle(child)
+        ended = bool(select.select([reading], [], [], WALL_FACTOR * seconds)[0])
     if not ended:
         os.kill(child, signal.SIGKILL)
     with os.fdopen(reading, "rb") as pipe:
@@ -76,11 +80,13 @@ def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dic
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
     cpu = int(time.process_time() + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    began = time.process_time()
     try:
         try_constraint(constraint, tokens)
     except ConstraintError as error:
         return {"error": str(error)}
-    return {"error": None, "bytes": max(0, _memory()[1] - resident)}
+    taken = time.process_time() - began
+    return {"error": None, "bytes": max(0, _memory()[1] - resident), "seconds": taken}
 
 
 def _memory() -> tuple[int, int]:

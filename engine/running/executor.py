@@ -1,7 +1,8 @@
 """The executor: copies a batch's blocks, runs the model on it and samples tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,6 +32,23 @@ from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
 """Rows of prompt logits that are turned into log-probabilities at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedModel:
+    """A step whose tokens are not sampled yet.
+
+    Attributes:
+        batch: what it computes.
+        inputs: the model's inputs; None for a batch that only copies blocks.
+        logits: `[num_rows, vocab_size]`; None if the model gave tokens.
+        token_ids: the most likely token of each row, if the model gave these.
+    """
+
+    batch: Batch
+    inputs: StepInputs | None
+    logits: torch.Tensor | None = None
+    token_ids: list[int] | None = None
 
 
 class Executor:
@@ -76,32 +94,47 @@ class Executor:
         return inputs
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, inputs: StepInputs | None) -> PendingStep:
-        """Run the model and sample tokens.
+    def launch(self, batch: Batch, inputs: StepInputs | None) -> LaunchedModel:
+        """Run the model; `sample` must follow before the next launch.
 
         On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
-        the step is computed; other threads have the interpreter meanwhile.
+        the model has run; other threads have the interpreter meanwhile.
 
         Args:
             batch: what to compute.
             inputs: what `prepare` made of it.
         """
         if inputs is None:
-            return PendingStep(batch)
-        sampled, beams = inputs.sampled, inputs.beams
-        only_argmax = not (beams or inputs.scored) and take_argmax(sampled)
+            return LaunchedModel(batch, None)
+        only_argmax = not (inputs.beams or inputs.scored) and take_argmax(inputs.sampled)
         if only_argmax and (token_ids := self._most_likely(inputs)) is not None:
-            chosen = torch.tensor([token_ids[row.row] for row in sampled], dtype=torch.int64)
-            return PendingStep(batch, PendingTokens(chosen, sampled))
-        logits = self._forward(inputs)
+            return LaunchedModel(batch, inputs, token_ids=token_ids)
+        return LaunchedModel(batch, inputs, self._forward(inputs))
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedModel, left_out: Collection[int] = ()) -> PendingStep:
+        """Sample the tokens of a step whose model was launched; on a GPU it does not wait.
+
+        Args:
+            launched: the step.
+            left_out: ids of sequences that get no token.
+        """
+        batch, inputs, logits = launched.batch, launched.inputs, launched.logits
+        if inputs is None:
+            return PendingStep(batch)
+        rows = [row for row in inputs.sampled if row.sequence.id not in left_out]
+        if logits is None:
+            assert launched.token_ids is not None
+            chosen = [launched.token_ids[row.row] for row in rows]
+            return PendingStep(batch, PendingTokens(torch.tensor(chosen, dtype=torch.int64), rows))
         scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
-        tokens = sample(logits, sampled)
-        continuations = continue_beams(logits, beams) if beams else {}
+        tokens = sample(logits, rows)
+        continuations = continue_beams(logits, inputs.beams) if inputs.beams else {}
         return PendingStep(batch, tokens, continuations, scores)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run one step by itself, and wait for it."""
-        return self.launch(batch, self.prepare(batch)).collect()
+        return self.sample(self.launch(batch, self.prepare(batch))).collect()
 
     def device_lost(self) -> bool:
         """Return whether the device cannot compute any more, as after some errors of a GPU.

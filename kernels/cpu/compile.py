@@ -13,6 +13,7 @@ from pathlib import Path
 SOURCES = (
     *("paged_attention.cpp", "linear.cpp", "experts.cpp", "linear_int4.cpp", "draw_tokens.cpp"),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
+    "mask_logits.cpp",
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
     *("operators.cpp", "state_shims.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )

@@ -312,6 +312,12 @@ class NativeKernels:
         self._argmax = library.octavo_argmax
         self._argmax.argtypes = (*rows, c_int64, c_int, c_void_p, c_int)
         self._argmax.restype = None
+        self._mask = library.octavo_mask_logits
+        self._mask.argtypes = (
+            *(c_void_p, c_int64, c_int64, c_int),
+            *(c_void_p, c_int64, c_void_p, c_int64, c_int),
+        )
+        self._mask.restype = None
         self._draw = library.octavo_draw_tokens
         self._draw.argtypes = (*rows, c_int64, *[c_void_p] * 6, c_int)
         self._draw.restype = None
@@ -505,6 +511,16 @@ class NativeKernels:
             *(places.data_ptr(), torch.get_num_threads()),
         )
         return places
+
+    def mask_logits(self, logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+        """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
+        if logits.stride(1) != 1:
+            raise ValueError(f"rows of logits must be contiguous: strides are {logits.stride()}")
+        self._mask(
+            *(logits.data_ptr(), logits.stride(0), logits.shape[1], _DTYPES[logits.dtype]),
+            *(rows.ctypes.data, len(rows), masks.ctypes.data, masks.shape[1]),
+            torch.get_num_threads(),
+        )
 
     def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""

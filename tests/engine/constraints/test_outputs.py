@@ -1,11 +1,17 @@
 """What is finished keeps to its constraint, however tokens are sampled and memory is short."""
 
+import itertools
 import json
 import random
 import re
+import time
 
 import pytest
 
+from octavo.engine.constraints import mask_threads
+from octavo.engine.constraints.mask_threads import GRACE_SECONDS
+from octavo.engine.constraints.matcher import Matcher
+from octavo.engine.events import FailureCode
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from tests.engine.constraints.runner import Runner, decode, encode
 from tests.engine.constraints.schemas import check, random_schema
@@ -147,6 +153,73 @@ def test_tokens_that_break_the_constraint_are_not_resumed(engine):
 def test_beams_that_a_constraint_leaves_fewer_of_than_their_width(engine):
     ended = engine.run("regex", "a|b", beam=BeamSearch(4))
     assert sorted(decode(ended.tokens[i]) for i in range(4)) == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_scheduling):
+    ways = (
+        {"n": 3, "seed": 5},
+        {"beam": BeamSearch(3)},
+        {"temperature": 0.0, "prompt": range(40)},
+        {"n": 2, "seed": 2, "frequency_penalty": 0.5},
+    )
+    plain = {"seed": 1, "max_tokens": 60}
+    expected = [engine.run("json_schema", PERSON_TEXT, max_tokens=60, **way) for way in ways]
+    expected.append(engine.run(None, **plain))
+    few = {"num_blocks": 40, "max_model_len": 256}
+    runner = Runner(byte_model, async_scheduling=async_scheduling, **few)
+    advance, calls = Matcher.advance, itertools.count()
+
+    def advance_late(matcher, token_ids):
+        if next(calls) % 7 == 0:
+            time.sleep(3 * GRACE_SECONDS)
+        advance(matcher, token_ids)
+
+    monkeypatch.setattr(Matcher, "advance", advance_late)
+    try:
+        asked = [runner.submit("json_schema", PERSON_TEXT, max_tokens=60, **way) for way in ways]
+        asked.append(runner.submit(None, **plain))
+        found = [runner.wait(request_id) for request_id in asked]
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert runner.metrics.late_masks._value.get() > 20
+        counters = runner.parts.scheduler.counters
+        assert counters.preemptions_swap + counters.preemptions_recompute > 0
+        runner.settle()
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_mask_that_takes_too_long_ends_its_request_alone(
+    byte_model, monkeypatch, async_scheduling
+):
+    runner = Runner(byte_model, async_scheduling=async_scheduling)
+    advance = Matcher.advance
+
+    def advance_for_ever(matcher, token_ids):
+        if list(token_ids) == encode("q"):
+            until = time.thread_time() + 1
+            while time.thread_time() < until:
+                pass
+        advance(matcher, token_ids)
+
+    monkeypatch.setattr(Matcher, "advance", advance_for_ever)
+    monkeypatch.setattr(mask_threads, "MAX_MASK_SECONDS", 0.1)
+    try:
+        slow = [runner.submit("regex", "q[ab]{20}", seed=i) for i in range(3)]
+        for quick in (
+            runner.run(None, max_tokens=100),
+            runner.run("regex", "[ab]{50}"),
+        ):
+            assert quick.failure is None
+        for request_id in slow:
+            failure = runner.wait(request_id).failure
+            assert (failure.code, failure.field) == (FailureCode.RESOURCE_EXHAUSTED, "constraint")
+            assert "a mask takes more than 0.1 s" in failure.message
+        runner.settle()
+        assert decode(runner.run("regex", "after").tokens[0]) == "after"
+    finally:
+        runner.close()
 
 
 def test_swapping_in_every_step_changes_nothing(byte_model, engine):
