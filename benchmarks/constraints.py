@@ -37,8 +37,8 @@ PATIENCE = 600.0
 """Seconds that each answer of another process may take."""
 LARGE_BYTES = 20_000
 MAX_MODEL_LEN = 2048
-SINGLE_REPEATS = 2
-"""Times that a round runs one request alone, which is short."""
+SINGLE_REPEATS = 4
+"""Times that a round runs one request alone, in turn with and without a constraint."""
 TOKENS = 96
 """Output tokens of each request."""
 TEXT = {"type": "string", "minLength": 1, "maxLength": 60}
@@ -208,18 +208,20 @@ def measure_rates(peers: Sequence[Octavo | Vllm], model: str, batch: int, rounds
         (1, 1): "constrained",
     }
     found: dict[tuple[str, int, int], list[float]] = {}
-    for number in range(rounds + 1):
-        for peer, (size, constrained) in itertools.product(peers, cases):
-            repeats = 1 if size > 1 or not number else SINGLE_REPEATS
+    for number, peer, size in itertools.product(range(rounds + 1), peers, (batch, 1)):
+        seconds = dict.fromkeys((case for case in cases if case[0] == size), 0.0)
+        repeats = 1 if size > 1 or not number else SINGLE_REPEATS
+        order = list(seconds)[:: -1 if number % 2 else 1]
+        for _, case in itertools.product(range(repeats), order):
             requests = [
-                (tokens, schema if i < constrained else None)
-                for i, tokens in enumerate(asked[:size])
+                (tokens, schema if i < case[1] else None) for i, tokens in enumerate(asked[:size])
             ]
-            seconds = sum(peer.run(requests) for _ in range(repeats))
-            if not number:  # the first round warms up
-                continue
+            seconds[case] += peer.run(requests)
+        if not number:  # the first round warms up
+            continue
+        for (_, constrained), took in seconds.items():
             speeds = found.setdefault((peer.name, size, constrained), [])
-            speeds.append(repeats * size * TOKENS / seconds)
+            speeds.append(repeats * size * TOKENS / took)
             shown = f"round {number} {peer.name:6} batch {size:2} {cases[size, constrained]:16}"
             print(f"{shown} {speeds[-1]:7.1f} tokens/s", flush=True)
     for (peer_name, size, constrained), speeds in found.items():
@@ -236,11 +238,17 @@ def measure_rates(peers: Sequence[Octavo | Vllm], model: str, batch: int, rounds
 
 def measure_first_tokens(engine: OneEngine, tokens: Sequence[int], rounds: int) -> None:
     """Print the first-token delay of a large schema, and what it costs a stream beside it."""
+    small = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+    delay = 1e3 * _delay(engine, tokens, small)
+    print(f"first token, alone, the first constraint of an engine: {delay:.0f} ms")
+    for request_id in [engine.submit("regex", f"a{{{i + 1}}}") for i in range(8)]:
+        engine.wait(request_id)  # on all threads that compile
     for number in range(rounds):
         schema = large_schema(LARGE_BYTES, number)
         for name, text in ((None, None), ("first", schema), ("again", schema)):
             shown = "free" if name is None else f"{len(schema)} bytes, {name} time"
-            print(f"first token, alone, {shown}: {1e3 * _delay(engine, tokens, text):.1f} ms")
+            delay = 1e3 * _delay(engine, tokens, text)
+            print(f"first token, alone, {shown}: {delay:.1f} ms", flush=True)
     calm, hit = list[float](), list[float]()
     for number in range(rounds):
         for gaps, schemas in (
@@ -256,7 +264,8 @@ def measure_first_tokens(engine: OneEngine, tokens: Sequence[int], rounds: int) 
             gaps += [late - early for early, late in pairwise(times)]
     for name, gaps in (("alone", calm), ("beside 4 schemas that compile", hit)):
         median, slow, most = percentiles(gaps)
-        print(f"a stream {name}: ms between tokens {median:.2f}, p99 {slow:.2f}, max {most:.2f}")
+        shown = f"median {median:.2f}, p99 {slow:.2f}, max {most:.2f}"
+        print(f"a stream {name}: ms between tokens: {shown}", flush=True)
 
 
 def _delay(engine: OneEngine, tokens: Sequence[int], schema: str | None) -> float:

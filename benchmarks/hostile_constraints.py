@@ -271,9 +271,7 @@ def measure(model: str, count: int, streams: int, *, windows: int, at_once: int)
     failures = [each.failure for each in ended if each.failure is not None]
     counts = Counter(failure.code.name for failure in failures if failure.field == "constraint")
     odd = [failure for failure in failures if failure.field != "constraint"]
-    counters = engine.compiler.counters
     print(f"{count} constraints: {counts}, {count - len(failures)} served to their end or limit")
-    print(f"compiling, wall clock: longest {max(counters.take_seconds()):.1f} s")
     late = engine.metrics.late_masks.collect()[0].samples[0].value
     print(f"{late:.0f} masks were late")
     for failure in odd:

@@ -278,6 +278,8 @@ class EngineCore:
             for sequence in group.live:
                 matcher = sequence.matcher
                 assert matcher is not None
+                if not matcher.ready:
+                    continue  # it was late, and has got no token
                 begin = sequence.num_prompt + matcher.length
                 if new := sequence.token_ids[begin : sequence.num_known]:
                     self._masks.request(group, matcher, new)

@@ -33,7 +33,7 @@ def _mask_logits_kernel(  # noqa: PLR0917
     bits = tl.load(masks + place * words + word, mask=real & (word < words), other=0)
     forbidden = ((bits >> (token % WORD_BITS)) & 1) == 0
     # Allowed tokens stay as they are, so nothing is read.
-    impossible = tl.full((TOKENS,), -float("inf"), logits.dtype.element_ty)
+    impossible = tl.full((TOKENS,), -float("inf"), tl.float32).to(logits.dtype.element_ty)
     tl.store(row + token, impossible, mask=real & forbidden)
 
 

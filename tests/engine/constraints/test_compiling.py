@@ -172,7 +172,8 @@ class SlowMatcher:
     """A matcher whose mask takes as long as it is told."""
 
     def __init__(self, seconds, waits=0.0):
-        self.quick, self.waits, self.error, self.length = seconds < 1, waits, None, 0
+        self.seconds, self.quick = seconds, seconds < 1
+        self.waits, self.error, self.length = waits, None, 0
         self.ready, self.awaited = True, False
 
     def advance(self, token_ids):
