@@ -134,6 +134,7 @@ class Octavo:
         self.engine = OneEngine(
             model,
             compile="wait",
+            pin=True,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=256,
             enable_prefix_caching=False,

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import numpy as np
 import structlog
 from llguidance import LLMatcher, LLTokenizer
 
@@ -223,16 +224,19 @@ class ConstraintCompiler:
                 self.counters.refused += 1
             else:
                 self.counters.compiled += 1
-            self._keep(constraint, _Compiled(state, size + text))
+            dropped = self._keep(constraint, _Compiled(state, size + text))
+        del dropped  # which takes milliseconds, without the lock
         return state
 
-    def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Put a constraint into the cache; the least recently used ones leave it."""
+    def _keep(self, constraint: Constraint, compiled: _Compiled) -> list[_Compiled]:
+        """Put a constraint into the cache; return those that leave it, the least recently used."""
         self._cache[constraint] = compiled
         self._cached_bytes += compiled.bytes
+        dropped: list[_Compiled] = []
         while self._cached_bytes > self._cache_bytes and self._cache:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.bytes
+            dropped.append(self._cache.popitem(last=False)[1])
+            self._cached_bytes -= dropped[-1].bytes
+        return dropped
 
     def _load(self) -> LLTokenizer | TokensMissingError:
         """Return the model's tokens; the first thread reads them."""
@@ -277,8 +281,17 @@ class ConstraintCompiler:
 def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     """Compile a constraint in a thread of its own, and wait for it: no thread may go back.
 
+    The first mask too, as what that computes is shared by the matcher's copies.
+
     Raises:
         ConstraintError: As `compile_grammar`.
     """
+
+    def compile_and_mask() -> LLMatcher:
+        state = compile_grammar(constraint, tokens)
+        mask = np.empty((tokens.vocab_size + WORD_BITS - 1) // WORD_BITS, np.int32)
+        state.deep_copy().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return state
+
     with ThreadPoolExecutor(1, "heavy-constraint", run_when_idle) as thread:
-        return thread.submit(compile_grammar, constraint, tokens).result()
+        return thread.submit(compile_and_mask).result()

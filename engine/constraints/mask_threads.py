@@ -15,7 +15,7 @@ from octavo.engine.constraints.priority import lower_priority, run_when_idle
 GRACE_SECONDS = 0.005
 """Longest time that a step waits for masks."""
 MAX_MASK_SECONDS = 2.0
-"""Processor time that a mask may take; a mask of a trial may take an eighth of it."""
+"""Processor time that a mask may take. One of a trial may take a twentieth of it."""
 SLOWEST_SECONDS = 0.01
 """Slower masks get only what processor time is left over."""
 TAKES_LONG_SECONDS = 0.002
