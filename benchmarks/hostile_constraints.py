@@ -247,7 +247,9 @@ def run_ordinary(
     return beside.gaps()
 
 
-def measure(model: str, count: int, streams: int, *, windows: int, at_once: int) -> bool:
+def measure(
+    model: str, count: int, streams: int, *, windows: int, at_once: int, beside: int
+) -> bool:
     """Measure and print; return whether both marks are met."""
     engine = OneEngine(
         str(models.resolve(model)), seconds=1, compile="wait", max_model_len=1024, pin=True
@@ -261,15 +263,18 @@ def measure(model: str, count: int, streams: int, *, windows: int, at_once: int)
     hit: list[float] = []
     for i in range(windows):
         began = time.perf_counter()
-        gaps, arrivals = run_hostile(engine, streams, made[i::windows], at_once)
+        gaps, arrivals = run_hostile(engine, streams, made[:beside][i::windows], at_once)
         hit += gaps
         took = time.perf_counter() - began
-        calm += run_ordinary(engine, streams, arrivals, min(took, MAX_ORDINARY_SECONDS))
         print(f"window {i + 1} of {windows}: {took:.0f} s, {len(arrivals)} served", flush=True)
+        calm += run_ordinary(engine, streams, arrivals, min(took, MAX_ORDINARY_SECONDS))
         for name, steps in (("ordinary", calm), ("hostile", hit)):
             median, slow, most = percentiles(steps)
             shown = f"median {median:.2f}, p99 {slow:.2f}, max {most:.2f}"
             print(f"  beside {name:8} {len(steps)} steps, ms: {shown}", flush=True)
+    began = time.perf_counter()
+    run_hostile(engine, 0, made[beside:], at_once)
+    print(f"the other {count - beside}: {time.perf_counter() - began:.0f} s", flush=True)
     ended = list(engine.ended.values())[before:]
     failures = [each.failure for each in ended if each.failure is not None]
     counts = Counter(failure.code.name for failure in failures if failure.field == "constraint")
@@ -298,6 +303,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument(
+        "--beside", type=int, default=200, help="number of those that run beside streams"
+    )
     sys.exit(not measure(**vars(parser.parse_args())))
 
 

@@ -220,11 +220,14 @@ class EngineCore:
             with _step_errors(batch):
                 inputs = self._executor.prepare(batch, previous)
                 self._publish()  # now: the event loop has the interpreter while the model runs
-                model = self._executor.launch(batch, inputs)
+                if not self._async_scheduling:
+                    self._await_masks()  # the cores that compute them are those of the model
+                ready = not self._async_scheduling
+                model = self._executor.launch(batch, inputs, masks_ready=ready)
         if model is not None and not batch.constrained:
             launched = self._sample(model)
         output = None if previous is None else self._take(previous)
-        self._await_masks()  # which other threads have computed while the model ran
+        self._await_masks()  # which other threads compute while a GPU runs the model
         if model is not None and launched is None:
             launched = self._sample(model)
         self._stalled = previous is None and not batch and self._scheduler.waits_for_masks

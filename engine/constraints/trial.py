@@ -13,8 +13,8 @@ from octavo.engine.constraints.json_schema import locate, unenforceable
 
 TRIAL_TOKENS = 48
 MAX_MASK_SECONDS = 0.1
-"""A constraint is refused if a mask of its trial takes longer. To drop what such a mask has computed
-takes a tenth of that, in which no other thread has Python's lock."""
+"""A constraint is refused if a mask of its trial takes longer. To drop what such a mask has
+computed takes some milliseconds, in which no other thread has Python's lock."""
 
 
 def try_constraint(

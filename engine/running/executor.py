@@ -21,8 +21,9 @@ from octavo.engine.sampling.sampler import (
     PendingTokens,
     Report,
     continue_beams,
+    masks_of,
     sample,
-    take_argmax,
+    take_greatest,
 )
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -94,7 +95,9 @@ class Executor:
         return inputs
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, inputs: StepInputs | None) -> LaunchedModel:
+    def launch(
+        self, batch: Batch, inputs: StepInputs | None, *, masks_ready: bool = True
+    ) -> LaunchedModel:
         """Run the model; `sample` must follow before the next launch.
 
         On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
@@ -103,12 +106,16 @@ class Executor:
         Args:
             batch: what to compute.
             inputs: what `prepare` made of it.
+            masks_ready: whether its constraints' masks are those of the next tokens already;
+                else they are when `sample` is called, as those of sequences left out are never.
         """
         if inputs is None:
             return LaunchedModel(batch, None)
-        only_argmax = not (inputs.beams or inputs.scored) and take_argmax(inputs.sampled)
-        if only_argmax and (token_ids := self._most_likely(inputs)) is not None:
-            return LaunchedModel(batch, inputs, token_ids=token_ids)
+        only_greatest = not (inputs.beams or inputs.scored) and take_greatest(inputs.sampled)
+        if only_greatest and (masks_ready or not batch.constrained):
+            token_ids = self._most_likely(inputs)
+            if token_ids is not None:
+                return LaunchedModel(batch, inputs, token_ids=token_ids)
         return LaunchedModel(batch, inputs, self._forward(inputs))
 
     @torch.inference_mode()
@@ -257,8 +264,9 @@ class Executor:
         step = self._loaded.step
         if not isinstance(step, CompiledStep):
             return None
+        masks = masks_of(inputs.sampled)
         with self._attending(inputs):
-            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows, masks)
 
     def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
         cache, scales = self.cache, self._loaded.kv_scales

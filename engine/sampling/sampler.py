@@ -112,7 +112,7 @@ def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
     if not rows:
         return NO_TOKENS
     logits = _select_logits(logits, rows)
-    if all(map(_takes_greatest, rows)):
+    if take_greatest(rows):
         _constrain(logits, rows)
         return PendingTokens(argmax(logits), rows)
     logits = logits.float().contiguous()
@@ -173,9 +173,17 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
     }
 
 
-def take_argmax(rows: Rows[SamplingRow]) -> bool:
-    """Return whether all take the most likely token of the model, and report nothing more."""
-    return all(_takes_greatest(row) and row.sequence.matcher is None for row in rows)
+def take_greatest(rows: Rows[SamplingRow]) -> bool:
+    """Return whether all take the most likely token of those allowed, and report nothing more."""
+    return all(map(_takes_greatest, rows))
+
+
+def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
+    """Return the masks of constrained rows, by the row of the logits.
+
+    Outputs that begin share a row. They have no tokens yet, so their masks are the same.
+    """
+    return {row.row: row.sequence.matcher.mask for row in rows if row.sequence.matcher is not None}
 
 
 def _takes_greatest(row: SamplingRow) -> bool:

@@ -26,22 +26,23 @@ void mask_row(typename Type::Stored* row, int64_t columns, const uint32_t* mask,
 }
 
 template <class Type>
-void mask_rows(void* logits, int64_t stride, int64_t columns, const int64_t* rows,
-               int64_t num_rows, const uint32_t* masks, int64_t words, int threads) {
+void mask_rows(void* logits, int64_t num_rows, int64_t stride, int64_t columns,
+               const uint32_t* const* masks, int64_t words, int threads) {
   auto* first = static_cast<typename Type::Stored*>(logits);
-#pragma omp parallel for num_threads(threads) if (num_rows > 1)
-  for (int64_t i = 0; i < num_rows; i++)
-    mask_row<Type>(first + rows[i] * stride, columns, masks + i * words, words);
+#pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
+  for (int64_t row = 0; row < num_rows; row++)
+    if (masks[row]) mask_row<Type>(first + row * stride, columns, masks[row], words);
 }
 
 }  // namespace
 
-// Masks some rows. Bit i % 32 of word i / 32 of a row's mask allows token i. `dtype` as in cache.h.
-extern "C" void octavo_mask_logits(void* logits, int64_t stride, int64_t columns, int dtype,
-                                   const int64_t* rows, int64_t num_rows, const uint32_t* masks,
-                                   int64_t words, int threads) {
+// Masks the rows that have a mask; others have a null pointer. Bit i % 32 of word i / 32 allows token
+// i. `dtype` as in cache.h.
+extern "C" void octavo_mask_logits(void* logits, int64_t num_rows, int64_t stride, int64_t columns,
+                                   int dtype, const uint32_t* const* masks, int64_t words,
+                                   int threads) {
   const auto run = dtype == 0   ? mask_rows<Float32>
                    : dtype == 1 ? mask_rows<Float16>
                                 : mask_rows<BFloat16>;
-  run(logits, stride, columns, rows, num_rows, masks, words, threads);
+  run(logits, num_rows, stride, columns, masks, words, threads);
 }
