@@ -299,8 +299,6 @@ class EngineCore:
         for failure in self._masks.failures():
             if failure.owner.state is not GroupState.FINISHED:
                 code = FailureCode.INVALID_ARGUMENT
-                if failure.too_slow:
-                    code = FailureCode.RESOURCE_EXHAUSTED
                 self._fail(failure.owner, code, failure.message, "constraint")
 
     # Events and measures of a step.

@@ -80,13 +80,11 @@ class MaskFailure(Generic[Owner]):
 
     Attributes:
         owner: Whose it is.
-        message: Why.
-        too_slow: Whether a mask took too long; else the constraint is at fault.
+        message: What is wrong with the constraint.
     """
 
     owner: Owner
     message: str
-    too_slow: bool
 
 
 class MaskThreads(Generic[Owner]):
@@ -180,7 +178,7 @@ class MaskThreads(Generic[Owner]):
                 continue
             job.abandoned = True
             why = f"a mask takes more than {MAX_MASK_SECONDS:g} s to compute; make it simpler"
-            self._failed.append(MaskFailure(job.owner, why, too_slow=True))
+            self._failed.append(MaskFailure(job.owner, why))
             self._replace(job)
 
     def _demote_late(self) -> None:
@@ -243,7 +241,7 @@ class MaskThreads(Generic[Owner]):
         matcher = job.matcher
         if matcher.error is not None:
             after = f"after {matcher.length} tokens of the output: {matcher.error}"
-            self._failed.append(MaskFailure(job.owner, after, too_slow=False))
+            self._failed.append(MaskFailure(job.owner, after))
         awaited, matcher.awaited = job.awaited, False
         self._awaited.discard(job)
         if awaited and not self._awaited:
