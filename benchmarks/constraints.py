@@ -37,7 +37,7 @@ PATIENCE = 600.0
 """Seconds that each answer of another process may take."""
 LARGE_BYTES = 20_000
 MAX_MODEL_LEN = 2048
-SINGLE_REPEATS = 4
+SINGLE_REPEATS = 3
 """Times that a round runs one request alone, in turn with and without a constraint."""
 TOKENS = 96
 """Output tokens of each request."""
@@ -204,7 +204,6 @@ def measure_rates(peers: Sequence[Octavo | Vllm], model: str, batch: int, rounds
     cases = {
         (batch, 0): "free",
         (batch, batch // 2): "half constrained",
-        (batch, batch): "all constrained",
         (1, 0): "free",
         (1, 1): "constrained",
     }

@@ -415,7 +415,9 @@ class EngineCore:
 
     def _take_commands(self) -> None:
         """Handle all commands that wait; wait a while for one if there is nothing else to do."""
-        idle = self._stalled or (not self.working and not self._use_idle_time())
+        # While a constraint is compiled, a command may come at any moment.
+        unused = not self.working and (bool(self._preparing) or not self._use_idle_time())
+        idle = self._stalled or unused
         try:
             command = self._commands.get(idle, HEARTBEAT_SECONDS)
             while True:
