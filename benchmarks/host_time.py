@@ -122,6 +122,7 @@ def without_model(path: Path) -> None:
         (Scheduler, "schedule", "schedule"),
         (Executor, "prepare", "prepare"),
         (Executor, "launch", "launch"),
+        (Executor, "sample", "launch"),
         (Scheduler, "advance", "advance"),
         (PendingStep, "collect", "collect"),
         (Scheduler, "update", "update"),

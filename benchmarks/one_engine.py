@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,8 @@ from octavo.engine.events import Event, Failure, Load, OutputEvent
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup import Parts, build
+from octavo.kernels import cpu
 
 
 @dataclass
@@ -48,6 +50,8 @@ class OneEngine:
         *,
         seconds: float = 20,
         cache_bytes: int = 1 << 28,
+        async_scheduling: bool = False,
+        pin: bool = False,
         **settings: Any,  # noqa: ANN401
     ) -> None:
         """Build the engine and start its core.
@@ -56,9 +60,20 @@ class OneEngine:
             model: Directory of the model.
             seconds: Processor time that compiling a constraint may take.
             cache_bytes: Memory for compiled constraints.
+            async_scheduling: Whether steps overlap, as on a GPU.
+            pin: Whether threads are pinned to cores, as a server's are.
             **settings: More of EngineSettings.
         """
-        self.parts = build(EngineSettings(model=model, **settings))
+        # One thread builds and computes, as OpenMP keeps threads for each that ever computed.
+        built: Future[Parts] = Future()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(
+            target=self._live,
+            args=(EngineSettings(model=model, **settings), pin, built),
+            daemon=True,
+        )
+        self._thread.start()
+        self.parts = built.result()
         assert self.parts.read_tokens is not None
         self.compiler = ConstraintCompiler(
             self.parts.read_tokens, seconds=seconds, cache_bytes=cache_bytes
@@ -74,10 +89,23 @@ class OneEngine:
             self.metrics,
             self._publish,
             max_waiting=1 << 20,
+            async_scheduling=async_scheduling,
             constraints=self.compiler,
         )
-        self._thread = threading.Thread(target=self.core.run, daemon=True)
-        self._thread.start()
+        self._ready.set()
+
+    def _live(self, settings: EngineSettings, pin: bool, built: "Future[Parts]") -> None:
+        """Build the engine, and run its core."""
+        try:
+            parts = build(settings)
+        except BaseException as error:
+            built.set_exception(error)
+            raise
+        if pin:
+            cpu.pin_threads(parts.threads.places)
+        built.set_result(parts)
+        self._ready.wait()
+        self.core.run()
 
     def submit(
         self,

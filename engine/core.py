@@ -43,7 +43,7 @@ from octavo.engine.events import (
     Started,
 )
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.running.executor import Executor
+from octavo.engine.running.executor import Executor, LaunchedModel
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
@@ -129,6 +129,7 @@ class EngineCore:
         self._constraints = constraints
         self._preparing: dict[SequenceGroup, Preparation] = {}  # whose constraint is compiled
         self._masks: MaskThreads[SequenceGroup] = MaskThreads(lambda: self.send(WakeUp()))
+        self._masks_before_model = False
         self._stalled = False
         self._max_waiting = max_waiting
         self._max_failed_steps = max_failed_steps
@@ -206,22 +207,56 @@ class EngineCore:
         Raises:
             StepError: the executor failed.
         """
-        previous, launched, batch = self._pending, None, Batch()
-        if previous is None or previous.batch.can_overlap:
+        previous, batch = self._pending, Batch()
+        launched: PendingStep | None = None
+        model: LaunchedModel | None = None
+        self._fail_masks()
+        if self._masks_before_model:
             self._await_masks()
+        if previous is None or self._can_overlap(previous.batch):
             batch = self._scheduler.schedule()
-        self._stalled = previous is None and not batch and self._scheduler.waits_for_masks
         if batch:
             self._report_starts(batch)
             with _step_errors(batch):
                 inputs = self._executor.prepare(batch, previous)
                 self._publish()  # now: the event loop has the interpreter while the model runs
-                launched = self._executor.launch(batch, inputs)
-            self._scheduler.advance(batch)
-        done = previous if self._async_scheduling else launched
-        self._pending = launched if self._async_scheduling else None
-        if done is None:
-            return None
+                if not self._async_scheduling:
+                    self._await_masks()  # the cores that compute them are those of the model
+                ready = not self._async_scheduling
+                model = self._executor.launch(batch, inputs, masks_ready=ready)
+        if model is not None and not batch.constrained:
+            launched = self._sample(model)
+        output = None if previous is None else self._take(previous)
+        self._await_masks()  # which other threads compute while a GPU runs the model
+        if model is not None and launched is None:
+            launched = self._sample(model)
+        self._stalled = previous is None and not batch and self._scheduler.waits_for_masks
+        if self._async_scheduling:
+            self._pending = launched
+        elif launched is not None:
+            output = self._take(launched)
+        return output
+
+    def _can_overlap(self, batch: Batch) -> bool:
+        """Return whether a step can be launched before the tokens of the one before are known."""
+        masks = self._scheduler.can_recompute or not batch.constrained
+        return batch.can_overlap and masks
+
+    def _sample(self, model: LaunchedModel) -> PendingStep:
+        """Sample a step's tokens, of those sequences whose masks are ready."""
+        batch = model.batch
+        late = {
+            scheduled.sequence.id
+            for scheduled in batch.sequences
+            if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
+        }
+        with _step_errors(batch):
+            launched = self._executor.sample(model, late)
+        self._scheduler.advance(batch, late)
+        return launched
+
+    def _take(self, done: PendingStep) -> SamplerOutput:
+        """Collect a step's tokens and give them to their sequences."""
         with _step_errors(done.batch):
             output = done.collect()
         output.tokens = self._scheduler.update(done.batch, output)
@@ -233,26 +268,38 @@ class EngineCore:
     # Masks of constrained sequences.
 
     def _request_masks(self, batch: Batch) -> None:
-        """Have the masks computed that follow the tokens which a step has sampled."""
+        """Have the masks computed that follow the tokens which a step has sampled.
+
+        Where a token cannot be computed again, or beams would advance without one of them, the next
+        step waits for masks before it is scheduled.
+        """
         for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
             if group.request.constraint is None or group.state is GroupState.FINISHED:
                 continue
+            if group.beam is not None or not self._scheduler.can_recompute:
+                self._masks_before_model = True
             for sequence in group.live:
                 matcher = sequence.matcher
                 assert matcher is not None
-                new = sequence.token_ids[sequence.num_prompt + matcher.length :]
-                if new:
+                if not matcher.ready:
+                    continue  # it was late, and has got no token
+                begin = sequence.num_prompt + matcher.length
+                if new := sequence.token_ids[begin : sequence.num_known]:
                     self._masks.request(group, matcher, new)
 
     def _await_masks(self) -> None:
         """Wait for the masks that take little time; the others' sequences sit the step out."""
+        self._masks_before_model = False
         if (waited := self._masks.wait()) is not None:
             self._metrics.mask_seconds.observe(waited.seconds)
             self._metrics.late_masks.inc(waited.late)
-        for group, matcher in self._masks.failures():
-            if group.state is not GroupState.FINISHED:
-                after = f"after {matcher.length} tokens of the output: {matcher.error}"
-                self._fail(group, FailureCode.INVALID_ARGUMENT, after, "constraint")
+
+    def _fail_masks(self) -> None:
+        """Fail the requests whose outputs cannot go on."""
+        for failure in self._masks.failures():
+            if failure.owner.state is not GroupState.FINISHED:
+                code = FailureCode.INVALID_ARGUMENT
+                self._fail(failure.owner, code, failure.message, "constraint")
 
     # Events and measures of a step.
 
@@ -368,7 +415,9 @@ class EngineCore:
 
     def _take_commands(self) -> None:
         """Handle all commands that wait; wait a while for one if there is nothing else to do."""
-        idle = self._stalled or (not self.working and not self._use_idle_time())
+        # While a constraint is compiled, a command may come at any moment.
+        unused = not self.working and (bool(self._preparing) or not self._use_idle_time())
+        idle = self._stalled or unused
         try:
             command = self._commands.get(idle, HEARTBEAT_SECONDS)
             while True:

@@ -5,6 +5,7 @@ from functools import cache
 from importlib import import_module
 from typing import Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class Backend(Protocol):
     copy_blocks: Callable[[Tensor, Tensor], None]
     swap_blocks: Callable[[Tensor, Tensor, Tensor], None]
     argmax: Callable[[Tensor], Tensor]
+    mask_logits: Callable[[Tensor, np.ndarray, np.ndarray], None]
     draw_tokens: Callable[[Tensor, SamplingTensors], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int], Scores]
     causal_conv: Callable[..., Tensor]

@@ -10,6 +10,8 @@ Latent attention (DeepSeek-V2, 2024, section 2.1.2) has keys alone: with its pro
 first elements of a key are its value. Its value cache is None.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -288,6 +290,31 @@ def argmax(rows: Tensor) -> Tensor:
         `[n]` int64; any column for a row with NaN.
     """
     return find_backend(rows.device.type).argmax(rows)
+
+
+def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
+    """Make tokens impossible, in place, that a bit mask leaves out.
+
+    Args:
+        logits: `[n, vocab_size]`, of one of `DTYPES`, rows contiguous; what is masked becomes minus
+            infinity.
+        rows: The rows to change, each once.
+        masks: `[len(rows), words]` int32 on the host: bit `i % 32` of word `i // 32` allows token
+            i. Tokens past its end are not allowed.
+
+    Raises:
+        ValueError: There is not one mask for each row.
+        IndexError: A row is out of range.
+    """
+    numbers = np.array(rows, np.int64)
+    if masks.dtype != np.int32 or masks.ndim != 2 or len(masks) != len(numbers):
+        raise ValueError(f"{len(numbers)} rows need as many masks of int32, not {masks.shape}")
+    if not len(numbers):
+        return
+    if numbers.min() < 0 or numbers.max() >= len(logits):
+        raise IndexError(f"a row is out of range [0, {len(logits)}): {numbers.tolist()}")
+    backend = find_backend(logits.device.type)
+    backend.mask_logits(logits, numbers, np.ascontiguousarray(masks))
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:

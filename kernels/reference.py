@@ -4,6 +4,9 @@ It is simple and slow: float32 arithmetic, one sequence at a time, any shape and
 `octavo.kernels.ops` describes the arguments.
 """
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -250,6 +253,15 @@ def experts(  # noqa: PLR0917
                 result = result + down_bias[expert].float()
             out[row] += weights[row, choice].float() * result
     return out.to(x.dtype)
+
+
+def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+    """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
+    bits = 32 * masks.shape[1]
+    for row, mask in zip(rows.tolist(), masks.tolist(), strict=True):
+        for token in range(logits.shape[1]):
+            if token >= bits or not mask[token // 32] >> token % 32 & 1:
+                logits[row, token] = -math.inf
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 
@@ -35,6 +36,7 @@ log = structlog.get_logger(__name__)
 
 COST = "SmolLM2: none in bfloat16, up to a quarter more time per step in float32"
 HINT = "to compile it, install g++ and start again"
+NO_MASKS: Mapping[int, np.ndarray] = {}
 MANIFEST = "step.json"
 REFERENCE = "reference.safetensors"
 DIGEST = "sha256"
@@ -214,10 +216,26 @@ class CompiledStep:
         return self._container(token_ids, positions, logit_rows, current_step())
 
     def most_likely(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        masks: Mapping[int, np.ndarray] = NO_MASKS,
     ) -> list[int]:
-        """Run the model; return each row's most likely token, the first on a tie."""
-        return self._container.most_likely(token_ids, positions, logit_rows, current_step())
+        """Run the model within `attending`; return each row's most likely token.
+
+        Args:
+            token_ids: As for calls, like the next two.
+            positions: Likewise.
+            logit_rows: Likewise.
+            masks: Of the rows whose tokens are masked: `[words]` int32, as for
+                `octavo.kernels.ops.mask_logits`.
+
+        Returns:
+            Of the tokens that are allowed; the first on a tie.
+        """
+        within = current_step()
+        return self._container.most_likely(token_ids, positions, logit_rows, within, masks)
 
 
 def _verify(directory: Path, manifest: Manifest) -> None:

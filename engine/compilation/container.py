@@ -6,10 +6,12 @@ releases the lock.
 """
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, Structure, byref, c_bool, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,12 +85,16 @@ class Container:
         return _take_tensors(cpu.run_step(self._model, inputs))[0]
 
     def most_likely(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        within: PagedStep,
+        masks: Mapping[int, np.ndarray],
     ) -> list[int]:
-        """Run the model; return each row's most likely token, the first on a tie."""
-        return cpu.run_greedy_step(
-            self._model, self._inputs(token_ids, positions, logit_rows, within)
-        )
+        """Run the model; return each row's most likely token that its mask allows."""
+        inputs = self._inputs(token_ids, positions, logit_rows, within)
+        return cpu.run_greedy_step(self._model, inputs, masks)
 
     def _inputs(
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep

@@ -4,8 +4,10 @@ PyTorch runs it without the interpreter's lock, like a compiled one; see `contai
 """
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 from torch.jit import load, optimized_execution  # type: ignore[attr-defined]
 
@@ -42,10 +44,18 @@ class TranslatedModel:
         return logits
 
     def most_likely(
-        self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        within: PagedStep,
+        masks: Mapping[int, np.ndarray],
     ) -> list[int]:
-        """Run the model; return each row's most likely token, the first on a tie."""
-        tokens: list[int] = cpu.argmax(self(token_ids, positions, logit_rows, within)).tolist()
+        """Run the model; return each row's most likely token that its mask allows."""
+        logits = self(token_ids, positions, logit_rows, within)
+        if masks:
+            cpu.mask_logits(logits, np.array(list(masks), np.int64), np.stack(list(masks.values())))
+        tokens: list[int] = cpu.argmax(logits).tolist()
         return tokens
 
     def constants(self) -> list[Tensor]:

@@ -4,9 +4,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+import numpy as np
 import structlog
 from llguidance import LLMatcher, LLTokenizer
 
@@ -15,13 +17,15 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import WORD_BITS, EndRule, Matcher
-from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.sandbox_process import Sandbox
 from octavo.engine.constraints.token_table import TokenTable
 
 log = structlog.get_logger(__name__)
 
 COMPILE_THREADS = 2
+HEAVY_SECONDS = 0.05
+"""A constraint whose trial took more processor time is compiled with what is left over."""
 REFUSED_BYTES = 1024
 """What a refused constraint counts in the cache, besides its text."""
 
@@ -200,8 +204,9 @@ class ConstraintCompiler:
         text = sum(map(len, constraint.texts))
         state: LLMatcher | ConstraintError
         try:
-            size = sandbox.check(constraint)
-            state = compile_grammar(constraint, tokens)
+            trial = sandbox.check(constraint)
+            size, heavy = trial.bytes, trial.seconds > HEAVY_SECONDS
+            state = (_compile_when_idle if heavy else compile_grammar)(constraint, tokens)
         except ConstraintError as error:
             state, size = error, REFUSED_BYTES
         seconds = time.perf_counter() - began
@@ -219,16 +224,19 @@ class ConstraintCompiler:
                 self.counters.refused += 1
             else:
                 self.counters.compiled += 1
-            self._keep(constraint, _Compiled(state, size + text))
+            dropped = self._keep(constraint, _Compiled(state, size + text))
+        del dropped  # which takes milliseconds, without the lock
         return state
 
-    def _keep(self, constraint: Constraint, compiled: _Compiled) -> None:
-        """Put a constraint into the cache; the least recently used ones leave it."""
+    def _keep(self, constraint: Constraint, compiled: _Compiled) -> list[_Compiled]:
+        """Put a constraint into the cache; return those that leave it, the least recently used."""
         self._cache[constraint] = compiled
         self._cached_bytes += compiled.bytes
+        dropped: list[_Compiled] = []
         while self._cached_bytes > self._cache_bytes and self._cache:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.bytes
+            dropped.append(self._cache.popitem(last=False)[1])
+            self._cached_bytes -= dropped[-1].bytes
+        return dropped
 
     def _load(self) -> LLTokenizer | TokensMissingError:
         """Return the model's tokens; the first thread reads them."""
@@ -268,3 +276,22 @@ class ConstraintCompiler:
                 return ConstraintError(after + matcher.error)
             matchers.append(matcher)
         return matchers
+
+
+def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
+    """Compile a constraint in a thread of its own, and wait for it: no thread may go back.
+
+    The first mask too, as what that computes is shared by the matcher's copies.
+
+    Raises:
+        ConstraintError: As `compile_grammar`.
+    """
+
+    def compile_and_mask() -> LLMatcher:
+        state = compile_grammar(constraint, tokens)
+        mask = np.empty((tokens.vocab_size + WORD_BITS - 1) // WORD_BITS, np.int32)
+        state.deep_copy().unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        return state
+
+    with ThreadPoolExecutor(1, "heavy-constraint", run_when_idle) as thread:
+        return thread.submit(compile_and_mask).result()

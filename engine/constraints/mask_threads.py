@@ -5,30 +5,60 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from octavo.common.background import keep_thread_running
 from octavo.engine.constraints.matcher import Matcher
-from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.priority import lower_priority, run_when_idle
 
-QUICK_SECONDS = 0.001
-"""A step waits for the masks of matchers whose last ones took less."""
 GRACE_SECONDS = 0.005
 """Longest time that a step waits for masks."""
+MAX_MASK_SECONDS = 2.0
+"""Processor time that a mask may take. One of a trial may take a twentieth of it."""
+SLOWEST_SECONDS = 0.01
+"""Slower masks get only what processor time is left over."""
+TAKES_LONG_SECONDS = 0.002
+"""Processor time after which a mask that is late gets only what time is left over."""
 MAX_QUICK_THREADS = 8
-SLOW_THREADS = 2
+MAX_STANDINS = 8
+"""Threads that stand in for those which are busy with a mask that takes long."""
 
 Owner = TypeVar("Owner")
 
 
 @dataclass(slots=True, eq=False)
 class _Job(Generic[Owner]):
+    """A matcher to advance.
+
+    Attributes:
+        owner: As in `request`, like the next two.
+        matcher: Likewise.
+        token_ids: Likewise.
+        awaited: Whether a step waits for it.
+        thread: Ident and native id of the thread that does it, once it is begun.
+        standin: What another thread does that stands in for this one.
+        began: The processor time that this thread had taken before.
+        abandoned: Whether it took too long, and its owner was told so.
+        replaced: Whether another thread stands in for its thread.
+    """
+
     owner: Owner
     matcher: Matcher
     token_ids: Sequence[int]
-    awaited: bool  # a step waits for it
+    awaited: bool
+    thread: tuple[int, int] | None = None
+    standin: Callable[[], None] = lambda: None
+    began: float = 0.0
+    abandoned: bool = False
+    replaced: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Processor time that it has taken."""
+        if self.thread is None:
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self.thread[0])) - self.began
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +74,26 @@ class Wait:
     late: int
 
 
+@dataclass(frozen=True, slots=True)
+class MaskFailure(Generic[Owner]):
+    """An output that cannot go on.
+
+    Attributes:
+        owner: Whose it is.
+        message: What is wrong with the constraint.
+    """
+
+    owner: Owner
+    message: str
+
+
 class MaskThreads(Generic[Owner]):
     """Threads that advance matchers.
 
-    Most masks take microseconds, and the next step waits for those. A mask that is late, or whose
-    matcher was slow before, is computed while steps go on without its sequence; matchers that
-    were slow have threads of their own, of low priority.
+    Most masks take microseconds, and a step waits for those after its model has run. A mask that is
+    late, or whose matcher was slow before, is computed while steps go on without its sequence.
+    Matchers that were slow have threads of their own: one of low priority, and one that gets only
+    what time is left over, for those that were slower still.
     """
 
     def __init__(self, on_late: Callable[[], None]) -> None:
@@ -61,12 +105,20 @@ class MaskThreads(Generic[Owner]):
         self._on_late = on_late
         self._quick: SimpleQueue[_Job[Owner]] = SimpleQueue()
         self._slow: SimpleQueue[_Job[Owner]] = SimpleQueue()
+        self._slowest: SimpleQueue[_Job[Owner]] = SimpleQueue()
         self._done = threading.Condition()
         self._awaited: set[_Job[Owner]] = set()
-        self._failed: list[tuple[Owner, Matcher]] = []
+        self._running: set[_Job[Owner]] = set()
+        self._failed: list[MaskFailure[Owner]] = []
         self._requested = 0  # since the last wait, those of quick matchers among them
         self._quick_requested = 0
+        self._standins = 0
         self._started = False
+
+    @property
+    def requested(self) -> bool:
+        """Whether a mask was requested since the last wait."""
+        return self._requested > 0
 
     def request(self, owner: Owner, matcher: Matcher, token_ids: Sequence[int]) -> None:
         """Have a matcher advanced; it is not ready until then.
@@ -78,7 +130,8 @@ class MaskThreads(Generic[Owner]):
         """
         self._start()
         matcher.ready = False
-        job = _Job(owner, matcher, token_ids, awaited=matcher.seconds < QUICK_SECONDS)
+        matcher.awaited = matcher.quick
+        job = _Job(owner, matcher, token_ids, awaited=matcher.quick)
         self._requested += 1
         if job.awaited:
             self._quick_requested += 1
@@ -86,7 +139,7 @@ class MaskThreads(Generic[Owner]):
                 self._awaited.add(job)
             self._quick.put(job)
         else:
-            self._slow.put(job)
+            (self._slow if matcher.seconds < SLOWEST_SECONDS else self._slowest).put(job)
 
     def wait(self) -> Wait | None:
         """Wait for the quick masks that were requested since the last call, and not for long.
@@ -103,42 +156,94 @@ class MaskThreads(Generic[Owner]):
             self._done.wait_for(lambda: not self._awaited, GRACE_SECONDS)
             late = slow + len(self._awaited)
             for job in self._awaited:
-                job.awaited = False
+                job.awaited = job.matcher.awaited = False
             self._awaited.clear()
+            if late > slow:
+                self._demote_late()
         return Wait(time.perf_counter() - began, late)
 
-    def failures(self) -> list[tuple[Owner, Matcher]]:
-        """Return the matchers that have failed since the last call, with their owners."""
-        if not self._failed:
+    def failures(self) -> list[MaskFailure[Owner]]:
+        """Return the outputs that cannot go on, found since the last call."""
+        if not self._running and not self._failed:
             return []
         with self._done:
+            self._abandon_slow()
             failed, self._failed = self._failed, []
         return failed
+
+    def _abandon_slow(self) -> None:
+        """Give up masks that take too long; a thread stands in for each that computes one."""
+        for job in self._running:
+            if job.abandoned or job.awaited or job.seconds < MAX_MASK_SECONDS:
+                continue
+            job.abandoned = True
+            why = f"a mask takes more than {MAX_MASK_SECONDS:g} s to compute; make it simpler"
+            self._failed.append(MaskFailure(job.owner, why))
+            self._replace(job)
+
+    def _demote_late(self) -> None:
+        """Let late masks that take long have only what time is left over."""
+        for job in self._running:
+            if not job.awaited and not job.replaced and job.seconds > TAKES_LONG_SECONDS:
+                self._replace(job)
+
+    def _replace(self, job: "_Job[Owner]") -> None:
+        """Let another thread stand in for a job's thread, which ends with it."""
+        if job.thread is None or job.replaced or self._standins == MAX_STANDINS:
+            return
+        self._standins += 1
+        job.replaced = True
+        run_when_idle(job.thread[1])
+        keep_thread_running(job.standin, "masks-instead")
 
     def _start(self) -> None:
         if self._started:
             return
         self._started = True
         for i in range(min(MAX_QUICK_THREADS, len(os.sched_getaffinity(0)))):
-            keep_thread_running(partial(self._work, self._quick), f"masks-{i}")
-        for i in range(SLOW_THREADS):
-            keep_thread_running(self._work_slowly, f"slow-masks-{i}")
+            keep_thread_running(self._work_quickly, f"masks-{i}")
+        keep_thread_running(self._work_slowly, "slow-masks")
+        keep_thread_running(self._work_when_idle, "slowest-masks")
+
+    def _work_quickly(self) -> None:
+        self._work(self._quick, self._work_quickly)
 
     def _work_slowly(self) -> None:
         lower_priority()
-        self._work(self._slow)
+        self._work(self._slow, self._work_slowly)
 
-    def _work(self, jobs: "SimpleQueue[_Job[Owner]]") -> None:
+    def _work_when_idle(self) -> None:
+        run_when_idle()
+        self._work(self._slowest, self._work_when_idle)
+
+    def _work(self, jobs: "SimpleQueue[_Job[Owner]]", standin: Callable[[], None]) -> None:
         while True:
             job = jobs.get()
+            job.began, job.standin = time.thread_time(), standin
+            job.thread = threading.get_ident(), threading.get_native_id()
+            with self._done:
+                self._running.add(job)
             job.matcher.advance(job.token_ids)
             with self._done:
-                if job.matcher.error is not None:
-                    self._failed.append((job.owner, job.matcher))
-                awaited = job.awaited
-                self._awaited.discard(job)
-                if awaited and not self._awaited:
-                    self._done.notify()
+                self._running.discard(job)
+                awaited = self._finish(job)
             if not awaited:
                 self._on_late()
+            if job.replaced:
+                return
             del job  # or it would keep the request until the next one
+
+    def _finish(self, job: "_Job[Owner]") -> bool:
+        """Note what came of a job; return whether a step waits for it."""
+        self._standins -= job.replaced
+        if job.abandoned:
+            return False
+        matcher = job.matcher
+        if matcher.error is not None:
+            after = f"after {matcher.length} tokens of the output: {matcher.error}"
+            self._failed.append(MaskFailure(job.owner, after))
+        awaited, matcher.awaited = job.awaited, False
+        self._awaited.discard(job)
+        if awaited and not self._awaited:
+            self._done.notify()
+        return awaited

@@ -10,6 +10,8 @@ from llguidance import LLMatcher
 from octavo.engine.constraints.grammar import shorten
 
 WORD_BITS = 32
+QUICK_SECONDS = 0.001
+"""A step waits for the masks of matchers whose last ones took less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,15 @@ class Matcher:
         self._rule = rule
         self._length = 0  # tokens that the state has read
         self.ready = False
+        self.awaited = False
         self.mask = np.empty(words, np.int32)
         self.error: str | None = None
         self.seconds = 0.0
+
+    @property
+    def quick(self) -> bool:
+        """Whether its masks take so little time that a step can wait for them."""
+        return self.seconds < QUICK_SECONDS
 
     @property
     def length(self) -> int:
@@ -78,12 +86,12 @@ class Matcher:
         Args:
             token_ids: The tokens after those that were read.
         """
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             error = self._advance(list(token_ids))
         except Exception as failure:  # noqa: BLE001 - the library's: the request fails by it
             error = str(failure)
-        self.seconds = max(time.perf_counter() - began, self.seconds / 2)
+        self.seconds = max(time.thread_time() - began, self.seconds / 2)
         self.error = error
         self.ready = error is None
 

@@ -17,3 +17,20 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     except OSError as error:
         log.warning("background thread has no lower priority", error=str(error))
+
+
+def run_when_idle(task: int = 0) -> None:
+    """Let a task have only what processor time is left over; it may be a child process.
+
+    With a low priority, a task that computes all the time still gets some milliseconds at once, by
+    which a short step is a third longer. The change cannot be undone.
+
+    Args:
+        task: A process' or thread's id; 0 is the calling thread.
+    """
+    try:
+        os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+    except ProcessLookupError:
+        pass  # it has ended
+    except (AttributeError, OSError) as error:  # not Linux, or forbidden by a sandbox
+        log.warning("a background task has no lowest priority", error=str(error))

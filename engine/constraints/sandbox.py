@@ -19,14 +19,16 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
-from octavo.engine.constraints.priority import lower_priority
+from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.token_table import TokenTable
-from octavo.engine.constraints.trial import try_constraint
+from octavo.engine.constraints.trial import MAX_MASK_SECONDS, try_constraint
 
 STACK_BYTES = 2 << 20
 """A quarter of what the engine's own threads have: what fits here fits there."""
 MEMORY_BYTES = 1 << 30
 """Most memory that a trial may take besides that of the process itself."""
+EAGER_SECONDS = 0.05
+"""After so long a trial gets only what processor time is left over."""
 WALL_FACTOR = 20
 """A trial that gets little of the processor may take this many times its limit."""
 
@@ -55,8 +57,10 @@ def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[s
         finally:
             os._exit(code)
     os.close(writing)
-    limit = WALL_FACTOR * seconds
-    ended = bool(select.select([reading], [], [], limit)[0])
+    ended = bool(select.select([reading], [], [], EAGER_SECONDS)[0])
+    if not ended:
+        run_when_idle(child)
+        ended = bool(select.select([reading], [], [], WALL_FACTOR * seconds)[0])
     if not ended:
         os.kill(child, signal.SIGKILL)
     with os.fdopen(reading, "rb") as pipe:
@@ -74,13 +78,14 @@ def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dic
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
-    cpu = int(time.process_time() + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    began = time.process_time()
     try:
-        try_constraint(constraint, tokens)
+        try_constraint(constraint, tokens, in_sandbox=True)
     except ConstraintError as error:
         return {"error": str(error)}
-    return {"error": None, "bytes": max(0, _memory()[1] - resident)}
+    taken = time.process_time() - began
+    return {"error": None, "bytes": max(0, _memory()[1] - resident), "seconds": taken}
 
 
 def _memory() -> tuple[int, int]:
@@ -92,7 +97,9 @@ def _memory() -> tuple[int, int]:
 
 def _why(code: int, seconds: float, *, ended: bool) -> str:
     """Return why a fork has no outcome."""
-    if not ended or -code in {signal.SIGXCPU, signal.SIGKILL}:
+    if -code == signal.SIGVTALRM:
+        return f"a mask takes more than {MAX_MASK_SECONDS} s to compute; make it simpler"
+    if not ended or -code in {signal.SIGPROF, signal.SIGKILL}:
         return f"it takes more than {seconds:g} s to compile; make it simpler"
     if code == -signal.SIGSEGV:
         return "it is nested too deeply"

@@ -3,16 +3,30 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.token_table import TokenTable
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a constraint took that passed.
+
+    Attributes:
+        bytes: Of memory.
+        seconds: Of processor time.
+    """
+
+    bytes: int
+    seconds: float
+
+
 class Sandbox:
-    """A process that tries constraints; it is started for the first one, and again if it ends."""
+    """A process that tries constraints; it is started again if it ends."""
 
     def __init__(self, table: TokenTable, seconds: float) -> None:
-        """Start no process yet.
+        """Start the process; it takes about a second to be ready.
 
         Args:
             table: The model's tokens.
@@ -20,13 +34,10 @@ class Sandbox:
         """
         self._table = table
         self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | None = self._start()
 
-    def check(self, constraint: Constraint) -> int:
+    def check(self, constraint: Constraint) -> Trial:
         """Try a constraint, and wait for the outcome.
-
-        Returns:
-            The bytes of memory that it takes.
 
         Raises:
             ConstraintError: It is not valid or not supported, or exceeds a limit.
@@ -39,7 +50,7 @@ class Sandbox:
         found = json.loads(self._ask(json.dumps(asked)))
         if found["error"] is not None:
             raise ConstraintError(found["error"])
-        return int(found["bytes"])
+        return Trial(int(found["bytes"]), float(found["seconds"]))
 
     def close(self) -> None:
         """End the process."""

@@ -1,6 +1,7 @@
 """Compile a constraint and follow some tokens through it, to see what it costs."""
 
 import random
+import signal
 import time
 
 import numpy as np
@@ -11,12 +12,20 @@ from octavo.engine.constraints.grammar import compile_grammar, schemas, shorten
 from octavo.engine.constraints.json_schema import locate, unenforceable
 
 TRIAL_TOKENS = 48
-MAX_MASK_SECONDS = 0.25
-"""A constraint is refused if a mask of its trial takes longer."""
+MAX_MASK_SECONDS = 0.1
+"""A constraint is refused if a mask of its trial takes longer. To drop what such a mask has
+computed takes some milliseconds, in which no other thread has Python's lock."""
 
 
-def try_constraint(constraint: Constraint, tokens: LLTokenizer) -> None:
+def try_constraint(
+    constraint: Constraint, tokens: LLTokenizer, *, in_sandbox: bool = False
+) -> None:
     """Compile a constraint and draw some tokens at random under it.
+
+    Args:
+        constraint: The constraint.
+        tokens: The model's tokens.
+        in_sandbox: Whether SIGVTALRM may end the process where a mask takes too long.
 
     Raises:
         ConstraintError: It is not valid or not supported, or exceeds a limit.
@@ -26,6 +35,8 @@ def try_constraint(constraint: Constraint, tokens: LLTokenizer) -> None:
     mask = np.empty((tokens.vocab_size + 31) // 32, np.int32)
     for length in range(TRIAL_TOKENS):
         began = time.process_time()
+        if in_sandbox:
+            signal.setitimer(signal.ITIMER_VIRTUAL, MAX_MASK_SECONDS)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         seconds = time.process_time() - began
         _check(matcher, length)

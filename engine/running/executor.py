@@ -1,7 +1,8 @@
 """The executor: copies a batch's blocks, runs the model on it and samples tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from octavo.engine.sampling.sampler import (
     PendingTokens,
     Report,
     continue_beams,
+    masks_of,
     sample,
-    take_argmax,
+    take_greatest,
 )
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -31,6 +33,23 @@ from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
 """Rows of prompt logits that are turned into log-probabilities at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedModel:
+    """A step whose tokens are not sampled yet.
+
+    Attributes:
+        batch: what it computes.
+        inputs: the model's inputs; None for a batch that only copies blocks.
+        logits: `[num_rows, vocab_size]`; None if the model gave tokens.
+        token_ids: the most likely token of each row, if the model gave these.
+    """
+
+    batch: Batch
+    inputs: StepInputs | None
+    logits: torch.Tensor | None = None
+    token_ids: list[int] | None = None
 
 
 class Executor:
@@ -76,32 +95,53 @@ class Executor:
         return inputs
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, inputs: StepInputs | None) -> PendingStep:
-        """Run the model and sample tokens.
+    def launch(
+        self, batch: Batch, inputs: StepInputs | None, *, masks_ready: bool = True
+    ) -> LaunchedModel:
+        """Run the model; `sample` must follow before the next launch.
 
         On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
-        the step is computed; other threads have the interpreter meanwhile.
+        the model has run; other threads have the interpreter meanwhile.
 
         Args:
             batch: what to compute.
             inputs: what `prepare` made of it.
+            masks_ready: whether its constraints' masks are those of the next tokens already;
+                else they are when `sample` is called, as those of sequences left out are never.
         """
         if inputs is None:
+            return LaunchedModel(batch, None)
+        only_greatest = not (inputs.beams or inputs.scored) and take_greatest(inputs.sampled)
+        if only_greatest and (masks_ready or not batch.constrained):
+            token_ids = self._most_likely(inputs)
+            if token_ids is not None:
+                return LaunchedModel(batch, inputs, token_ids=token_ids)
+        return LaunchedModel(batch, inputs, self._forward(inputs))
+
+    @torch.inference_mode()
+    def sample(self, launched: LaunchedModel, left_out: Collection[int] = ()) -> PendingStep:
+        """Sample the tokens of a step whose model was launched; on a GPU it does not wait.
+
+        Args:
+            launched: the step.
+            left_out: ids of sequences that get no token.
+        """
+        batch, inputs, logits = launched.batch, launched.inputs, launched.logits
+        if inputs is None:
             return PendingStep(batch)
-        sampled, beams = inputs.sampled, inputs.beams
-        only_argmax = not (beams or inputs.scored) and take_argmax(sampled)
-        if only_argmax and (token_ids := self._most_likely(inputs)) is not None:
-            chosen = torch.tensor([token_ids[row.row] for row in sampled], dtype=torch.int64)
-            return PendingStep(batch, PendingTokens(chosen, sampled))
-        logits = self._forward(inputs)
+        rows = [row for row in inputs.sampled if row.sequence.id not in left_out]
+        if logits is None:
+            assert launched.token_ids is not None
+            chosen = [launched.token_ids[row.row] for row in rows]
+            return PendingStep(batch, PendingTokens(torch.tensor(chosen, dtype=torch.int64), rows))
         scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
-        tokens = sample(logits, sampled)
-        continuations = continue_beams(logits, beams) if beams else {}
+        tokens = sample(logits, rows)
+        continuations = continue_beams(logits, inputs.beams) if inputs.beams else {}
         return PendingStep(batch, tokens, continuations, scores)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run one step by itself, and wait for it."""
-        return self.launch(batch, self.prepare(batch)).collect()
+        return self.sample(self.launch(batch, self.prepare(batch))).collect()
 
     def device_lost(self) -> bool:
         """Return whether the device cannot compute any more, as after some errors of a GPU.
@@ -224,8 +264,9 @@ class Executor:
         step = self._loaded.step
         if not isinstance(step, CompiledStep):
             return None
+        masks = masks_of(inputs.sampled)
         with self._attending(inputs):
-            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows, masks)
 
     def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
         cache, scales = self.cache, self._loaded.kv_scales

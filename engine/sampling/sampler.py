@@ -18,8 +18,7 @@ from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, SampledToken
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.kernels.host import AsyncCopy, to_device
-from octavo.kernels.masks import mask_logits
-from octavo.kernels.ops import argmax, draw_tokens, score_tokens
+from octavo.kernels.ops import argmax, draw_tokens, mask_logits, score_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 
@@ -113,7 +112,8 @@ def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
     if not rows:
         return NO_TOKENS
     logits = _select_logits(logits, rows)
-    if take_argmax(rows):
+    if take_greatest(rows):
+        _constrain(logits, rows)
         return PendingTokens(argmax(logits), rows)
     logits = logits.float().contiguous()
     reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
@@ -173,21 +173,34 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
     }
 
 
-def take_argmax(rows: Rows[SamplingRow]) -> bool:
-    """Return whether all take the most likely token of the model, and report nothing more."""
-    return all(map(_takes_argmax, rows))
+def take_greatest(rows: Rows[SamplingRow]) -> bool:
+    """Return whether all take the most likely token of those allowed, and report nothing more."""
+    return all(map(_takes_greatest, rows))
 
 
-def _takes_argmax(row: SamplingRow) -> bool:
+def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
+    """Return the masks of constrained rows, by the row of the logits.
+
+    Outputs that begin share a row. They have no tokens yet, so their masks are the same.
+    """
+    return {row.row: row.sequence.matcher.mask for row in rows if row.sequence.matcher is not None}
+
+
+def _takes_greatest(row: SamplingRow) -> bool:
+    """Return whether a row takes the greatest of the logits that its constraint leaves."""
     params = row.params
-    return params.greedy and params.logprobs is None and not _changes_logits(row)
+    return params.greedy and params.logprobs is None and not _moves_logits(row)
 
 
 def _changes_logits(row: SamplingRow) -> bool:
-    params = row.params
-    early = row.sequence.num_output < row.group.request.min_tokens
-    constrained = row.sequence.matcher is not None
-    return params.penalised or bool(params.logit_bias) or early or constrained
+    return _moves_logits(row) or row.sequence.matcher is not None
+
+
+def _moves_logits(row: SamplingRow) -> bool:
+    """Return whether anything but a constraint changes a row's logits."""
+    params, constrained = row.params, row.sequence.matcher is not None
+    early = row.sequence.num_output < row.group.request.min_tokens and not constrained
+    return params.penalised or bool(params.logit_bias) or early
 
 
 # Changes to the logits, in place.

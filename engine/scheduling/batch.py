@@ -61,16 +61,18 @@ class Batch:
     def can_overlap(self) -> bool:
         """Whether the next step can be scheduled before this step's tokens are known.
 
-        Penalties, beams and constraints depend on which tokens these are. A prompt that is
-        scored must know how far it has been scored.
+        Penalties and beams depend on which tokens these are. A prompt that is scored must know
+        how far it has been scored. Constraints depend on them too, but only to sample.
         """
         return not any(
-            group.beam
-            or group.request.sampling.penalised
-            or group.request.constraint is not None
-            or group.wants_prompt_logprobs
+            group.beam or group.request.sampling.penalised or group.wants_prompt_logprobs
             for group in (scheduled.group for scheduled in self.sequences)
         )
+
+    @property
+    def constrained(self) -> bool:
+        """Whether a constraint says which tokens may be sampled."""
+        return any(s.group.request.constraint is not None for s in self.sequences if s.sampled)
 
     def __bool__(self) -> bool:
         return bool(self.sequences) or bool(self.transfers)

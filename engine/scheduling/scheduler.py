@@ -7,7 +7,7 @@ preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 
 import itertools
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
@@ -68,6 +68,11 @@ class Scheduler:
         return not (self.running or self.swapped or self.waiting)
 
     @property
+    def can_recompute(self) -> bool:
+        """Whether a token may be computed again: a state would count it twice."""
+        return not any(layers.state_blocks for layers in self.cache.groups)
+
+    @property
     def waits_for_masks(self) -> bool:
         """Whether a group cannot be scheduled before a mask of its constraint is ready."""
         return not all(group.ready for group in self.groups())
@@ -92,13 +97,21 @@ class Scheduler:
         batch.transfers = self.cache.take_transfers()
         return batch
 
-    def advance(self, batch: Batch) -> None:
+    def advance(self, batch: Batch, left_out: Collection[int] = ()) -> None:
         """Count what a launched step computes as computed, with placeholders for its tokens.
 
         So the next step can be scheduled before these tokens are known: the device works on
         the blocks in the order in which steps are launched.
+
+        Args:
+            batch: the step.
+            left_out: ids of sequences whose mask was late. They get no token, so their last one
+                is computed again: the same K and V in the same place.
         """
         for scheduled in batch.sequences:
+            ended = scheduled.sequence.finish_reason or scheduled.group.state is GroupState.FINISHED
+            if ended or scheduled.sequence.id in left_out:
+                continue
             scheduled.sequence.num_computed = scheduled.end
             self._publish_prefix(scheduled.sequence)
             self._fork_siblings(scheduled)
@@ -223,9 +236,9 @@ class Scheduler:
 
         Beams that are recomputed after a preemption stop before their last tokens, which are
         computed in one step: a beam search advances only as a whole. A group that waits for a
-        mask computes nothing.
+        slow mask computes nothing.
         """
-        if not group.ready:
+        if not group.soon_ready:
             return []
         ends = self._prefill_ends(group)
         recomputing = (

@@ -168,6 +168,18 @@ class SequenceGroup:
         return all(s.matcher is not None and s.matcher.ready for s in self.live)
 
     @property
+    def soon_ready(self) -> bool:
+        """Whether its next tokens can probably be sampled once the model has run."""
+        if self.request.constraint is None:
+            return True
+        return all(
+            s.matcher is not None
+            and (s.matcher.ready or s.matcher.awaited)
+            and (s.matcher.quick or not s.num_placeholders)
+            for s in self.live
+        )
+
+    @property
     def num_slots(self) -> int:
         """Sequences it counts as in the running batch; a beam search counts its full width."""
         return self.beam.params.width if self.beam else len(self.live)

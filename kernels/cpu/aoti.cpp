@@ -22,6 +22,8 @@ int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int
                            int, float, int, int, float, const float*, const float*, int);
 int octavo_latent_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, int,
                             const LatentProducts*, void*, float, int, int, float, int);
+void octavo_mask_logits(void*, int64_t, int64_t, int64_t, int, const uint32_t* const*, int64_t,
+                        int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
@@ -122,10 +124,12 @@ extern "C" Error octavo_run_step(Run run, void* model, const Step* within,
 // calls.
 extern "C" void octavo_set_step(const Step* within) { step = *within; }
 
-// As octavo_run_step, but returns the most likely token of each row instead of the logits.
+// As octavo_run_step, but returns the most likely token of each row instead of the logits, of those
+// that its mask of `words` words allows: see octavo_mask_logits. No mask at all is a null pointer.
 extern "C" Error octavo_run_greedy_step(Run run, void* model, const Step* within,
                                         const int64_t* token_ids, const int64_t* positions,
-                                        const int64_t* rows, int64_t num_rows, int64_t* tokens) {
+                                        const int64_t* rows, int64_t num_rows, int64_t* tokens,
+                                        const uint32_t* const* masks, int64_t words) {
   Tensor logits;
   if (const Error error =
           octavo_run_step(run, model, within, token_ids, positions, rows, num_rows, &logits))
@@ -135,9 +139,13 @@ extern "C" Error octavo_run_greedy_step(Run run, void* model, const Step* within
   const int dtype = view.dtype == aoti_torch_dtype_float32() ? 0
                     : view.dtype == aoti_torch_dtype_float16() ? 1
                                                                 : 2;
-  if (view.strides[1] == 1)
+  if (view.strides[1] == 1) {
+    if (masks)
+      octavo_mask_logits(view.data, num_rows, view.strides[0], view.sizes[1], dtype, masks, words,
+                         step.threads);
     octavo_argmax(view.data, num_rows, view.strides[0], view.sizes[1], dtype, tokens,
                   step.threads);
+  }
   aoti_torch_delete_tensor_object(logits);
   return view.strides[1] == 1 ? 0 : kFailed;
 }

@@ -5,8 +5,10 @@ batch for `scaled_dot_product_attention`; so all decodes of a step are one call.
 the K/V that it reads.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
@@ -153,6 +155,15 @@ def _gather(
 def argmax(rows: Tensor) -> Tensor:
     """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
+
+
+def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+    """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
+    bits = np.unpackbits((~masks).view(np.uint8), axis=1, bitorder="little").view(bool)
+    width = min(bits.shape[1], logits.shape[1])
+    for row, forbidden in zip(rows.tolist(), torch.from_numpy(bits[:, :width]), strict=True):
+        logits[row, :width].masked_fill_(forbidden, -math.inf)
+        logits[row, width:] = -math.inf
 
 
 def pin_threads(_: Sequence[Sequence[int]]) -> bool:

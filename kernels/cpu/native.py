@@ -7,9 +7,10 @@ the first time, the batch when it changes.
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import (
     POINTER,
+    Array,
     Structure,
     byref,
     c_char_p,
@@ -305,12 +306,10 @@ class NativeKernels:
         self._copy.restype = None
         self._run_step = library.octavo_run_step
         self._run_greedy_step = library.octavo_run_greedy_step
-        for run, result in (self._run_step, c_void_p), (self._run_greedy_step, c_int64):
-            run.argtypes = (
-                *(c_void_p, c_void_p, POINTER(_Step)),
-                *(c_void_p, c_void_p, c_void_p, c_int64, POINTER(result)),
-            )
-            run.restype = c_int
+        step = c_void_p, c_void_p, POINTER(_Step), c_void_p, c_void_p, c_void_p, c_int64
+        self._run_step.argtypes = (*step, POINTER(c_void_p))
+        self._run_greedy_step.argtypes = (*step, POINTER(c_int64), c_void_p, c_int64)
+        self._run_step.restype = self._run_greedy_step.restype = c_int
         self._set_step = library.octavo_set_step
         self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
         self._register = library.octavo_register_operators
@@ -320,6 +319,9 @@ class NativeKernels:
         self._argmax = library.octavo_argmax
         self._argmax.argtypes = (*rows, c_int64, c_int, c_void_p, c_int)
         self._argmax.restype = None
+        self._mask = library.octavo_mask_logits
+        self._mask.argtypes = (*rows, c_int64, c_int, c_void_p, c_int64, c_int)
+        self._mask.restype = None
         self._draw = library.octavo_draw_tokens
         self._draw.argtypes = (*rows, c_int64, *[c_void_p] * 6, c_int)
         self._draw.restype = None
@@ -505,18 +507,34 @@ class NativeKernels:
         self._run(self._run_step, model, inputs, byref(logits))
         return logits
 
-    def run_greedy_step(self, model: CompiledModel, inputs: CompiledInputs) -> list[int]:
-        """Run a compiled model; return each row's most likely token, the first on a tie."""
+    def run_greedy_step(
+        self, model: CompiledModel, inputs: CompiledInputs, masks: Mapping[int, np.ndarray]
+    ) -> list[int]:
+        """Run a compiled model; return each row's most likely token, the first on a tie.
+
+        Args:
+            model: The model.
+            inputs: Its inputs.
+            masks: `[words]` int32 of the rows that are masked; see `octavo.kernels.ops`.
+        """
         tokens = (c_int64 * len(inputs.rows))()
-        self._run(self._run_greedy_step, model, inputs, tokens)
+        masked = _places_of(masks, len(inputs.rows)) if masks else None
+        words = len(next(iter(masks.values()), ()))
+        self._run(self._run_greedy_step, model, inputs, tokens, masked, words)
         return tokens[:]
 
-    def _run(self, run: Any, model: CompiledModel, inputs: CompiledInputs, made: object) -> None:  # noqa: ANN401
+    def _run(
+        self,
+        run: Any,  # noqa: ANN401
+        model: CompiledModel,
+        inputs: CompiledInputs,
+        *made: object,
+    ) -> None:
         step = self._step(inputs.caches, inputs.groups)
         tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
         failed = run(
             *(model.run, model.container, byref(step)),
-            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows), made),
+            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows), *made),
         )
         if failed:
             raise RuntimeError("the compiled model failed")
@@ -559,6 +577,16 @@ class NativeKernels:
             *(places.data_ptr(), torch.get_num_threads()),
         )
         return places
+
+    def mask_logits(self, logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
+        """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
+        if logits.stride(1) != 1:
+            raise ValueError(f"rows of logits must be contiguous: strides are {logits.stride()}")
+        places = _places_of(dict(zip(rows.tolist(), masks, strict=True)), len(logits))
+        self._mask(
+            *(logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]),
+            *(_DTYPES[logits.dtype], places, masks.shape[1], torch.get_num_threads()),
+        )
 
     def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
@@ -662,6 +690,14 @@ class NativeKernels:
 def _rows(tensor: Tensor) -> Tensor:
     """Return a tensor whose last dimension is contiguous: itself, or a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _places_of(masks: Mapping[int, np.ndarray], num_rows: int) -> "Array[c_void_p]":
+    """Return the address of each row's mask; None for a row that has none."""
+    places = (c_void_p * num_rows)()
+    for row, mask in masks.items():
+        places[row] = mask.ctypes.data
+    return places
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:

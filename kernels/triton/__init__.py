@@ -8,6 +8,7 @@ from octavo.kernels.triton.causal_conv import causal_conv
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
 from octavo.kernels.triton.gated_delta import gated_delta
+from octavo.kernels.triton.mask_logits import mask_logits
 from octavo.kernels.triton.paged_attention import paged_attention
 from octavo.kernels.triton.plan import plan_attention
 from octavo.kernels.triton.rotate_and_write import rotate_and_write
@@ -53,6 +54,7 @@ __all__ = [
     "copy_blocks",
     "draw_tokens",
     "gated_delta",
+    "mask_logits",
     "paged_attention",
     "path",
     "plan_attention",

@@ -2,6 +2,9 @@
 
 import itertools
 import time
+from types import SimpleNamespace
+
+import numpy as np
 
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Submit
@@ -76,6 +79,13 @@ class Stepper:
         while self.core.working:
             self.step()
         self.cache.check_idle()
+
+
+def allow_even_tokens(group, vocab_size):
+    """Mask a group's odd tokens, as a constraint would that has nothing else to say."""
+    mask = np.full(-(-vocab_size // 32), 0x55555555, np.int32)
+    for sequence in group.sequences:
+        sequence.matcher = SimpleNamespace(mask=mask, ready=True)
 
 
 def record_batches(scheduler):

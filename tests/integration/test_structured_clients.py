@@ -4,8 +4,10 @@ The demo model is small: where it would not choose a tool, it must call it.
 """
 
 import json
+import re
 from typing import Literal
 
+import grpc
 import instructor
 import jsonschema
 import openai
@@ -16,6 +18,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 import octavo
+from octavo.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 SETTINGS = {"model": "demo", "temperature": 0, "max_tokens": 100}
@@ -30,6 +33,49 @@ class Weather(BaseModel, extra="forbid"):
 
 TOOL = openai.pydantic_function_tool(Weather, name="get_weather", description="Weather of a city")
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+CHOICES = ["yes", "no", "perhaps. (a/b) ü"]
+
+
+def is_weather(text: str) -> bool:
+    return bool(Weather.model_validate_json(text))
+
+
+KINDS = [
+    ({"json_schema": json.dumps(Weather.model_json_schema())}, is_weather),
+    ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+    ({"regex": "[0-9]{3}-[a-z]{2,5}"}, re.compile("[0-9]{3}-[a-z]{2,5}").fullmatch),
+    ({"grammar": 'start: "<" pair{2} ">"\npair: /[xy]/ " "'}, re.compile("<([xy] ){2}>").fullmatch),
+    ({"choices": {"values": CHOICES}}, CHOICES.__contains__),
+]
+
+
+@pytest.fixture(scope="module")
+def service(served):
+    with grpc.insecure_channel(served.address) as channel:
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "keeps"), KINDS, ids=[next(iter(kind)) for kind, _ in KINDS]
+)
+def test_each_kind_of_constraint_over_grpc(service, constraint, keeps):
+    request = generation_pb2.GenerateRequest(
+        text="Answer: ",
+        constraint=constraint,
+        sampling=sampling_pb2.SamplingParams(temperature=1.5, n=3, seed=1),
+        stop=sampling_pb2.StopConditions(max_tokens=200),
+    )
+    texts, ended = ["", "", ""], []
+    for response in service.Generate(request):
+        texts[response.delta.index] += response.delta.text
+        if response.HasField("finished"):
+            ended.append((response.finished.index, response.finished.reason))
+    finished = [index for index, reason in ended if reason == sampling_pb2.FINISH_REASON_EOS]
+    assert len(ended) == len(texts)
+    assert finished
+    assert all(keeps(texts[index]) for index in finished)
 
 
 @pytest.fixture(scope="module")

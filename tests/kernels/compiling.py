@@ -18,6 +18,7 @@ from octavo.kernels.triton.experts import (
     _up_kernel,
     choose_expert_tiles,
 )
+from octavo.kernels.triton.mask_logits import _TOKENS, _WORD_BITS, _mask_logits_kernel
 from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.paged_attention import (
     _operands,
@@ -261,6 +262,17 @@ def compile_draws(gpu: Gpu) -> CompiledKernel:
         {"TILE": _TILE, "INFINITY": _INFINITY},
         aligned=("logits", "vocab_size"),
         warps=warps_on(gpu),
+    )
+
+
+def compile_masks(gpu: Gpu, dtype: torch.dtype = FP32) -> CompiledKernel:
+    """Compile what masks logits."""
+    return compile_for(
+        gpu,
+        _mask_logits_kernel,
+        {"logits": "*" + NAMES[dtype], "rows": "*i64", "masks": "*i32"},
+        {"TOKENS": _TOKENS, "WORD_BITS": _WORD_BITS},
+        aligned=("logits", "rows", "masks", "row_stride", "vocab_size"),
     )
 
 

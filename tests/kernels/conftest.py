@@ -406,6 +406,36 @@ def _check_draws(
     assert alone == found[-1:]
 
 
+@st.composite
+def _masked_rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], np.ndarray]:
+    """Draws logits, some of their rows, and a mask for each: of all tokens, too few or too many."""
+    columns = draw(st.integers(1, 200) | st.sampled_from([4095, 4096, 4097, 9000]))
+    count = draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from(list(TOLERANCES)))
+    logits = torch.randn((count, columns + 3), generator=generator).to(dtype)[:, 2:-1]
+    rows = draw(st.lists(st.integers(0, count - 1), unique=True, min_size=1))
+    words = max(1, -(-columns // 32) + draw(st.sampled_from([-1, 0, 0, 1])))
+    words_of = draw(st.sampled_from([(-(2**31), 2**31), (0, 1), (-1, 0)]))  # some, none, all
+    random_words = np.random.default_rng(draw(st.integers(0, 99)))
+    masks = random_words.integers(*words_of, (len(rows), words)).astype(np.int32)
+    return logits, rows, masks
+
+
+def _check_masks(
+    kernels: ModuleType,
+    logits: torch.Tensor,
+    rows: list[int],
+    masks: np.ndarray,
+    device: str = "cpu",
+) -> None:
+    numbers = np.array(rows, np.int64)
+    found, expected = logits.clone().to(device), logits.clone()
+    kernels.mask_logits(found, numbers, masks)
+    reference.mask_logits(expected, numbers, masks)
+    assert torch.equal(found.cpu(), expected)
+
+
 @dataclass(frozen=True)
 class Harness:
     """What the tests of every implementation share."""
@@ -423,6 +453,8 @@ class Harness:
         _rows_to_draw_from
     )
     check_draws: Callable[..., None] = _check_draws
+    masked_rows: Callable[..., st.SearchStrategy[Any]] = _masked_rows
+    check_masks: Callable[..., None] = _check_masks
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            int, float, int, int, float, const float*, const float*, int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
+void octavo_mask_logits(void*, int64_t, int64_t, int64_t, int, const uint32_t* const*, int64_t,
+                        int);
 void octavo_draw_tokens(const float*, int64_t, int64_t, int64_t, const double*, const int64_t*,
                         const double*, const double*, const double*, int64_t*, int);
 void octavo_score_tokens(const float*, int64_t, int64_t, int64_t, const int64_t*, int64_t, float*,
@@ -153,6 +155,18 @@ void check_tokens() {
     expect("the greatest", top[row], std::max_element(own, own + kColumns) - own, 0);
     expect("its place", places[row], top[row], 0);
     expect("a score", logprobs[row], own[any[row]] - std::log(total), 1e-5);
+  }
+  std::vector<float> masked = logits.stored;
+  const int64_t last = kRows - 1, words = (kColumns + 31) / 32;
+  std::vector<uint32_t> mask(words);
+  for (uint32_t& word : mask) word = random();
+  std::vector<const uint32_t*> masks(kRows);
+  masks[last] = mask.data();
+  octavo_mask_logits(masked.data(), kRows, kColumns, kColumns, 0, masks.data(), words, kThreads);
+  for (int i = 0; i < kRows * kColumns; i++) {
+    const int token = i % kColumns;
+    const bool allowed = i / kColumns < last || mask[token / 32] >> token % 32 & 1;
+    expect("a masked logit", masked[i] == (allowed ? logits.stored[i] : -INFINITY), 1, 0);
   }
 }
 

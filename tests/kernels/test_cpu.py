@@ -72,6 +72,12 @@ def test_argmax_of_what_is_no_number_is_a_place(native):
 
 
 @given(data=st.data())
+@settings(fixtures_are_shared, max_examples=50)
+def test_masks(harness, kernels, data):
+    harness.check_masks(kernels, *data.draw(harness.masked_rows()))
+
+
+@given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_write(harness, kernels, data):
     harness.check_write(kernels, data.draw(harness.cases(longest=20)))

@@ -1,5 +1,6 @@
 """The operations of the kernels, their limits and their backends."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,6 +72,17 @@ def test_copies_of_blocks_that_do_not_exist():
         ops.swap_blocks(cache, space, torch.tensor([[1, 1], [3, 2]]))
     with pytest.raises(IndexError, match="source block"):
         ops.swap_blocks(space, cache, torch.tensor([[-1, 1]]))
+
+
+def test_masks_that_do_not_fit():
+    logits, masks = torch.zeros(2, 40), np.zeros((1, 2), np.int32)
+    with pytest.raises(IndexError, match=r"a row is out of range \[0, 2\): \[2\]"):
+        ops.mask_logits(logits, [2], masks)
+    for rows, wrong in (([0, 1], masks), ([0], masks.astype(np.int64))):
+        with pytest.raises(ValueError, match="rows need as many masks of int32"):
+            ops.mask_logits(logits, rows, wrong)
+    ops.mask_logits(logits, [], masks[:0])
+    assert not logits.any()
 
 
 def test_no_pairs_is_nothing_to_do():

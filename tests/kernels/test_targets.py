@@ -19,7 +19,7 @@ from octavo.kernels.cpu.levels import LEVELS, Level, levels_of
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(compiling.__file__).parent
 DRIVER = Path(__file__).parent / "driver.cpp"
-DRIVEN = ("paged_attention", "write_kv", "argmax", "draw_tokens", "score_tokens")
+DRIVEN = ("paged_attention", "write_kv", "argmax", "mask_logits", "draw_tokens", "score_tokens")
 """What the driver calls."""
 AVX2 = {"avx2", "bmi2", "f16c", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clwb"}

@@ -85,6 +85,12 @@ def check_rotation(harness, kernels, case):
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES)
+def test_masks(harness, kernels, data):
+    harness.check_masks(kernels, *data.draw(harness.masked_rows()), DEVICE)
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=MAX_EXAMPLES)
 def test_attention(harness, kernels, data):
     sizes = (40, 120, 3) if INTERPRETED else (300, 1400, 9)
     case = data.draw(harness.cases(*sizes, fp8=FP8))

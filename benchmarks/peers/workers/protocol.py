@@ -34,10 +34,17 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids, and how many tokens are to follow it, whatever they are."""
+    """A prompt of token ids, and how many tokens are to follow it, whatever they are.
+
+    Attributes:
+        prompt: the token ids.
+        output_tokens: how many are to follow.
+        json_schema: the beginning of whose documents they are to be; empty for none.
+    """
 
     prompt: list[int]
     output_tokens: int
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True)

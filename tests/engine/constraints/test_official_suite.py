@@ -1,13 +1,11 @@
-"""The official JSON-Schema-Test-Suite, as the source package of `jsonschema` has it."""
+"""The official JSON-Schema-Test-Suite: no wrong document is allowed, no wrong output finished."""
 
 import json
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 
+from benchmarks.schema_suite import SuiteMissingError, download_suite
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.tokens import read_tokens
@@ -23,19 +21,10 @@ LEAST_SERVED = 120
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory) -> list[dict]:
-    """The groups of draft 2020-12: a schema each, and documents that keep to it or do not."""
-    directory = tmp_path_factory.mktemp("suite")
-    download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
-    done = subprocess.run([*download, "-d", directory, "jsonschema==4.26.0"], check=False)
-    if done.returncode:
-        pytest.skip("the package index cannot be reached")
-    (archive,) = directory.glob("*.tar.gz")
-    with tarfile.open(archive) as tar:
-        tar.extractall(directory, filter="data")
-    groups = []
-    for file in sorted(directory.glob("*/json/tests/draft2020-12/*.json")):
-        groups += json.loads(file.read_text())
-    return groups
+    try:
+        return download_suite(tmp_path_factory.mktemp("suite"))
+    except SuiteMissingError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

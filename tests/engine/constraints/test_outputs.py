@@ -1,11 +1,17 @@
 """What is finished keeps to its constraint, however tokens are sampled and memory is short."""
 
+import itertools
 import json
 import random
 import re
+import time
 
 import pytest
 
+from octavo.engine.constraints import mask_threads
+from octavo.engine.constraints.mask_threads import GRACE_SECONDS
+from octavo.engine.constraints.matcher import Matcher
+from octavo.engine.events import FailureCode
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from tests.engine.constraints.runner import Runner, decode, encode
 from tests.engine.constraints.schemas import check, random_schema
@@ -149,12 +155,87 @@ def test_beams_that_a_constraint_leaves_fewer_of_than_their_width(engine):
     assert sorted(decode(ended.tokens[i]) for i in range(4)) == ["a", "a", "b", "b"]
 
 
-def test_swapping_in_every_step_changes_nothing(byte_model, engine):
-    runner = Runner(byte_model, preemption="swap")
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_scheduling):
+    ways = (
+        {"n": 3, "seed": 5},
+        {"beam": BeamSearch(3)},
+        {"temperature": 0.0, "prompt": range(40)},
+        {"n": 2, "seed": 2, "frequency_penalty": 0.5},
+    )
+    plain = {"seed": 1, "max_tokens": 60}
+    expected = [engine.run("json_schema", PERSON_TEXT, max_tokens=60, **way) for way in ways]
+    expected.append(engine.run(None, **plain))
+    few = {"num_blocks": 20, "max_model_len": 256}
+    runner = Runner(byte_model, async_scheduling=async_scheduling, **few)
+    advance, calls = Matcher.advance, itertools.count()
+
+    def advance_late(matcher, token_ids):
+        if next(calls) % 7 == 0:
+            time.sleep(3 * GRACE_SECONDS)
+        advance(matcher, token_ids)
+
+    monkeypatch.setattr(Matcher, "advance", advance_late)
+    try:
+        asked = [runner.submit("json_schema", PERSON_TEXT, max_tokens=60, **way) for way in ways]
+        asked.append(runner.submit(None, **plain))
+        found = [runner.wait(request_id) for request_id in asked]
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert runner.metrics.late_masks._value.get() > 20
+        counters = runner.parts.scheduler.counters
+        assert counters.preemptions_swap + counters.preemptions_recompute > 0
+        runner.settle()
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_mask_that_takes_too_long_ends_its_request_alone(
+    byte_model, monkeypatch, async_scheduling
+):
+    runner = Runner(byte_model, async_scheduling=async_scheduling)
+    advance = Matcher.advance
+
+    def advance_for_ever(matcher, token_ids):
+        if list(token_ids) == encode("q"):
+            until = time.thread_time() + 1
+            while time.thread_time() < until:
+                pass
+        advance(matcher, token_ids)
+
+    monkeypatch.setattr(Matcher, "advance", advance_for_ever)
+    monkeypatch.setattr(mask_threads, "MAX_MASK_SECONDS", 0.1)
+    try:
+        slow = [runner.submit("regex", "q[ab]{20}", seed=i) for i in range(3)]
+        for quick in (
+            runner.run(None, max_tokens=100),
+            runner.run("regex", "[ab]{50}"),
+        ):
+            assert quick.failure is None
+        for request_id in slow:
+            failure = runner.wait(request_id).failure
+            assert (failure.code, failure.field) == (FailureCode.INVALID_ARGUMENT, "constraint")
+            assert "a mask takes more than 0.1 s" in failure.message
+        runner.settle()
+        assert decode(runner.run("regex", "after").tokens[0]) == "after"
+    finally:
+        runner.close()
+
+
+@pytest.mark.parametrize(("way", "every"), [("swap", 1), ("recompute", 4)])
+def test_preempting_all_the_time_changes_nothing(byte_model, engine, way, every):
+    """Recomputing outputs that share a prompt takes up to three steps before one has a new token.
+
+    First the prompt, then each output, and then the beams' last tokens together. So a group that is
+    recomputed in every step never goes on. The scheduler never does that: it preempts the last
+    group in order, so the first one goes on (`test_every_request_that_fits_is_finished`).
+    """
+    runner = Runner(byte_model, preemption=way)
     scheduler, schedule = runner.parts.scheduler, runner.parts.scheduler.schedule
+    steps = itertools.count(1)
 
     def preempting():
-        if scheduler.running:
+        if scheduler.running and next(steps) % every == 0:
             scheduler._preempt(scheduler.running[-1])
         return schedule()
 
@@ -164,7 +245,7 @@ def test_swapping_in_every_step_changes_nothing(byte_model, engine):
             found = runner.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
             expected = engine.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
             assert found.tokens == expected.tokens
-        assert scheduler.counters.preemptions_swap > 50
+        assert getattr(scheduler.counters, f"preemptions_{way}") > 50 / every
         runner.settle()
     finally:
         runner.close()
