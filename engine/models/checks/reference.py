@@ -28,14 +28,14 @@ class Reference:
     Attributes:
         tokens: `[TOKENS]` int64 token ids, on the CPU.
         logits: `[len(ROWS), vocab_size]` float32, on the CPU.
-        rounding: The greatest error of transformers' logits in the model's own dtype, with the same
-            choices; 0 in float32.
+        rounding: `[len(ROWS)]` float32, the errors of transformers' logits in the model's own
+            dtype, with the same choices; zeros in float32.
         choices: Of each layer of experts, in order.
     """
 
     tokens: Tensor
     logits: Tensor
-    rounding: float = 0.0
+    rounding: Tensor
     choices: tuple[Choice, ...] = ()
 
     def save(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class Reference:
         tensors = {
             "tokens": self.tokens,
             "logits": self.logits,
-            "rounding": torch.tensor(self.rounding),
+            "rounding": self.rounding,
         }
         for layer, choice in enumerate(self.choices):
             for name, values in choice._asdict().items():
@@ -62,8 +62,7 @@ class Reference:
             if f"experts.{layer}" not in tensors:
                 break
             choices.append(Choice(*(tensors[f"{name}.{layer}"] for name in Choice._fields)))
-        rounding = float(tensors["rounding"])
-        return cls(tensors["tokens"], tensors["logits"], rounding, tuple(choices))
+        return cls(tensors["tokens"], tensors["logits"], tensors["rounding"], tuple(choices))
 
 
 @torch.inference_mode()
@@ -84,8 +83,7 @@ def reference(model: nn.Module, shape: ModelShape, routing: "ModuleRouting") -> 
     choices = tuple(recorded)
     with routing.forced(choices, 0):
         rounded = _logits(model, tokens)
-    rounding = float(row_errors(rounded, logits).max())
-    return Reference(tokens, logits, rounding, choices)
+    return Reference(tokens, logits, row_errors(rounded, logits), choices)
 
 
 def _logits(model: nn.Module, tokens: Tensor) -> Tensor:

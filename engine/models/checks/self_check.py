@@ -17,10 +17,11 @@ with the experts that transformers' pass chose, and
 - *routed*: the experts that the step chose itself, and their weights, are those of the pass.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import structlog
@@ -51,15 +52,15 @@ COARSE_FLOAT32_TOLERANCE = 0.01
 """On a GPU, whose products may be coarser than float32's, and with quantized weights."""
 SIXTEEN_BIT_TOLERANCE = 0.05
 ROUNDING_FACTOR = 2.0
-"""In 16 bits, a step's error may be this many times that of transformers' own pass in 16 bits,
-where that is more."""
+"""In 16 bits, the greatest error of a row and the quantile of all may be this many times those of
+transformers' own pass in 16 bits, where that is more."""
 FREE_TOLERANCE = 0.2
 FP8_CACHE_TOLERANCE = 0.35
 """Largest errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is of steps in 16 bits that
 choose their experts themselves."""
 QUANTILE = 0.75
-"""The quantile of the rows' errors that must be tolerable with those two and with quantized
-weights; else it is the greatest error."""
+"""The quantile of the rows' errors that must be tolerable. With those two and with quantized
+weights, the greatest error has no limit."""
 FLOAT32_FLIPS, SIXTEEN_BIT_FLIPS = 0.03, 0.2
 """Largest shares of a layer's choices that rounding may change. In float32 it may be one of the
 prompt's tokens, where two experts are equally good for it."""
@@ -73,12 +74,12 @@ class _Limit(NamedTuple):
     """What errors rows may have.
 
     Attributes:
-        most: The largest error.
-        quantile: The quantile of the rows' errors that it is the limit of.
+        usual: The limit of the quantile of the rows' errors.
+        greatest: The limit of the greatest.
     """
 
-    most: float
-    quantile: float = 1.0
+    usual: float
+    greatest: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +165,14 @@ class SelfCheck:
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         own = _Chunk(tokens, 0, len(tokens), OWN)
         alone, chosen = self._run(step, [own], rows)
-        errors = self._check_routing(chosen)
+        errors: dict[str, float] = {}
         errors["alone"] = self._compare(
             alone,
             self.expected.logits,
             "alone, a prompt's logits are not those of transformers' forward pass",
             self.tolerance,
         )
+        errors |= self._check_routing(chosen)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed, _ = self._run(
             step,
@@ -207,21 +209,25 @@ class SelfCheck:
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         logits = self._logits(step, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
         other = copy(self)
-        other.expected, other.tolerance = Reference(tokens, logits), 0.0
+        other.expected, other.tolerance = replace(self.expected, logits=logits), 0.0
         other._routing = None  # noqa: SLF001 - its own
         if self._routing is not None and self._dtype != torch.float32:
-            most = max(FREE_TOLERANCE, self._limit.most)
-            other._limit = _Limit(most, QUANTILE)  # noqa: SLF001
+            other._limit = _Limit(max(FREE_TOLERANCE, self._limit.usual))  # noqa: SLF001
         return other
 
     def _tolerable_rounding(self, cache_dtype: torch.dtype) -> _Limit:
-        """Return the limit that rounding explains, without that of weights."""
+        """Return the limits that rounding explains, without that of weights."""
         if self._dtype == torch.float32:
             fine = not self.tolerance and self._device.type == "cpu"
-            return _Limit(FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE)
+            most = FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE
+            return _Limit(most, most)
         if cache_dtype != self._dtype:
-            return _Limit(FP8_CACHE_TOLERANCE, QUANTILE)
-        return _Limit(max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * self.expected.rounding))
+            return _Limit(FP8_CACHE_TOLERANCE)
+        own = self.expected.rounding
+        return _Limit(
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.quantile(QUANTILE))),
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.max())),
+        )
 
     def _in_chunks(self, step: Step, tokens: Tensor) -> Tensor:
         """Return the compared rows, computed in several steps."""
@@ -314,7 +320,7 @@ class SelfCheck:
         weights = max(own.weight_error(expected) for own, expected in pairs)
         unlike = max(own.unlike(expected) for own, expected in pairs)
         if self._dtype == torch.float32:
-            most, flips = self._limit.most, FLOAT32_FLIPS
+            most, flips = self._limit.usual, FLOAT32_FLIPS
         else:
             most = flips = SIXTEEN_BIT_FLIPS
         self._check_error(weights, max(most, self.tolerance), broken, "of their weights")
@@ -333,11 +339,12 @@ class SelfCheck:
         Raises:
             SelfCheckError: They differ by more than it and rounding explain.
         """
-        most, quantile = self._limit
-        if tolerance:
-            most, quantile = max(most, tolerance), QUANTILE
-        error = float(row_errors(found, expected).quantile(quantile))
-        return self._check_error(error, most, broken, "of their standard deviation")
+        limit = _Limit(max(self._limit.usual, tolerance)) if tolerance else self._limit
+        errors, unit = row_errors(found, expected), "of their standard deviation"
+        usual = self._check_error(float(errors.quantile(QUANTILE)), limit.usual, broken, unit)
+        if limit.greatest == math.inf:
+            return usual
+        return self._check_error(float(errors.max()), limit.greatest, broken, unit)
 
     def _check_error(self, error: float, most: float, broken: str, unit: str) -> float:
         """Return an error.

@@ -1,8 +1,8 @@
 """Runs a model in 16 bits as the same model in float32, in little more memory.
 
 In 16 bits, rounding hides faults: attention whose scale is wrong by a tenth, or positions that are
-off by one, change the logits no more than it does. In float32 they stand out a thousandfold. Each
-layer's weights are converted when it runs, and dropped afterwards.
+off by one, change the logits no more than it does. In float32 they stand out a thousandfold. The
+weights of a large model are converted layer by layer when it runs, and dropped afterwards.
 """
 
 from collections.abc import Iterator
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 NARROW = {torch.bfloat16, torch.float16}
+SMALL = 500_000_000
+"""Most weights of a model that is converted at once, for all of its runs."""
 
 
 @contextmanager
@@ -22,8 +24,18 @@ def widened(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model, whose weights stay as they are.
     """
+    units = list(_units(model))
+    everything = {id(weight): weight for _, weights in units for weight in weights}
+    if sum(weight.numel() for weight in everything.values()) <= SMALL:
+        own = _Widened(list(everything.values()))
+        own.widen()
+        try:
+            yield
+        finally:
+            own.restore()
+        return
     handles = []
-    for module, weights in _units(model):
+    for module, weights in units:
         own = _Widened(weights)
         handles.append(module.register_forward_pre_hook(own.widen))
         handles.append(module.register_forward_hook(own.restore, always_call=True))

@@ -247,7 +247,7 @@ def mutate_after_reference(patch, mutate):
     patch.setattr(model_module, "reference", reference_of_another)
 
 
-@pytest.mark.parametrize(("name", "parts", "mutate", "quantization"), refused_mutants())
+@pytest.mark.parametrize(("name", "parts", "mutate", "quantization"), list(refused_mutants()))
 def test_a_fault_in_one_layer_is_refused_in_fewer_bits(
     name, parts, mutate, quantization, tmp_path, monkeypatch
 ):
@@ -294,7 +294,7 @@ def test_a_step_that_does_not_compute_the_forced_experts_is_refused(tmp_path):
     expected = loaded.check.expected
     more = (*expected.choices, expected.choices[0])
     check.expected = replace(expected, choices=more)
-    with pytest.raises(NotForcedError, match="1 of 4 layers"):
+    with pytest.raises(NotForcedError, match="1 of 5 layers"):
         check(EagerStep(loaded.model))
 
 
