@@ -66,7 +66,7 @@ class _Forced(Structure):
     )
 
 
-class NotForcedError(Exception):
+class NotForcedError(RuntimeError):
     """A step did not compute the experts that were forced on it."""
 
 

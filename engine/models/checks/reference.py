@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.routing import Choice
-from octavo.engine.models.checks.widened import widened
+from octavo.engine.models.checks.widened import is_narrow, widened
 
 if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
     from octavo.engine.models.checks.module_routing import ModuleRouting
@@ -31,12 +31,14 @@ class Reference:
         rounding: `[len(ROWS)]` float32, the errors of transformers' logits in the model's own
             dtype, with the same choices; zeros in float32.
         choices: Of each layer of experts, in order.
+        free: Whether the logits are those of a checked step that chose its experts itself.
     """
 
     tokens: Tensor
     logits: Tensor
     rounding: Tensor
     choices: tuple[Choice, ...] = ()
+    free: bool = False
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -44,6 +46,7 @@ class Reference:
             "tokens": self.tokens,
             "logits": self.logits,
             "rounding": self.rounding,
+            "free": torch.tensor(self.free),
         }
         for layer, choice in enumerate(self.choices):
             for name, values in choice._asdict().items():
@@ -62,7 +65,8 @@ class Reference:
             if f"experts.{layer}" not in tensors:
                 break
             choices.append(Choice(*(tensors[f"{name}.{layer}"] for name in Choice._fields)))
-        return cls(tensors["tokens"], tensors["logits"], tensors["rounding"], tuple(choices))
+        tokens, logits, rounding = (tensors[name] for name in ("tokens", "logits", "rounding"))
+        return cls(tokens, logits, rounding, tuple(choices), bool(tensors["free"]))
 
 
 @torch.inference_mode()
@@ -81,8 +85,10 @@ def reference(model: nn.Module, shape: ModelShape, routing: "ModuleRouting") -> 
     with widened(model), routing.recorded() as recorded:
         logits = _logits(model, tokens)
     choices = tuple(recorded)
-    with routing.forced(choices, 0):
-        rounded = _logits(model, tokens)
+    rounded = logits
+    if is_narrow(model):
+        with routing.forced(choices, 0):
+            rounded = _logits(model, tokens)
     return Reference(tokens, logits, row_errors(rounded, logits), choices)
 
 

@@ -137,7 +137,7 @@ class SelfCheck:
         cache_dtype = cache_dtype or dtype
         self.expected = expected
         self.tolerance = tolerance
-        self._dtype = dtype
+        self._dtype, self._cache_dtype = dtype, cache_dtype
         self._kv_scales = kv_scales
         self._device = device
         self._max_position = shape.max_position
@@ -151,8 +151,8 @@ class SelfCheck:
             model_dtype=dtype,
         )
         self._planners = layout.planners(dtype, cache_dtype, device)
-        self._limit = self._tolerable_rounding(cache_dtype)
-        self._routing = routing if expected.choices else None
+        self._routing = routing
+        self._set_limits()
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> None:
@@ -165,13 +165,14 @@ class SelfCheck:
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         own = _Chunk(tokens, 0, len(tokens), OWN)
         alone, chosen = self._run(step, [own], rows)
-        errors: dict[str, float] = {}
-        errors["alone"] = self._compare(
-            alone,
-            self.expected.logits,
-            "alone, a prompt's logits are not those of transformers' forward pass",
-            self.tolerance,
-        )
+        errors = {
+            "alone": self._compare(
+                alone,
+                self.expected.logits,
+                "alone, a prompt's logits are not those of transformers' forward pass",
+                self.tolerance,
+            )
+        }
         errors |= self._check_routing(chosen)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed, _ = self._run(
@@ -200,6 +201,7 @@ class SelfCheck:
             **{name: float(f"{error:.2g}") for name, error in errors.items()},
         )
 
+    @torch.inference_mode()
     def follow(self, step: Step) -> "SelfCheck":
         """Return the check for steps of the same model whose experts cannot be forced.
 
@@ -208,21 +210,28 @@ class SelfCheck:
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         logits = self._logits(step, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
+        free = bool(self.expected.choices)
         other = copy(self)
-        other.expected, other.tolerance = replace(self.expected, logits=logits), 0.0
-        other._routing = None  # noqa: SLF001 - its own
-        if self._routing is not None and self._dtype != torch.float32:
-            other._limit = _Limit(max(FREE_TOLERANCE, self._limit.usual))  # noqa: SLF001
+        other.expected = replace(self.expected, logits=logits, choices=(), free=free)
+        other.tolerance = 0.0
+        other._set_limits()  # noqa: SLF001 - its own
         return other
 
-    def _tolerable_rounding(self, cache_dtype: torch.dtype) -> _Limit:
+    def _set_limits(self) -> None:
+        self._limit = self._tolerable_rounding()
+        if not self.expected.choices:
+            self._routing = None
+
+    def _tolerable_rounding(self) -> _Limit:
         """Return the limits that rounding explains, without that of weights."""
         if self._dtype == torch.float32:
             fine = not self.tolerance and self._device.type == "cpu"
             most = FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE
             return _Limit(most, most)
-        if cache_dtype != self._dtype:
+        if self._cache_dtype != self._dtype:
             return _Limit(FP8_CACHE_TOLERANCE)
+        if self.expected.free:
+            return _Limit(FREE_TOLERANCE)
         own = self.expected.rounding
         return _Limit(
             max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.quantile(QUANTILE))),

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 
 NARROW = {torch.bfloat16, torch.float16}
-SMALL = 500_000_000
+SMALL = 250_000_000
 """Most weights of a model that is converted at once, for all of its runs."""
+
+
+def is_narrow(model: nn.Module) -> bool:
+    """Return whether a model has weights in 16 bits."""
+    return any(True for _ in _unit(model, recurse=True))
 
 
 @contextmanager
