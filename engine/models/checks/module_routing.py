@@ -52,7 +52,8 @@ class ModuleRouting:
 
 def _choice(given: tuple[Tensor, ...]) -> Choice:
     """Return a copy of what a layer is called with."""
-    return Choice(given[1].to("cpu", copy=True), given[2].to("cpu", copy=True).float())
+    experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in given[1:3])
+    return Choice(experts, weights.float())
 
 
 def _force(
