@@ -21,7 +21,9 @@ from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.translated import TranslatedModel
 from octavo.engine.memory import huge_pages
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
-from octavo.engine.models.checks.self_check import Reference, SelfCheck
+from octavo.engine.models.checks.reference import Reference
+from octavo.engine.models.checks.routing import OperatorRouting
+from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.kernels.integrity import (
     DamagedFileError,
     Fingerprint,
@@ -49,7 +51,9 @@ SOURCES = (
     "../attention/packed_latents.py",
     *("../models/load_model.py", "../models/rope.py", "../models/step.py"),
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/routing.py"),
-    "../models/checks/self_check.py",
+    *("../models/checks/module_routing.py", "../models/checks/reference.py"),
+    *("../models/checks/self_check.py", "../models/checks/structure.py"),
+    "../models/checks/widened.py",
     *("../models/linear/fuse_linears.py", "../models/linear/packed_linear.py"),
     "../models/linear/plain_linears.py",
     *("../models/experts/expert_layer.py", "../models/experts/interface.py"),
@@ -207,6 +211,7 @@ class CompiledStep:
             torch.device("cpu"),
             block_size=artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
+            routing=OperatorRouting(),
         )(self)
 
     def __call__(

@@ -1,7 +1,7 @@
 """Loads a step from settings: the compiled one if there is one, else the eager one."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -21,7 +21,7 @@ from octavo.engine.compilation import (
 from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.step import EagerStep, Step
 from octavo.engine.settings import EngineSettings
@@ -160,19 +160,19 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     )
 
 
-def compiled_for_gpu(step: EagerStep, device: torch.device, check: Callable[[Step], None]) -> Step:
+def compiled_for_gpu(step: EagerStep, device: torch.device, check: SelfCheck) -> Step:
     """Return the step compiled; if that fails, log a warning and return it as it is.
 
     Args:
         step: The step to compile.
         device: Where it is.
-        check: The self-check; raises if a step fails it.
+        check: The self-check, which `step` has passed.
     """
     from octavo.engine.compilation.jit import JitStep  # noqa: PLC0415 - for a GPU only
 
     try:
         compiled = JitStep(step, device)
-        check(compiled)
+        check.follow(step)(compiled)
     except Exception as error:  # noqa: BLE001 - the compiler raises many types
         log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
         return step

@@ -14,9 +14,11 @@ from octavo.engine.attention.latent import absorb_expansions
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
+from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import attention_of, probe
-from octavo.engine.models.checks.routing import Routing
-from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError, reference
+from octavo.engine.models.checks.reference import reference
+from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
+from octavo.engine.models.checks.structure import check_in_float32
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
@@ -163,10 +165,12 @@ def load(
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             _check_quantizable(model, path, quantization, target)
-        routing = Routing(model)
+        routing = ModuleRouting(model)
         with attention_of(model, reference_attention(config)):
             expected = reference(model, shape, routing)
         absorb_expansions(model)
+        if kind != torch.float32 or scheme is not None:
+            check_in_float32(model, expected, shape, target, block_size=block_size, routing=routing)
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
             from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415

@@ -331,19 +331,72 @@ void mix(const void* x, int64_t row_stride, const Routing& routing, const Expert
       .run(routing, threads);
 }
 
+thread_local const ForcedExperts* forced = nullptr;  // of the next calls
+thread_local int64_t forced_left = 0;
+
+// A call's routing, or what is forced on it. A call that cannot be forced leaves all as they are, so
+// that the count of forced calls tells.
+class Given {
+ public:
+  explicit Given(const Routing& own) : routing_(own) {
+    if (forced_left == 0) return;
+    if (own.chosen != forced->chosen || forced->first + forced->rows > own.rows) return;
+    experts_ = gathered(own.experts, own.expert_strides);
+    weights_ = gathered(own.weights, own.weight_strides);
+    exchange(experts_, forced->experts, forced->own_experts);
+    exchange(weights_, forced->weights, forced->own_weights);
+    routing_ = {experts_.data(), {own.chosen, 1}, weights_.data(), {own.chosen, 1},
+                own.rows, own.chosen};
+    forced++;
+    forced_left--;
+  }
+  const Routing& routing() const { return routing_; }
+
+ private:
+  template <class T>
+  std::vector<T> gathered(const T* from, const int64_t* strides) const {
+    std::vector<T> values;
+    for (int64_t row = 0; row < routing_.rows; row++)
+      for (int64_t i = 0; i < routing_.chosen; i++)
+        values.push_back(from[row * strides[0] + i * strides[1]]);
+    return values;
+  }
+  template <class T>
+  static void exchange(std::vector<T>& values, const T* given, T* own) {
+    const int64_t count = forced->rows * forced->chosen;
+    T* const first = values.data() + forced->first * forced->chosen;
+    std::copy_n(first, count, own);
+    std::copy_n(given, count, first);
+  }
+
+  Routing routing_;
+  std::vector<int64_t> experts_;
+  std::vector<float> weights_;
+};
+
 }  // namespace
+
+// Forces experts on this thread's next `count` calls. Returns how many calls of those before are
+// left. The arrays must outlive the calls.
+extern "C" int64_t octavo_force_experts(const ForcedExperts* calls, int64_t count) {
+  const int64_t left = forced_left;
+  forced = calls;
+  forced_left = count;
+  return left;
+}
 
 // y = sum of each row's weighted experts; an expert is down(activation(up(x))). x and y are
 // float32 with weights in float32, else bfloat16. Sizes of rows must be a multiple of 4, or of a
 // group with weights in 4 bits.
 extern "C" void octavo_experts(const void* x, int64_t row_stride, const Routing* routing,
                                const ExpertsLayer* layer, void* y, int threads) {
+  const Given given(*routing);
   switch (layer->weights) {
     case kFloat32:
-      return mix<WordProducts<Singles, float>>(x, row_stride, *routing, *layer, y, threads);
+      return mix<WordProducts<Singles, float>>(x, row_stride, given.routing(), *layer, y, threads);
     case kBFloat16:
-      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, *routing, *layer, y, threads);
-    case kInt8: return mix<ByteProducts>(x, row_stride, *routing, *layer, y, threads);
-    case kInt4: return mix<NibbleProducts>(x, row_stride, *routing, *layer, y, threads);
+      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, given.routing(), *layer, y, threads);
+    case kInt8: return mix<ByteProducts>(x, row_stride, given.routing(), *layer, y, threads);
+    case kInt4: return mix<NibbleProducts>(x, row_stride, given.routing(), *layer, y, threads);
   }
 }

@@ -35,3 +35,13 @@ struct Routing {
   int64_t weight_strides[2];
   int64_t rows, chosen;
 };
+
+// What one call of this thread computes in place of its own routing, and where it writes that.
+// Arrays are [rows, chosen], for the call's rows from `first` on.
+struct ForcedExperts {
+  const int64_t* experts;
+  const float* weights;
+  int64_t* own_experts;
+  float* own_weights;
+  int64_t first, rows, chosen;
+};

@@ -5,6 +5,8 @@ expert after the other. Here threads share the panels of all experts, so one tok
 all threads busy.
 """
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import CDLL, POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 from typing import NamedTuple
 
@@ -54,6 +56,20 @@ class _Routing(Structure):
     )
 
 
+class _Forced(Structure):
+    """What one call computes in place of its own routing; the same as in experts.h."""
+
+    _fields_ = (
+        *(("experts", c_void_p), ("weights", c_void_p)),
+        *(("own_experts", c_void_p), ("own_weights", c_void_p)),
+        *(("first", c_int64), ("rows", c_int64), ("chosen", c_int64)),
+    )
+
+
+class NotForcedError(RuntimeError):
+    """A step did not compute the experts that were forced on it."""
+
+
 class PackedProduct(NamedTuple):
     """One product of all experts.
 
@@ -87,6 +103,8 @@ class ExpertKernels:
             *(c_void_p, c_int64, POINTER(_Routing), POINTER(_Layer), c_void_p, c_int),
         )
         self._experts.restype = None
+        self._force = library.octavo_force_experts
+        self._force.argtypes, self._force.restype = (c_void_p, c_int64), c_int64
 
     @staticmethod
     def takes(hidden: int, inner: int, dtype: torch.dtype) -> bool:
@@ -189,6 +207,41 @@ class ExpertKernels:
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    @contextmanager
+    def forced(
+        self, routings: Sequence[tuple[Tensor, Tensor]], first: int
+    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Let this thread's next calls, eager or compiled, compute given experts for some rows.
+
+        Args:
+            routings: Of each call, in order: `[rows, chosen]` int64 experts and float32 weights,
+                contiguous.
+            first: The first row that computes them.
+
+        Yields:
+            What the calls would have computed for these rows, likewise, once the context ends.
+
+        Raises:
+            NotForcedError: There were fewer calls, or they have fewer rows or other numbers of
+                experts.
+        """
+        own = [(torch.empty_like(ids), torch.empty_like(weights)) for ids, weights in routings]
+        calls = (_Forced * len(own))()
+        for call, given, instead in zip(calls, routings, own, strict=True):
+            tensors = (*given, *instead)
+            assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32] * 2
+            call.experts, call.weights, call.own_experts, call.own_weights = (
+                tensor.data_ptr() for tensor in tensors
+            )
+            call.first, (call.rows, call.chosen) = first, given[0].shape
+        self._force(calls, len(calls))
+        try:
+            yield own
+        finally:
+            left = self._force(None, 0)
+        if left:
+            raise NotForcedError(f"{left} of {len(own)} layers did not compute the given experts")
 
 
 def count_inputs(panels: Tensor) -> int:

@@ -1,20 +1,21 @@
-"""Which experts a model chooses for each token, recorded in one run and repeated in another.
+"""Which experts a model chooses for each token, and how to let it compute another run's.
 
 Two experts may be nearly as good for a token. Then rounding alone decides which of them computes
-it, and its logits in 16 bits may be far from those of the same model in 16 bits computed in another
-order. So where a model is compared with another run of it, it computes the experts that this run
-chose, and its own choices are compared apart from the logits.
+it, and its logits in 16 bits may be far from those of the same model computed in another order. So
+where a model is compared with another run of it, it computes the experts that this run chose, and
+its own choices are compared apart from the logits.
+
+`OperatorRouting` forces experts on any step whose experts are the operator of `packed_experts.py`,
+compiled ones among them; `module_routing.py` on the modules of a model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
 
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
-from octavo.engine.models.experts.expert_layer import expert_modules
+from octavo.kernels.cpu import experts as kernels
 
 
 class Choice(NamedTuple):
@@ -22,76 +23,66 @@ class Choice(NamedTuple):
 
     Attributes:
         experts: `[num_tokens, chosen]` int64.
-        weights: `[num_tokens, chosen]`, theirs.
+        weights: `[num_tokens, chosen]` float32, theirs.
     """
 
     experts: Tensor
     weights: Tensor
 
-    def error(self, expected: "Choice") -> float:
-        """Return how unlike another run's choice this is.
+    def part(self, start: int, end: int) -> "Choice":
+        """Return the choice of some tokens."""
+        return Choice(self.experts[start:end], self.weights[start:end])
 
-        It is the share of experts that the other run did not choose, or the relative error of the
-        weights of those that both chose, if that is greater. A token counts for the latter if all
-        of its experts are the same, as weights may be shares of their sum.
+    def unlike(self, expected: "Choice") -> float:
+        """Return the share of experts that another run did not choose."""
+        return 1 - float(self._common(expected).float().mean())
+
+    def weight_error(self, expected: "Choice") -> float:
+        """Return the relative error of the weights of another run's choice.
+
+        Those of tokens count whose experts are all the same, as weights may be shares of their sum.
         """
-        common = (self.experts[:, :, None] == expected.experts[:, None, :]).any(2)
-        unlike = 1 - float(common.float().mean())
-        same = common.all(1)
+        same = self._common(expected).all(1)
         own, other = (choice.sorted_weights()[same] for choice in (self, expected))
-        if not len(own):
-            return unlike
-        return max(unlike, float((own - other).norm() / other.norm().clamp_min(1e-12)))
+        return float((own - other).norm() / other.norm().clamp_min(1e-12))
+
+    def _common(self, expected: "Choice") -> Tensor:
+        """Return which experts another run chose too, `[num_tokens, chosen]` bool."""
+        return (self.experts[:, :, None] == expected.experts[:, None, :]).any(2)
 
     def sorted_weights(self) -> Tensor:
-        """Return the weights in the order of the experts' numbers, in float32."""
-        return self.weights.float().gather(1, self.experts.argsort(1))
+        """Return the weights in the order of the experts' numbers."""
+        return self.weights.gather(1, self.experts.argsort(1))
 
 
-class Routing:
-    """The layers of experts of a model, whose weights may be replaced later.
+class Routing(Protocol):
+    """Forces experts on a step."""
 
-    Args:
-        model: The model, with its own weights.
-    """
+    def forced(self, choices: Sequence[Choice], first: int) -> AbstractContextManager[list[Choice]]:
+        """Let a run within compute the experts of an earlier one.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._layers = list(expert_modules(model).values())
+        Args:
+            choices: Of each layer, in order.
+            first: The first row of the run's batch that computes them.
+
+        Yields:
+            What the run would have chosen for these rows, in order, once it has run.
+        """
+
+
+class OperatorRouting:
+    """Forces experts on a step that calls the operator `octavo::packed_experts`."""
 
     @contextmanager
-    def recorded(self) -> Iterator[list[Choice]]:
-        """Record a run within; yield the list that its choices are appended to."""
-        choices: list[Choice] = []
-        with self._hooked(lambda _: partial(_record, choices)):
-            yield choices
+    def forced(self, choices: Sequence[Choice], first: int) -> Iterator[list[Choice]]:
+        """Let a run within compute the experts of an earlier one; see `Routing`.
 
-    @contextmanager
-    def forced(self, choices: Sequence[Choice]) -> Iterator[list[Choice]]:
-        """Let a run within compute the experts of an earlier one; yield as `recorded` does."""
+        Raises:
+            NotForcedError: It has other layers of experts.
+        """
+        assert kernels is not None
         own: list[Choice] = []
-        with self._hooked(lambda layer: partial(_force, own, choices[layer])):
+        contiguous = [(choice.experts, choice.weights) for choice in choices]
+        with kernels.forced(contiguous, first) as found:
             yield own
-
-    @contextmanager
-    def _hooked(self, make: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-        handles = [
-            layer.register_forward_pre_hook(make(number))
-            for number, layer in enumerate(self._layers)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def _record(choices: list[Choice], _: nn.Module, given: tuple[Tensor, ...]) -> None:
-    choices.append(Choice(given[1].clone(), given[2].clone()))
-
-
-def _force(
-    own: list[Choice], choice: Choice, _: nn.Module, given: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    hidden, experts, weights, *more = given
-    own.append(Choice(experts.clone(), weights.clone()))
-    return hidden, choice.experts, choice.weights.to(weights.dtype), *more
+        own.extend(Choice(*one) for one in found)

@@ -2,117 +2,84 @@
 
 Three relations must hold for the logits of some random tokens:
 
-- *alone*: the paged step returns the logits of transformers' eager forward pass;
+- *alone*: the paged step returns the logits of transformers' eager forward pass in float32;
 - *packed*: so it does beside other sequences in one flat batch, one of them at the end of the
   context;
 - *chunked*: so it does when the prompt is computed in chunks and token by token.
 
-A model whose masks, positions or state are not as Octavo assumes breaks one of them.
+A model whose masks, positions or state are not as Octavo assumes breaks one of them. In 16 bits or
+fewer, rounding hides small faults. So such a model is checked twice: first as a float32 model of
+the same weights (`widened.py`), where rounding hides nothing, and then as it serves.
 
-In fewer than 32 bits, rounding may send a token to another expert of a mixture of experts. So the
-first relation is checked with the experts that transformers' pass chose, and
+Rounding may also send a token to another expert of a mixture of experts. So logits are compared
+with the experts that transformers' pass chose, and
 
 - *routed*: the experts that the step chose itself, and their weights, are those of the pass.
-
-Steps made of that model later, such as a compiled one, choose for themselves; they are compared
-with the logits of the checked step, whose weights are theirs.
 """
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import structlog
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.checks.reference import TOKENS, Reference, compared_rows, row_errors
+from octavo.engine.models.checks.routing import Choice, Routing
 from octavo.engine.models.step import Step
 from octavo.kernels.metadata import AttentionMetadata
 
-if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
-    from octavo.engine.models.checks.routing import Choice, Routing
-
 log = structlog.get_logger(__name__)
 
-TOKENS = 40
-ROWS = (0, 7, 13, 19, 24, 29, 34, 39)
-"""Tokens with compared logits."""
+OWN = 1
+"""The compared sequence's number in a batch."""
 BEFORE, AFTER = 17, 5
 """Tokens of the sequences packed before and after the compared one."""
 CHUNKS = (19, 38, 39, 40)
 """Ends of the prompt's chunks; chunks of one token are decodes."""
 
-FLOAT32_TOLERANCE = 0.01
-SIXTEEN_BIT_TOLERANCE = 0.2
+FLOAT32_TOLERANCE = 0.001
+COARSE_FLOAT32_TOLERANCE = 0.01
+"""On a GPU, whose products may be coarser than float32's, and with quantized weights."""
+SIXTEEN_BIT_TOLERANCE = 0.05
+ROUNDING_FACTOR = 2.0
+"""In 16 bits, the greatest error of a row and the quantile of all may be this many times those of
+transformers' own pass in 16 bits, where that is more."""
+FREE_TOLERANCE = 0.2
 FP8_CACHE_TOLERANCE = 0.35
-"""Largest errors: the root mean square of the differences of a row's logits, divided by the row's
-standard deviation."""
+"""Largest errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is of steps in 16 bits that
+choose their experts themselves."""
 QUANTILE = 0.75
-"""The quantile of the rows' errors that must be tolerable in fewer than 32 bits, where rounding may
-route a token of a mixture of experts to another expert."""
+"""The quantile of the rows' errors that must be tolerable. With those two and with quantized
+weights, the greatest error has no limit."""
+FLOAT32_FLIPS, SIXTEEN_BIT_FLIPS = 0.03, 0.2
+"""Largest shares of a layer's choices that rounding may change. In float32 it may be one of the
+prompt's tokens, where two experts are equally good for it."""
 
 
 class SelfCheckError(ModelError):
     """The model's logits are not those of transformers' own forward pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """The logits of transformers' eager forward pass.
+class _Limit(NamedTuple):
+    """What errors rows may have.
 
     Attributes:
-        tokens: `[TOKENS]` int64 token ids, on the CPU.
-        logits: `[len(ROWS), vocab_size]`, on the CPU.
-        choices: Of each layer of experts, in order. They are not saved.
+        usual: The limit of the quantile of the rows' errors.
+        greatest: The limit of the greatest.
     """
 
-    tokens: Tensor
-    logits: Tensor
-    choices: "tuple[Choice, ...]" = ()
-
-    def save(self, path: Path) -> None:
-        """Write a safetensors file."""
-        save_file({"tokens": self.tokens, "logits": self.logits}, path)
-
-    @classmethod
-    def load(cls, path: Path) -> "Reference":
-        """Read a file that `save` wrote.
-
-        Raises:
-            OSError: There is no such file.
-        """
-        tensors = load_file(path)
-        return cls(tensors["tokens"], tensors["logits"])
-
-
-@torch.inference_mode()
-def reference(model: nn.Module, shape: ModelShape, routing: "Routing") -> Reference:
-    """Run transformers' eager forward pass.
-
-    Args:
-        model: A transformers model with its attention, not Octavo's.
-        shape: Its dimensions.
-        routing: Its layers of experts.
-    """
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(0)
-    count = min(TOKENS, shape.max_position)
-    tokens = torch.randint(shape.vocab_size, (count,), generator=generator)
-    with routing.recorded() as choices:
-        logits = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
-    return Reference(tokens, logits[_rows(count)].cpu().contiguous(), tuple(choices))
-
-
-def _rows(count: int) -> list[int]:
-    return [row for row in ROWS if row < count]
+    usual: float
+    greatest: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +105,8 @@ class SelfCheck:
     """Checks the relations for a step of one model.
 
     Attributes:
-        expected: The logits of transformers' eager forward pass; those of a checked step once one
-            has chosen other experts for rounding.
-        tolerance: The quantization's tolerance for them.
+        expected: What transformers' forward pass computes, or another step after `follow`.
+        tolerance: The quantization's tolerance for it.
 
     Args:
         expected: See above.
@@ -151,7 +117,8 @@ class SelfCheck:
         tolerance: See above; 0 if the weights are not quantized.
         cache_dtype: Of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
-        routing: The layers of experts of the first step's model.
+        routing: Forces `expected.choices` on steps, which then are compared; None if they cannot be
+            forced.
     """
 
     def __init__(
@@ -165,12 +132,12 @@ class SelfCheck:
         tolerance: float = 0.0,
         cache_dtype: torch.dtype | None = None,
         kv_scales: list[tuple[float, float]] | None = None,
-        routing: "Routing | None" = None,
+        routing: Routing | None = None,
     ) -> None:
         cache_dtype = cache_dtype or dtype
         self.expected = expected
         self.tolerance = tolerance
-        self._dtype = dtype
+        self._dtype, self._cache_dtype = dtype, cache_dtype
         self._kv_scales = kv_scales
         self._device = device
         self._max_position = shape.max_position
@@ -184,11 +151,8 @@ class SelfCheck:
             model_dtype=dtype,
         )
         self._planners = layout.planners(dtype, cache_dtype, device)
-        self._rounding = FLOAT32_TOLERANCE if dtype == torch.float32 else SIXTEEN_BIT_TOLERANCE
-        if cache_dtype != dtype:
-            self._rounding = max(self._rounding, FP8_CACHE_TOLERANCE)
-        self._exact = dtype == torch.float32 and not tolerance
-        self._routing = routing if expected.choices and not self._exact else None
+        self._routing = routing
+        self._set_limits()
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> None:
@@ -198,12 +162,20 @@ class SelfCheck:
             SelfCheckError: A relation does not hold; the message names it.
         """
         began = time.perf_counter()
-        tokens, rows = self.expected.tokens, _rows(len(self.expected.tokens))
-        own = _Chunk(tokens, 0, len(tokens), 1)
-        alone = self._logits(step, [own], rows)
-        errors = self._compare_alone(step, own, rows, alone)
+        tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
+        own = _Chunk(tokens, 0, len(tokens), OWN)
+        alone, chosen = self._run(step, [own], rows)
+        errors = {
+            "alone": self._compare(
+                alone,
+                self.expected.logits,
+                "alone, a prompt's logits are not those of transformers' forward pass",
+                self.tolerance,
+            )
+        }
+        errors |= self._check_routing(chosen)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
-        packed = self._logits(
+        packed, _ = self._run(
             step,
             [
                 _Chunk(before, 0, len(before), 0),
@@ -215,68 +187,86 @@ class SelfCheck:
         errors["packed"] = self._compare(
             packed,
             alone,
-            0.0,
             "packed with other sequences, a prompt's logits are not its logits alone",
         )
         errors["chunked"] = self._compare(
             self._in_chunks(step, tokens),
             alone,
-            0.0,
             "in chunks and token by token, a prompt's logits are not its logits at once",
         )
         log.info(
             "self-check passed",
             seconds=round(time.perf_counter() - began, 3),
+            dtype=str(self._dtype).removeprefix("torch."),
             **{name: float(f"{error:.2g}") for name, error in errors.items()},
         )
 
-        if self._routing is not None:
-            self.expected = Reference(tokens, alone.contiguous())
-            self.tolerance, self._routing = 0.0, None
-
-    def _compare_alone(
-        self, step: Step, own: _Chunk, rows: list[int], alone: Tensor
-    ) -> dict[str, float]:
-        """Return the errors of a step that runs a prompt alone, by the relations' names.
+    @torch.inference_mode()
+    def follow(self, step: Step) -> "SelfCheck":
+        """Return the check for steps of the same model whose experts cannot be forced.
 
         Args:
-            step: The step.
-            own: The prompt.
-            rows: The compared rows.
-            alone: Their logits.
-
-        Raises:
-            SelfCheckError: A relation does not hold.
+            step: A checked step. Others must compute what it does.
         """
-        errors = {}
-        if self._routing is not None:
-            expected = self.expected.choices
-            with self._routing.forced(expected) as chosen:
-                alone = self._logits(step, [own], rows)
-            errors["routed"] = self._check_error(
-                max(a.error(b) for a, b in zip(chosen, expected, strict=True)),
-                self.tolerance,
-                "a prompt's experts are not those of transformers' eager forward pass",
-                "of its choices",
-            )
-        errors["alone"] = self._compare(
-            alone,
-            self.expected.logits,
-            self.tolerance,
-            "alone, a prompt's logits are not those of transformers' eager forward pass",
+        tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
+        logits = self._logits(step, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
+        free = bool(self.expected.choices)
+        other = copy(self)
+        other.expected = replace(self.expected, logits=logits, choices=(), free=free)
+        other.tolerance = 0.0
+        other._set_limits()  # noqa: SLF001 - its own
+        return other
+
+    def _set_limits(self) -> None:
+        self._limit = self._tolerable_rounding()
+        if not self.expected.choices:
+            self._routing = None
+
+    def _tolerable_rounding(self) -> _Limit:
+        """Return the limits that rounding explains, without that of weights."""
+        if self._dtype == torch.float32:
+            fine = not self.tolerance and self._device.type == "cpu"
+            most = FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE
+            return _Limit(most, most)
+        if self._cache_dtype != self._dtype:
+            return _Limit(FP8_CACHE_TOLERANCE)
+        if self.expected.free:
+            return _Limit(FREE_TOLERANCE)
+        own = self.expected.rounding
+        return _Limit(
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.quantile(QUANTILE))),
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.max())),
         )
-        return errors
 
     def _in_chunks(self, step: Step, tokens: Tensor) -> Tensor:
         """Return the compared rows, computed in several steps."""
         ends = sorted({min(end, len(tokens)) for end in CHUNKS})
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
-            rows = [row - start for row in _rows(end) if row >= start]
-            chunk = _Chunk(tokens, start, end, 1)
-            logits = self._logits(step, [chunk], rows or [0])
+            rows = [row - start for row in compared_rows(end) if row >= start]
+            chunk = _Chunk(tokens, start, end, OWN)
+            logits, _ = self._run(step, [chunk], rows or [0])
             found += [logits] if rows else []
         return torch.cat(found)
+
+    def _run(
+        self, step: Step, chunks: Sequence[_Chunk], rows: list[int]
+    ) -> tuple[Tensor, list[Choice]]:
+        """Run one step, with the experts that transformers' pass chose.
+
+        Returns:
+            Logits `[len(rows), vocab_size]` float32 on the CPU; what the step would have chosen
+            for the compared sequence.
+        """
+        if self._routing is None:
+            return self._logits(step, chunks, rows), []
+        lengths = [chunk.end - chunk.start for chunk in chunks]
+        (own,) = (number for number, chunk in enumerate(chunks) if chunk.place == OWN)
+        start, end = chunks[own].start, chunks[own].end
+        choices = [choice.part(start, end) for choice in self.expected.choices]
+        with self._routing.forced(choices, sum(lengths[:own])) as chosen:
+            logits = self._logits(step, chunks, rows)
+        return logits, chosen
 
     def _logits(self, step: Step, chunks: Sequence[_Chunk], rows: list[int]) -> Tensor:
         """Run one step; return logits `[len(rows), vocab_size]` float32 on the CPU."""
@@ -326,32 +316,55 @@ class SelfCheck:
             slots.append(torch.cat([first * layers.block_size + at for first, at in places]))
         return tables, slots
 
-    def _compare(self, found: Tensor, expected: Tensor, tolerance: float, broken: str) -> float:
-        """Return the error between two sets of logits.
+    def _check_routing(self, chosen: list[Choice]) -> dict[str, float]:
+        """Return by how much a step's choices differ, by the relation's name.
 
         Raises:
-            SelfCheckError: It is above `tolerance` and what rounding explains.
+            SelfCheckError: They do by more than rounding explains.
         """
-        expected = expected.float()
-        scale = (expected - expected.mean(1, keepdim=True)).norm(dim=1).clamp_min(1e-12)
-        by_row = (found - expected).norm(dim=1) / scale
-        return self._check_error(
-            float(by_row.max() if self._exact else by_row.quantile(QUANTILE)),
-            tolerance,
-            broken,
-            "of their standard deviation",
-        )
+        if self._routing is None:
+            return {}
+        broken = "a prompt's experts are not those of transformers' forward pass"
+        pairs = list(zip(chosen, self.expected.choices, strict=True))
+        weights = max(own.weight_error(expected) for own, expected in pairs)
+        unlike = max(own.unlike(expected) for own, expected in pairs)
+        if self._dtype == torch.float32:
+            most, flips = self._limit.usual, FLOAT32_FLIPS
+        else:
+            most = flips = SIXTEEN_BIT_FLIPS
+        self._check_error(weights, max(most, self.tolerance), broken, "of their weights")
+        self._check_error(unlike, max(flips, self.tolerance), broken, "of its choices")
+        return {"routed": max(weights, unlike)}
 
-    def _check_error(self, error: float, tolerance: float, broken: str, unit: str) -> float:
+    def _compare(self, found: Tensor, expected: Tensor, broken: str, tolerance: float = 0) -> float:
+        """Return the error between two sets of logits.
+
+        Args:
+            found: `[rows, vocab_size]` float32.
+            expected: Likewise.
+            broken: The relation that does not hold if they differ.
+            tolerance: The quantization's, if they may differ by it.
+
+        Raises:
+            SelfCheckError: They differ by more than it and rounding explain.
+        """
+        limit = _Limit(max(self._limit.usual, tolerance)) if tolerance else self._limit
+        errors, unit = row_errors(found, expected), "of their standard deviation"
+        usual = self._check_error(float(errors.quantile(QUANTILE)), limit.usual, broken, unit)
+        if limit.greatest == math.inf:
+            return usual
+        return self._check_error(float(errors.max()), limit.greatest, broken, unit)
+
+    def _check_error(self, error: float, most: float, broken: str, unit: str) -> float:
         """Return an error.
 
         Raises:
-            SelfCheckError: It is above `tolerance` and what rounding explains.
+            SelfCheckError: It is above the limit.
         """
-        most = max(self._rounding, tolerance)
         if not error <= most:  # also if it is NaN
+            dtype = str(self._dtype).removeprefix("torch.")
             raise SelfCheckError(
-                f"self-check failed: {broken}: they differ by {error:.1%} {unit}, and the limit is"
-                f" {most:.0%}"
+                f"self-check failed: {broken}: in {dtype} they differ by {error:.1%} {unit}, and"
+                f" the limit is {most:.1%}"
             )
         return error

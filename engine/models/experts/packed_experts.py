@@ -80,6 +80,11 @@ def pack_experts(model: PreTrainedModel) -> None:
             layer.replace(packed(layer))
 
 
+def count_packed(model: nn.Module) -> int:
+    """Return how many of a model's layers of experts are packed."""
+    return sum(isinstance(module, PackedExperts) for module in model.modules())
+
+
 def packed(layer: ExpertLayer) -> PackedExperts:
     """Return a layer's experts with their weights packed as they are."""
     assert kernels is not None

@@ -19,7 +19,7 @@ from octavo.engine.capacity import StartupError
 from octavo.engine.compilation import Compiler, Recipe, locate
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest
 from octavo.engine.compilation.cache_cleanup import USE, prune
-from octavo.engine.models.checks.self_check import Reference
+from octavo.engine.models.checks.reference import Reference
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels.integrity import fingerprint
@@ -186,7 +186,7 @@ def test_a_service_neither_traces_nor_loads_the_model(kept):
 import sys
 import threading
 from octavo.engine.settings import EngineSettings
-from octavo.engine.models.checks.self_check import Reference
+from octavo.engine.models.checks.reference import Reference
 from octavo.engine.capacity import StartupError
 from octavo.engine.startup import build
 from octavo.kernels.integrity import fingerprint
@@ -285,7 +285,9 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(kept, monkeypa
     with restored_artifact(kept, tmp_path) as artifact:
         expected = Reference.load(artifact.path / REFERENCE)
         (artifact.path / REFERENCE).unlink()
-        Reference(expected.tokens, expected.logits.flip(1)).save(artifact.path / REFERENCE)
+        dataclasses.replace(expected, logits=expected.logits.flip(1)).save(
+            artifact.path / REFERENCE
+        )
         (artifact.path / REFERENCE).chmod(0o644)
         manifest = Manifest.read(artifact.path / MANIFEST)
         files = manifest.files | {REFERENCE: fingerprint(artifact.path / REFERENCE)}

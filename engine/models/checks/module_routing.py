@@ -1,0 +1,73 @@
+"""Records and forces the choices of a model's layers of experts; see `routing.py`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo.engine.models.checks.routing import Choice
+from octavo.engine.models.experts.expert_layer import expert_modules
+
+
+class ModuleRouting:
+    """The layers of experts of a model, whose weights may be replaced later.
+
+    Args:
+        model: The model, with its own weights.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers = list(expert_modules(model).values())
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Choice]]:
+        """Record a run within; yield the list that its choices are appended to."""
+        choices: list[Choice] = []
+
+        def record(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            choices.append(_choice(given))
+
+        with self._hooked(record):
+            yield choices
+
+    @contextmanager
+    def forced(self, choices: Sequence[Choice], first: int) -> Iterator[list[Choice]]:
+        """Let a run within compute the experts of an earlier one; see `Routing`."""
+        own: list[Choice] = []
+        with self._hooked(partial(_force, own, choices, first)):
+            yield own
+
+    @contextmanager
+    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
+        handles = [layer.register_forward_pre_hook(hook) for layer in self._layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _choice(given: tuple[Tensor, ...]) -> Choice:
+    """Return a copy of what a layer is called with."""
+    experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in given[1:3])
+    return Choice(experts, weights.float())
+
+
+def _force(
+    own: list[Choice],
+    choices: Sequence[Choice],
+    first: int,
+    _: nn.Module,
+    given: tuple[Tensor, ...],
+) -> tuple[Tensor, ...]:
+    hidden, experts, weights, *more = given
+    choice = choices[len(own)]
+    rows = slice(first, first + len(choice.experts))
+    own.append(_choice(given).part(rows.start, rows.stop))
+    experts, weights = experts.clone(), weights.clone()
+    experts[rows] = choice.experts.to(experts)
+    weights[rows] = choice.weights.to(weights)
+    return hidden, experts, weights, *more

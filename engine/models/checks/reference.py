@@ -1,0 +1,122 @@
+"""What transformers' own forward pass computes of some random tokens."""
+
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.checks.routing import Choice
+from octavo.engine.models.checks.widened import is_narrow, widened
+
+if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
+    from octavo.engine.models.checks.module_routing import ModuleRouting
+
+TOKENS = 40
+ROWS = (0, 7, 13, 19, 24, 29, 34, 39)
+"""Tokens with compared logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The logits of transformers' forward pass in float32.
+
+    Attributes:
+        tokens: `[TOKENS]` int64 token ids, on the CPU.
+        logits: `[len(ROWS), vocab_size]` float32, on the CPU.
+        rounding: `[len(ROWS)]` float32, the errors of transformers' logits in the model's own
+            dtype, with the same choices; zeros in float32.
+        choices: Of each layer of experts, in order.
+        free: Whether the logits are those of a checked step that chose its experts itself.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+    rounding: Tensor
+    choices: tuple[Choice, ...] = ()
+    free: bool = False
+
+    def save(self, path: Path) -> None:
+        """Write a safetensors file."""
+        tensors = {
+            "tokens": self.tokens,
+            "logits": self.logits,
+            "rounding": self.rounding,
+            "free": torch.tensor(self.free),
+        }
+        for layer, choice in enumerate(self.choices):
+            for name, values in choice._asdict().items():
+                tensors[f"{name}.{layer}"] = values
+        save_file(tensors, path)
+
+    @classmethod
+    def load(cls, path: Path) -> "Reference":
+        """Read a file that `save` wrote.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        tensors, choices = load_file(path), []
+        for layer in count():
+            if f"experts.{layer}" not in tensors:
+                break
+            choices.append(Choice(*(tensors[f"{name}.{layer}"] for name in Choice._fields)))
+        tokens, logits, rounding = (tensors[name] for name in ("tokens", "logits", "rounding"))
+        return cls(tokens, logits, rounding, tuple(choices), bool(tensors["free"]))
+
+
+@torch.inference_mode()
+def reference(model: nn.Module, shape: ModelShape, routing: "ModuleRouting") -> Reference:
+    """Run transformers' forward pass.
+
+    Args:
+        model: A transformers model with its attention, not Octavo's.
+        shape: Its dimensions.
+        routing: Its layers of experts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(
+        shape.vocab_size, (min(TOKENS, shape.max_position),), generator=generator
+    )
+    with widened(model), routing.recorded() as recorded:
+        logits = _logits(model, tokens)
+    choices = tuple(recorded)
+    rounded = logits
+    if is_narrow(model):
+        with routing.forced(choices, 0):
+            rounded = _logits(model, tokens)
+    return Reference(tokens, logits, row_errors(rounded, logits), choices)
+
+
+def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the compared rows of logits in float32, on the CPU."""
+    device = next(model.parameters()).device
+    logits: Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
+    return logits[compared_rows(len(tokens))].float().cpu().contiguous()
+
+
+def compared_rows(count: int) -> list[int]:
+    """Return the rows of the first `count` tokens that are compared."""
+    return [row for row in ROWS if row < count]
+
+
+def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+    """Return each row's error.
+
+    It is the root mean square of the differences of a row's logits, divided by the row's standard
+    deviation.
+
+    Args:
+        found: `[rows, vocab_size]` float32.
+        expected: Likewise.
+
+    Returns:
+        `[rows]`.
+    """
+    scale = (expected - expected.mean(1, keepdim=True)).norm(dim=1).clamp_min(1e-12)
+    errors: Tensor = (found - expected).norm(dim=1) / scale
+    return errors

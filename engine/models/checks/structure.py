@@ -1,0 +1,51 @@
+"""Checks a model in 16 bits as a float32 model, where rounding hides no fault of its structure."""
+
+import structlog
+import torch
+
+from octavo.common.models.errors import first_line
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.checks.reference import Reference
+from octavo.engine.models.checks.routing import Routing
+from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
+from octavo.engine.models.checks.widened import widened
+from octavo.engine.models.step import EagerStep
+
+log = structlog.get_logger(__name__)
+
+
+def check_in_float32(
+    model: torch.nn.Module,
+    expected: Reference,
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    block_size: int,
+    routing: Routing,
+) -> None:
+    """Check a model with Octavo's attention and its own weights, before they are packed.
+
+    Args:
+        model: The model.
+        expected: What transformers' forward pass computes.
+        shape: The model's dimensions.
+        device: Where it is.
+        block_size: Tokens per block.
+        routing: Its layers of experts.
+
+    Raises:
+        SelfCheckError: It does not compute the same.
+    """
+    check = SelfCheck(
+        expected, shape, torch.float32, device, block_size=block_size, routing=routing
+    )
+    try:
+        with widened(model):
+            check(EagerStep(model))
+    except SelfCheckError:
+        raise
+    except Exception as error:
+        if device.type == "cpu":
+            raise
+        # A GPU that has room for the model in 16 bits may lack it here.
+        log.warning("the model is not checked in float32", error=first_line(error))
