@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.engine.attention.latent import absorb_expansions
@@ -24,6 +25,12 @@ from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
 from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.checkpoints.reader import (
+    load_weights,
+    open_checkpoint,
+    read_config,
+)
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep
 from octavo.kernels.gpu import e4m3_dtype
@@ -143,18 +150,18 @@ def load(
     target = choose_device(device)
     scheme = find_scheme(quantization)
     with _as_model_error(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        checkpoint = open_checkpoint(path)
+        config = read_config(path, quantized=checkpoint is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_weights(
             path,
-            config=config,
+            config,
+            checkpoint,
             dtype=kind,
             attn_implementation="eager",  # which all classes have
             device_map=target,
-            use_safetensors=True,  # pickled weights can run code
-            trust_remote_code=False,
         )
     model.train(mode=False)
     replace_attention(model)
@@ -225,7 +232,7 @@ def load_empty(
     """
     target = choose_device(device)
     with _as_model_error(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = read_config(path, quantized=find_format(Path(path)) is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
         model = make_empty(config, kind)
         replace_attention(model)
