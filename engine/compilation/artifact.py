@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from octavo.common.models.cache import cache_dir
+from octavo.common.models.quantized import find_statement
 from octavo.engine.attention.operator import current_step
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.container import Container
@@ -59,7 +60,7 @@ SOURCES = (
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"
-"""Folder of further such files, if the weights are quantized."""
+"""Folder of further such files, if the weights are quantized; also in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +251,8 @@ def locate(recipe: Recipe) -> Artifact | None:
     if files is None:
         return None
     code = [HERE / name for name in SOURCES]
-    if recipe.quantization != "none":
-        code += sorted(file for file in (HERE / QUANTIZATION).iterdir() if file.is_file())
+    if recipe.quantization != "none" or find_statement(Path(recipe.model)) is not None:
+        code += sorted(file for file in (HERE / QUANTIZATION).rglob("*") if file.suffix == ".py")
     facts = {
         "recipe": asdict(recipe) | {"model": "", **_context(recipe, files)},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],

@@ -23,9 +23,14 @@ from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
-from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
+from octavo.engine.models.linear.plain_linears import (
+    already_quantized,
+    check_quantizable,
+    replace_conv1d,
+)
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.checkpoints.reader import (
     load_weights,
     open_checkpoint,
@@ -169,19 +174,26 @@ def load(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
-            _check_quantizable(model, path, quantization, target)
+            _check_quantizable(model, path, quantization, target, checkpoint and checkpoint.format)
         routing = Routing(model)
         with attention_of(model, reference_attention(config)):
             expected = reference(model, shape, routing)
         absorb_expansions(model)
+        tolerance = 0.0
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
             from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
             from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
+            from octavo.engine.models.quantization.checkpoints.packing import (  # noqa: PLC0415
+                pack_checkpoint,
+            )
 
             replace_conv1d(model)
             if scheme is not None:
                 scheme.quantize(model, shape, path)
+                tolerance = scheme.tolerance
+            if checkpoint is not None:
+                tolerance = pack_checkpoint(model, checkpoint)
             pack_linears(model)
             pack_experts(model)
         else:
@@ -196,7 +208,7 @@ def load(
             kind,
             target,
             block_size=block_size,
-            tolerance=0.0 if scheme is None else scheme.tolerance,
+            tolerance=tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
             routing=routing,
@@ -232,7 +244,8 @@ def load_empty(
     """
     target = choose_device(device)
     with _as_model_error(path):
-        config = read_config(path, quantized=find_format(Path(path)) is not None)
+        own = find_format(Path(path))
+        config = read_config(path, quantized=own is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
         model = make_empty(config, kind)
         replace_attention(model)
@@ -241,7 +254,7 @@ def load_empty(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
-            _check_quantizable(model, path, quantization, target)
+            _check_quantizable(model, path, quantization, target, own)
     return EmptyModel(model, shape, kind, cache_kind, target)
 
 
@@ -296,9 +309,15 @@ def _check_kernels(
 
 
 def _check_quantizable(
-    model: PreTrainedModel, path: str, quantization: str, device: torch.device
+    model: PreTrainedModel,
+    path: str,
+    quantization: str,
+    device: torch.device,
+    own: Format | None,
 ) -> None:
     """Refuse a model or device that `quantization`, which is not "none", does not work with."""
+    if own is not None:
+        raise already_quantized(path, own.description, quantization)
     if device.type != "cpu":
         raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
     check_quantizable(model, path, quantization)
