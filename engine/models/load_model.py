@@ -83,6 +83,7 @@ class EmptyModel:
         dtype: Likewise.
         cache_dtype: Likewise.
         device: Where it would run.
+        stored: The format of its checkpoint, if its weights are quantized.
     """
 
     model: PreTrainedModel
@@ -90,6 +91,7 @@ class EmptyModel:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
+    stored: Format | None = None
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -255,7 +257,7 @@ def load_empty(
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
             _check_quantizable(model, path, quantization, target, own)
-    return EmptyModel(model, shape, kind, cache_kind, target)
+    return EmptyModel(model, shape, kind, cache_kind, target, own)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Quantized checkpoints as they are published: one format per file.
 
-To add a format: a module here with a `Format` (see base.py) named `FORMAT`, its line in `FORMATS`, and
-its name in `octavo.common.models.quantized.METHODS`.
+To add a format: a module here with a `Format` (see base.py) named `FORMAT`, its line in `FORMATS`,
+and its name in `octavo.common.models.quantized.METHODS`.
 """
 
 from importlib import import_module

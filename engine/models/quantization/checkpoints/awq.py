@@ -25,6 +25,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     need_finite,
     need_header,
     need_parts,
+    nibble_bits,
     one_of,
     unpack,
     unsupported,
@@ -57,10 +58,9 @@ class Awq(Format):
         """The format and its settings, for people."""
         return f"AWQ, {BITS} bits, groups of {self._size}"
 
-    @property
-    def kernel_bits(self) -> int | None:
-        """The bits of a weight."""
-        return BITS
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that kernels store."""
+        return nibble_bits(inputs, self._size)
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all but the head and those that are named."""

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.kernels.cpu.linear import GROUP
 
 Settings = Mapping[str, Any]
+NIBBLE_BITS = 5
+"""Bits per 4-bit weight, with its share of a group's scale and zero point."""
 
 
 class WeightError(ModelError):
@@ -88,7 +91,7 @@ class Format(ABC):
     """
 
     endings: ClassVar[Mapping[str, str]]
-    """The part that a tensor is, by the end of its name. What is before names the weight's layer."""
+    """The part that a tensor is, by the end of its name; what is before names the layer."""
     weight_ending: ClassVar[str] = ".weight"
     """What follows a layer's name in the name of its weight in transformers."""
 
@@ -100,10 +103,14 @@ class Format(ABC):
     def description(self) -> str:
         """The format and its settings, for people."""
 
-    @property
     @abstractmethod
-    def kernel_bits(self) -> int | None:
-        """The bits of an integer weight if all of a layer's may run in kernels; else None."""
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:
+        """Return the bits per weight that kernels store; None if a layer is widened.
+
+        Args:
+            layer: The layer's name.
+            inputs: The number of its inputs.
+        """
 
     @abstractmethod
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -224,6 +231,16 @@ def groups_of(layer: str, inputs: int, size: int) -> int:
         return 1
     need(inputs % size == 0, layer, f"has {inputs} inputs, which groups of {size} do not divide")
     return inputs // size
+
+
+def in_groups(inputs: int, size: int) -> bool:
+    """Return whether the 4-bit kernels take groups of `size` inputs; -1 is all of them."""
+    return inputs % GROUP == 0 and (size == -1 or size % GROUP == 0)
+
+
+def nibble_bits(inputs: int, size: int) -> int | None:
+    """Return the bits per weight that the 4-bit kernels store; None if they do not take it."""
+    return NIBBLE_BITS if in_groups(inputs, size) else None
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:

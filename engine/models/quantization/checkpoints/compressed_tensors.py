@@ -2,13 +2,15 @@
 
 - pack-quantized: `weight_packed` `[outputs, inputs * bits / 32]` int32 has a word of consecutive
   inputs, `weight_zero_point` `[outputs * bits / 32, groups]` one of consecutive outputs. Both are
-  stored as whole numbers from `-2 ** (bits - 1)` on, plus that. `weight_shape` is `[outputs, inputs]`.
+  stored as whole numbers from `-2 ** (bits - 1)` on, plus that. `weight_shape` is `[outputs,
+  inputs]`.
 - int-quantized, float-quantized and naive-quantized: `weight` is in int8 or e4m3, and so is
   `weight_zero_point` `[outputs, groups]`, if any.
 
-`weight_scale` is `[outputs, groups]`, `[outputs, 1]`, `[1]` or of blocks. A weight is `(number - zero) *
-scale`. `weight_g_idx` `[inputs]` is the group of each input, if activation order permuted them.
-Scales of activations are not used: activations stay in 16 bits, or are rounded to 8 bits as they come.
+`weight_scale` is `[outputs, groups]`, `[outputs, 1]`, `[1]` or of blocks. A weight is `(number -
+zero) * scale`. `weight_g_idx` `[inputs]` is the group of each input, if activation order permuted
+them. Scales of activations are not used: activations stay in 16 bits, or are rounded to 8 bits as
+they come.
 """
 
 import math
@@ -36,6 +38,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     need_finite,
     need_header,
     need_parts,
+    nibble_bits,
     one_of,
     unpack,
     unsupported,
@@ -121,11 +124,14 @@ class CompressedTensors(Format):
         kinds = sorted({_describe(scheme) for _, scheme in self._schemes})
         return f"compressed-tensors, {' and '.join(kinds)}"
 
-    @property
-    def kernel_bits(self) -> int | None:
-        """The bits of a weight; None for those in floats or of several schemes."""
-        found = {None if one.is_float else one.bits for _, one in self._schemes}
-        return found.pop() if len(found) == 1 else None
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:
+        """Return the bits per weight that kernels store."""
+        scheme = self._find(layer)
+        if scheme is None or scheme.is_float or scheme.block is not None:
+            return None
+        if scheme.bits == 4:
+            return nibble_bits(inputs, scheme.group_size)
+        return 8 if scheme.rounds_inputs and scheme.symmetric and scheme.group_size == -1 else None
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is a target and not ignored."""

@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of a weight, as DeepSeek and Qwen publish it.
 
-`weight` `[outputs, inputs]` is in e4m3, and `weight_scale_inv` `[outputs / rows, inputs / columns]`,
-rounded up, has what the blocks are multiplied by. Without blocks there is one scale.
+`weight` `[outputs, inputs]` is in e4m3, and `weight_scale_inv` `[outputs / rows, inputs /
+columns]`, rounded up, has what the blocks are multiplied by. Without blocks there is one scale.
 """
 
 import math
@@ -48,9 +48,8 @@ class Fp8(Format):
         blocks = "one scale" if self._blocks is None else "blocks of {} x {}".format(*self._blocks)
         return f"FP8, {blocks}"
 
-    @property
-    def kernel_bits(self) -> int | None:
-        """None: no kernel reads FP8."""
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return None: no kernel reads this format."""
         return None
 
     def covers(self, layer: str) -> bool:

@@ -26,6 +26,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     need_finite,
     need_header,
     need_parts,
+    nibble_bits,
     one_of,
     unpack,
     unsupported,
@@ -66,10 +67,9 @@ class Gptq(Format):
         order = ", activation order" if self._act_order else ""
         return f"GPTQ, {self._bits} bits, groups of {self._size}{order}"
 
-    @property
-    def kernel_bits(self) -> int | None:
-        """The bits of a weight."""
-        return self._bits
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that kernels store; none take 8 bits without more."""
+        return nibble_bits(inputs, self._size) if self._bits < 8 else None
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all are, but usually not the head."""

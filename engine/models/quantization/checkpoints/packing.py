@@ -1,11 +1,11 @@
 """Packs a quantized checkpoint's integers for the CPU kernels, as they are.
 
-- Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every 32
-  inputs, so those of larger groups are repeated, and inputs are gathered in the order of their groups.
+- Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every
+  32 inputs, so those of larger groups are repeated. Inputs are gathered in the groups' order.
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
 
-All others are widened to the model's dtype, as transformers loads them here. A weight is packed only
-if it dequantizes to the very weight that transformers has, so that no other is taken for it.
+All others are widened to the model's dtype, as transformers loads them here. A weight is packed
+only if it dequantizes to the very weight that transformers has: no other is taken for it.
 """
 
 import re
@@ -38,7 +38,7 @@ from octavo.engine.models.linear.packed_linear import (
     has_kernels,
     replace,
 )
-from octavo.engine.models.quantization.checkpoints.base import Integers
+from octavo.engine.models.quantization.checkpoints.base import Integers, in_groups
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
@@ -146,11 +146,6 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         zero.bfloat16().repeat_interleave(repeats, 1),
         None if in_order else order,
     )
-
-
-def in_groups(inputs: int, size: int) -> bool:
-    """Return whether the 4-bit kernels take groups of `size` inputs."""
-    return inputs % GROUP == 0 and size % GROUP == 0
 
 
 class PackedNibblesLinear(PackedLayer):
@@ -319,13 +314,13 @@ def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str,
 def _packed_experts(
     layer: ExpertLayer, experts: Sequence[tuple[Nibbles, Nibbles]]
 ) -> PackedExperts:
-    up, down = (
-        PackedProduct(
+    def product(name: str, place: int, bias: Callable[[int], Tensor]) -> PackedProduct:
+        return PackedProduct(
             stacked(layer.count, lambda number: _panels(layer, name, experts[number][place])),
             stacked(layer.count, lambda number: padded(layer, name, bias(number))),
         )
-        for place, (name, bias) in enumerate((("up", layer.up_bias), ("down", layer.down_bias)))
-    )
+
+    up, down = product("up", 0, layer.up_bias), product("down", 1, layer.down_bias)
     return PackedExperts(layer.activation, up, down)
 
 
