@@ -89,7 +89,7 @@ class Awq(Format):
 
 def _in_order(words: Tensor) -> Tensor:
     """Return the numbers of words along the second dimension, in the order of the outputs."""
-    numbers = unpack(words, BITS, 1).unflatten(1, (-1, PER_WORD))
+    numbers = unpack(words, BITS, 1).reshape(len(words), -1, PER_WORD)
     return numbers[..., torch.tensor(ORDER).argsort()].flatten(1)
 
 
