@@ -176,7 +176,8 @@ def load(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
-            _check_quantizable(model, path, quantization, target, checkpoint and checkpoint.format)
+            own = None if checkpoint is None else checkpoint.format
+            _check_quantizable(model, path, quantization, target, own)
         routing = Routing(model)
         with attention_of(model, reference_attention(config)):
             expected = reference(model, shape, routing)

@@ -255,8 +255,6 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
         uint8, with `32 / bits` times as many rows or columns.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    spread: Tensor = (words.unsqueeze(dim + 1) >> shifts.reshape(-1, *[1] * (1 - dim))) & (
-        2**bits - 1
-    )
-    numbers: Tensor = spread.to(torch.uint8)
+    spread = words.unsqueeze(dim + 1) >> shifts.reshape(-1, *[1] * (1 - dim))
+    numbers: Tensor = (spread & (2**bits - 1)).to(torch.uint8)
     return numbers.flatten(dim, dim + 1)

@@ -260,7 +260,7 @@ def _made(weights: Settings, inputs: Settings, *, packed: bool) -> Scheme:
         is_float,
         symmetric,
         strategy,
-        size if strategy == "group" else -1,
+        size if strategy == "group" and isinstance(size, int) else -1,
         None if block is None else (block[0], block[1]),
         weights.get("actorder") in {"group", "dynamic"},
         bool(inputs) and not is_float,
@@ -338,6 +338,10 @@ def _is_group(value: object) -> bool:
     return value is None or (type(value) is int and (value == -1 or value > 0))
 
 
+def _is_dense(value: Any) -> bool:  # noqa: ANN401 - of JSON
+    return not value or (isinstance(value, dict) and value.get("format") == "dense")
+
+
 WEIGHTS = {
     "num_bits": one_of(4, 8),
     "type": one_of("int", "float"),
@@ -374,9 +378,7 @@ ALLOWED = {
     "ignore": is_names,
     "quantization_status": one_of("compressed", "frozen"),
     "kv_cache_scheme": anything,
-    "sparsity_config": lambda value: (
-        not value or (set(value) == {"format"} and value["format"] == "dense")
-    ),
+    "sparsity_config": _is_dense,
     "transform_config": lambda value: not value,
     "moe_sparsity_config": lambda value: not value,
     "global_compression_ratio": anything,

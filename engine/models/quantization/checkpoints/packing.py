@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import (
     PackedExperts,
-    PackedProduct,
     arranged,
     padded,
     stacked,
@@ -44,6 +43,7 @@ from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
+from octavo.kernels.cpu.experts import PackedProduct
 from octavo.kernels.cpu.linear import GROUP
 
 log = structlog.get_logger(__name__)
@@ -141,7 +141,7 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
     repeats = inputs // groups // GROUP
     zero = (MIDDLE - weight.zero) * weight.scale
     return Nibbles(
-        codes.unflatten(1, (-1, GROUP)),
+        codes.reshape(len(codes), -1, GROUP),
         weight.scale.bfloat16().repeat_interleave(repeats, 1),
         zero.bfloat16().repeat_interleave(repeats, 1),
         None if in_order else order,
@@ -302,7 +302,7 @@ def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str,
     for names in EXPERT_NAMES:
         own = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
         for prefix in {found[1] for name in checkpoint.shapes if (found := own.fullmatch(name))}:
-            experts = []
+            experts: list[tuple[str, str, str]] = []
             while f"{prefix}.{len(experts)}.{names[0]}.weight" in checkpoint.shapes:
                 gate, up, down = (f"{prefix}.{len(experts)}.{name}.weight" for name in names)
                 experts.append((gate, up, down))

@@ -171,7 +171,7 @@ def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
         quantized: Whether Octavo reads the weights. Then the config must not say that they are
             quantized: transformers would make layers for it.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if quantized:
         for part in {id(own): own for own in (config, config.get_text_config())}.values():
             for key in KEYS:
