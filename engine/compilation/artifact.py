@@ -13,6 +13,7 @@ import structlog
 import torch
 
 from octavo.common.models.cache import cache_dir
+from octavo.common.models.files import CONFIG
 from octavo.common.models.quantized import find_statement
 from octavo.engine.attention.operator import current_step
 from octavo.engine.compilation import cache_cleanup
@@ -251,7 +252,7 @@ def locate(recipe: Recipe) -> Artifact | None:
     if files is None:
         return None
     code = [HERE / name for name in SOURCES]
-    if recipe.quantization != "none" or find_statement(Path(recipe.model)) is not None:
+    if recipe.quantization != "none" or _is_quantized(files):
         code += sorted(file for file in (HERE / QUANTIZATION).rglob("*") if file.suffix == ".py")
     facts = {
         "recipe": asdict(recipe) | {"model": "", **_context(recipe, files)},
@@ -274,6 +275,12 @@ def _context(recipe: Recipe, files: list[Path]) -> dict[str, int | None]:
     text = config.read_text() if config else ""
     depends = any(f'"{kind}"' in text for kind in ("dynamic", "longrope", "su"))
     return {"max_model_len": recipe.max_model_len if depends else None}
+
+
+def _is_quantized(files: list[Path]) -> bool:
+    """Return whether a model's own weights are quantized."""
+    config = next((file for file in files if file.name == CONFIG), None)
+    return config is not None and find_statement(config.parent) is not None
 
 
 def _model_files(model: str) -> list[Path] | None:

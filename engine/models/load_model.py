@@ -33,6 +33,7 @@ from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.checkpoints.reader import (
     load_weights,
+    log_widened,
     open_checkpoint,
     read_config,
 )
@@ -200,6 +201,8 @@ def load(
             pack_linears(model)
             pack_experts(model)
         else:
+            if checkpoint is not None:
+                log_widened(checkpoint, 0, kind)
             fuse_linears(model)
             group_experts(model)
         kv_scales = (

@@ -56,7 +56,8 @@ def weight_bytes(
 
 def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
     """Return the bytes that a quantized checkpoint's weights take less for running as stored."""
-    left, saved = plain_linears(model) - absorbed_linears(model), 0
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    left, saved = plain_linears(model) - absorbed_linears(model) - {head}, 0
     for path, layer in model.named_modules():
         if layer in left and isinstance(layer, nn.Linear) and has_kernels(layer):
             bits = stored.kernel_bits(path, layer.in_features) if stored.covers(path) else None

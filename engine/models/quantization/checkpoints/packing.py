@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import structlog
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -38,15 +37,13 @@ from octavo.engine.models.linear.packed_linear import (
     replace,
 )
 from octavo.engine.models.quantization.checkpoints.base import Integers, in_groups
-from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
+from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.experts import PackedProduct
 from octavo.kernels.cpu.linear import GROUP
-
-log = structlog.get_logger(__name__)
 
 Join = Callable[[list[Tensor]], Tensor]
 """Puts the outputs of several layers into one tensor."""
@@ -186,9 +183,12 @@ class _Packing:
 
     def pack_linears(self) -> None:
         """Replace linear layers where all that have the same input can be packed."""
+        head = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         groups = group_linears_by_input(self._model)
         while groups:
             group = groups.pop()  # frees it once it is replaced
+            if group[0].layer is head:
+                continue  # logits need float32
             found = [self._find(located) for located in group]
             first = found[0]
             own = [one for one in found if one is not None]
@@ -268,25 +268,6 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
         packing.pack_experts()
     log_widened(checkpoint, packing.packed, model.dtype)
     return packing.tolerance
-
-
-def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:
-    """Log how a checkpoint's quantized weights run.
-
-    Args:
-        checkpoint: The checkpoint.
-        packed: The number of its quantized weights that run as they are.
-        dtype: What the others are widened to.
-    """
-    total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
-    widened = max(0, total - packed)
-    log.info(
-        "quantized weights",
-        format=checkpoint.format.description,
-        as_stored_percent=round(100 * packed / total),
-        widened_to=str(dtype).removeprefix("torch.") if widened else None,
-        widened_gib=round(widened * dtype.itemsize / (1 << 30), 3),
-    )
 
 
 def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
+import structlog
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -23,6 +24,8 @@ from octavo.engine.models.quantization.checkpoints.base import (
     TensorHeader,
     WeightError,
 )
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,13 @@ class QuantizedCheckpoint:
 
     Attributes:
         format: See above.
+        error: Why a weight could not be read, whatever its reader made of that; None if all could.
         shapes: Each quantized weight's shape, by its name in transformers.
     """
 
     def __init__(self, directory: Path, own: Format) -> None:
         self.format = own
+        self.error: WeightError | None = None
         self._directory = directory
         self._files: dict[str, Any] = {}
         headers: dict[str, TensorHeader] = {}
@@ -102,7 +107,11 @@ class QuantizedCheckpoint:
             part: self._files[tensor].get_tensor(tensor)
             for part, tensor in self._parts[layer].items()
         }
-        return self.format.read(layer, tensors)
+        try:
+            return self.format.read(layer, tensors)
+        except WeightError as error:
+            self.error = error
+            raise
 
     def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
         """Return the names of each quantized layer's tensors by part."""
@@ -196,6 +205,10 @@ def load_weights(
         checkpoint: Its checkpoint if its weights are quantized: they are dequantized.
         empty: Whether only the shapes of these are needed.
         **options: For transformers' `from_pretrained`, whose result this returns.
+
+    Raises:
+        ModelError: The numbers of a quantized weight cannot be right.
+        Exception: What transformers raises.
     """
     if checkpoint is None:
         return AutoModelForCausalLM.from_pretrained(
@@ -206,4 +219,27 @@ def load_weights(
     if (Path(path) / GENERATION_CONFIG).is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
     weights = checkpoint.empty_weights() if empty else checkpoint.weights()
-    return type(made).from_pretrained(None, config=made.config, state_dict=weights, **options)
+    try:
+        return type(made).from_pretrained(None, config=made.config, state_dict=weights, **options)
+    finally:
+        if checkpoint.error is not None:
+            raise ModelError(f"{path}: {checkpoint.error}") from None
+
+
+def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:
+    """Log how a checkpoint's quantized weights run.
+
+    Args:
+        checkpoint: The checkpoint.
+        packed: The number of its quantized weights that run as they are.
+        dtype: What the others are widened to.
+    """
+    total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    widened = max(0, total - packed)
+    log.info(
+        "quantized weights",
+        format=checkpoint.format.description,
+        as_stored_percent=round(100 * packed / total),
+        widened_to=str(dtype).removeprefix("torch.") if widened else None,
+        widened_gib=round(widened * dtype.itemsize / (1 << 30), 3),
+    )
