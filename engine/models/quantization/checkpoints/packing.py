@@ -134,12 +134,15 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         return None
     order = weight.group_of.argsort(stable=True)
     in_order = bool((order[1:] > order[:-1]).all())
-    codes = weight.codes if in_order else weight.codes[:, order]
+    # Around the middle, so that zeros are small, which rounds them less.
+    shift = MIDDLE - (1 << (weight.bits - 1))
+    codes = (weight.codes if in_order else weight.codes[:, order]) + shift
     repeats = inputs // groups // GROUP
-    zero = (MIDDLE - weight.zero) * weight.scale
+    scale = weight.scale.bfloat16()
+    zero = (MIDDLE - shift - weight.zero) * scale.float()
     return Nibbles(
         codes.reshape(len(codes), -1, GROUP),
-        weight.scale.bfloat16().repeat_interleave(repeats, 1),
+        scale.repeat_interleave(repeats, 1),
         zero.bfloat16().repeat_interleave(repeats, 1),
         None if in_order else order,
     )
