@@ -175,7 +175,9 @@ def test_served_logits_are_those_of_the_dequantized_weights(made, tmp_path, fami
     with capture_logs() as logs:
         narrow = load(str(path), dtype="bfloat16", device="cpu", block_size=16)
     told = next(entry for entry in logs if entry["event"] == "quantized weights")
-    as_stored = kind is not WIDENED and not (kind is BYTES and family == "qwen3_moe")
+    # Experts have no 8-bit kernel without calibration, nor one that gathers inputs.
+    only_linears = kind is BYTES or "order" in case
+    as_stored = kind is not WIDENED and not (only_linears and family == "qwen3_moe")
     assert (told["widened_to"] is None) == as_stored
     found = error(served_logits(narrow, tokens), expected)
     # W8A8 rounds inputs to 8 bits; else only bfloat16 rounds.
@@ -216,7 +218,7 @@ def test_the_report_counts_the_bits_that_kernels_store(made, case, bits):
     rest = sum(value.numel() for name, value in exact.items() if "_proj" not in name)
     assert abs(found.weights - weights * bits / 8 - rest * 2) < 0.02 * found.weights
     tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
-    assert abs(sum(own.nbytes for own in tensors) / found.weights - 1) < 0.06
+    assert abs(sum(own.nbytes for own in tensors) / found.weights - 1) < 0.1
     assert found.quantization.split(",")[0].lower() in {"gptq", "compressed-tensors", "fp8"}
     assert list(found.weights_by_quantization) == [found.quantization]
 
