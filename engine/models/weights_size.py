@@ -64,6 +64,8 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
             if bits is not None:
                 saved += layer.weight.numel() * (layer.weight.itemsize * 8 - bits) // 8
     for experts in find_experts(model):
+        if experts.dtype != torch.bfloat16:
+            continue
         path = f"{experts.path}.0.{EXPERT_PRODUCT}"
         bits = stored.kernel_bits(path, experts.inner) if stored.covers(path) else None
         if bits is not None and bits < 8 and has_expert_kernels(experts, torch.uint8):

@@ -206,7 +206,9 @@ class _Packing:
     def pack_experts(self) -> None:
         """Replace layers of experts where all of them can be packed."""
         for layer in find_experts(self._model):
-            if not layer.activation.gated or not has_expert_kernels(layer, torch.uint8):
+            if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
+                continue  # the kernel would round rows in float32
+            if not layer.activation.gated:
                 continue
             names = _expert_names(self._checkpoint, layer.path)
             found = [self._find_expert(layer, number, own) for number, own in enumerate(names)]

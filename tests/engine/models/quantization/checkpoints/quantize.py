@@ -21,9 +21,10 @@ def quantize(path, settings, pack):
     """
     weights = load_file(path / "model.safetensors")
     tensors, exact = {}, {}
+    experts_alone = settings["quant_method"] == "mxfp4"
     for name, weight in weights.items():
         layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in PROJECTIONS and layer != name:
+        if layer.rpartition(".")[2] in PROJECTIONS and layer != name and not experts_alone:
             parts, exact[name] = pack(weight.float())
             tensors |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
         elif name.endswith(("gate_up_proj", "down_proj")):  # gpt-oss: `[experts, inputs, outputs]`
