@@ -60,7 +60,7 @@ class ModelReport:
         architecture: Its class.
         device: That it would run on.
         dtype: Of its weights.
-        quantization: Of its linear layers and experts.
+        quantization: Of its linear layers and experts; of a quantized checkpoint, its format.
         cache_dtype: Of the KV cache.
         parameters: The number of its weights.
         weights: About what its weights take.
@@ -121,8 +121,9 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
     layout = plan_layout(empty.shape, settings.block_size, empty.dtype, empty.cache_dtype)
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize
     seqs, batched = batch_size(settings, empty.device)
-    names = ("none", *SCHEMES) if empty.device.type == "cpu" else ("none",)
-    weights = {name: weight_bytes(empty.model, name, empty.device) for name in names}
+    stored = empty.stored
+    names = ("none", *SCHEMES) if empty.device.type == "cpu" and stored is None else ("none",)
+    weights = {name: weight_bytes(empty.model, name, empty.device, stored) for name in names}
     taken = weights[settings.quantization]
     device = memory_of(empty.device) if memory is None else Memory(memory, memory)
     if taken > device.available:
@@ -147,11 +148,11 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         architecture=type(empty.model).__name__,
         device=empty.device.type,
         dtype=str(empty.dtype).removeprefix("torch."),
-        quantization=settings.quantization,
+        quantization=settings.quantization if stored is None else stored.description,
         cache_dtype=str(empty.cache_dtype).removeprefix("torch."),
         parameters=sum(weight.numel() for weight in empty.model.parameters()),
         weights=taken,
-        weights_by_quantization=weights,
+        weights_by_quantization=weights if stored is None else {stored.description: taken},
         memory=device.available,
         cache=blocks * block_bytes,
         block_bytes=block_bytes,

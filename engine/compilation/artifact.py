@@ -14,6 +14,8 @@ import structlog
 import torch
 
 from octavo.common.models.cache import cache_dir
+from octavo.common.models.files import CONFIG
+from octavo.common.models.quantized import find_statement
 from octavo.engine.attention.operator import current_step
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.container import Container
@@ -67,7 +69,7 @@ SOURCES = (
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"
-"""Folder of further such files, if the weights are quantized."""
+"""Folder of further such files, if the weights are quantized; also in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +277,8 @@ def locate(recipe: Recipe) -> Artifact | None:
     if files is None:
         return None
     code = [HERE / name for name in SOURCES]
-    if recipe.quantization != "none":
-        code += sorted(file for file in (HERE / QUANTIZATION).iterdir() if file.is_file())
+    if recipe.quantization != "none" or _is_quantized(files):
+        code += sorted(file for file in (HERE / QUANTIZATION).rglob("*") if file.suffix == ".py")
     facts = {
         "recipe": asdict(recipe) | {"model": "", **_context(recipe, files)},
         "files": [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files],
@@ -298,6 +300,12 @@ def _context(recipe: Recipe, files: list[Path]) -> dict[str, int | None]:
     text = config.read_text() if config else ""
     depends = any(f'"{kind}"' in text for kind in ("dynamic", "longrope", "su"))
     return {"max_model_len": recipe.max_model_len if depends else None}
+
+
+def _is_quantized(files: list[Path]) -> bool:
+    """Return whether a model's own weights are quantized."""
+    config = next((file for file in files if file.name == CONFIG), None)
+    return config is not None and find_statement(config.parent) is not None
 
 
 def _model_files(model: str) -> list[Path] | None:

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.engine.attention.latent import absorb_expansions
@@ -24,8 +25,20 @@ from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
-from octavo.engine.models.linear.plain_linears import check_quantizable, replace_conv1d
+from octavo.engine.models.linear.plain_linears import (
+    already_quantized,
+    check_quantizable,
+    replace_conv1d,
+)
 from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.checkpoints.base import Format
+from octavo.engine.models.quantization.checkpoints.reader import (
+    load_weights,
+    log_widened,
+    open_checkpoint,
+    read_config,
+)
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.step import EagerStep
 from octavo.kernels.gpu import e4m3_dtype
@@ -73,6 +86,7 @@ class EmptyModel:
         dtype: Likewise.
         cache_dtype: Likewise.
         device: Where it would run.
+        stored: The format of its checkpoint, if its weights are quantized.
     """
 
     model: PreTrainedModel
@@ -80,6 +94,7 @@ class EmptyModel:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
+    stored: Format | None = None
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -145,18 +160,18 @@ def load(
     target = choose_device(device)
     scheme = find_scheme(quantization)
     with _as_model_error(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        checkpoint = open_checkpoint(path)
+        config = read_config(path, quantized=checkpoint is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = load_weights(
             path,
-            config=config,
+            config,
+            checkpoint,
             dtype=kind,
             attn_implementation="eager",  # which all classes have
             device_map=target,
-            use_safetensors=True,  # pickled weights can run code
-            trust_remote_code=False,
         )
     model.train(mode=False)
     replace_attention(model)
@@ -164,26 +179,36 @@ def load(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
-            _check_quantizable(model, path, quantization, target)
+            own = None if checkpoint is None else checkpoint.format
+            _check_quantizable(model, path, quantization, target, own)
         routing = ModuleRouting(model)
         with attention_of(model, reference_attention(config)):
             expected = reference(model, shape, routing)
         absorb_expansions(model)
-        if kind != torch.float32 or scheme is not None:
+        if kind != torch.float32 or scheme is not None or checkpoint is not None:
             check_in_float32(model, expected, shape, target, block_size=block_size, routing=routing)
+        tolerance = 0.0
         if target.type == "cpu":
             # Imported here because it loads the CPU kernels.
             from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
             from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
             from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
+            from octavo.engine.models.quantization.checkpoints.packing import (  # noqa: PLC0415
+                pack_checkpoint,
+            )
 
             replace_conv1d(model)
             if scheme is not None:
                 scheme.quantize(model, shape, path)
+                tolerance = scheme.tolerance
+            if checkpoint is not None:
+                tolerance = pack_checkpoint(model, checkpoint)
             pack_linears(model)
             pack_experts(model)
             pack_latents(model)
         else:
+            if checkpoint is not None:
+                log_widened(checkpoint, 0, kind)
             fuse_linears(model)
             group_experts(model)
         kv_scales = (
@@ -195,7 +220,7 @@ def load(
             kind,
             target,
             block_size=block_size,
-            tolerance=0.0 if scheme is None else scheme.tolerance,
+            tolerance=tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
             routing=routing,
@@ -231,7 +256,8 @@ def load_empty(
     """
     target = choose_device(device)
     with _as_model_error(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        own = find_format(Path(path))
+        config = read_config(path, quantized=own is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
         model = make_empty(config, kind)
         replace_attention(model)
@@ -240,8 +266,8 @@ def load_empty(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
-            _check_quantizable(model, path, quantization, target)
-    return EmptyModel(model, shape, kind, cache_kind, target)
+            _check_quantizable(model, path, quantization, target, own)
+    return EmptyModel(model, shape, kind, cache_kind, target, own)
 
 
 @contextmanager
@@ -295,9 +321,15 @@ def _check_kernels(
 
 
 def _check_quantizable(
-    model: PreTrainedModel, path: str, quantization: str, device: torch.device
+    model: PreTrainedModel,
+    path: str,
+    quantization: str,
+    device: torch.device,
+    own: Format | None,
 ) -> None:
     """Refuse a model or device that `quantization`, which is not "none", does not work with."""
+    if own is not None:
+        raise already_quantized(path, own.description, quantization)
     if device.type != "cpu":
         raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
     check_quantizable(model, path, quantization)

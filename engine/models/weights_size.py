@@ -8,18 +8,26 @@ from transformers import PreTrainedModel
 
 from octavo.engine.attention.latent import absorbed_linears
 from octavo.engine.models.experts.expert_layer import find_experts
+from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
 from octavo.engine.models.linear.packed_linear import has_kernels
 from octavo.engine.models.linear.plain_linears import plain_linears
 from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization.checkpoints.base import Format
+
+EXPERT_PRODUCT = "down_proj"
+"""The usual name of an expert's product, which a config's lists of layers are asked for."""
 
 
-def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device) -> int:
+def weight_bytes(
+    model: PreTrainedModel, quantization: str, device: torch.device, stored: Format | None = None
+) -> int:
     """Return about how many bytes a model's weights take once they are loaded.
 
     Args:
         model: The model as transformers makes it; its weights may be empty.
         quantization: As `EngineSettings.quantization`.
         device: Where it would run.
+        stored: The format of its checkpoint, if its weights are quantized.
     """
     total = sum(weight.nbytes for weight in chain(model.parameters(), model.buffers()))
     if device.type != "cpu":
@@ -45,7 +53,28 @@ def weight_bytes(model: PreTrainedModel, quantization: str, device: torch.device
             bits_or_none = scheme.expert_bits(experts)
             if bits_or_none is not None:
                 saved += experts.elements * (experts.dtype.itemsize * 8 - bits_or_none) // 8
+    if stored is not None:
+        saved += _saved_as_stored(model, stored)
     return total - saved
+
+
+def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
+    """Return the bytes that a quantized checkpoint's weights take less for running as stored."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    left, saved = plain_linears(model) - absorbed_linears(model).keys() - {head}, 0
+    for path, layer in model.named_modules():
+        if layer in left and isinstance(layer, nn.Linear) and has_kernels(layer):
+            bits = stored.kernel_bits(path, layer.in_features) if stored.covers(path) else None
+            if bits is not None:
+                saved += layer.weight.numel() * (layer.weight.itemsize * 8 - bits) // 8
+    for experts in find_experts(model):
+        if experts.dtype != torch.bfloat16:
+            continue
+        path = f"{experts.path}.0.{EXPERT_PRODUCT}"
+        bits = stored.kernel_bits(path, experts.inner) if stored.covers(path) else None
+        if bits is not None and bits < 8 and has_expert_kernels(experts, torch.uint8):
+            saved += experts.elements * (experts.dtype.itemsize * 8 - bits) // 8
+    return saved
 
 
 def _is_tied(head: nn.Linear, model: PreTrainedModel) -> bool:

@@ -27,6 +27,7 @@ void octavo_mask_logits(void*, int64_t, int64_t, int64_t, int, const uint32_t* c
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_linear_nibbles(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
 void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
@@ -244,6 +245,19 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor 
   if (!call.out) return kFailed;
   octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                 static_cast<uint16_t*>(call.out), step.threads);
+  return 0;
+}
+
+// octavo::packed_linear_nibbles
+extern "C" Error aoti_torch_cpu_packed_linear_nibbles(Tensor x, int64_t outputs, Tensor nibbles,
+                                                      Tensor bias, int64_t gated, Tensor* norm,
+                                                      double epsilon, Tensor* residual,
+                                                      Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, nibbles, bias, gated, norm, epsilon, residual, 0, result);
+  if (!call.out) return kFailed;
+  octavo_linear_nibbles(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                        static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
 

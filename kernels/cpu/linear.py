@@ -67,7 +67,8 @@ class LinearKernels:
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
         layer, scales = POINTER(_Layer), POINTER(_Scales)
         self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
-        for function in (self._linear, self._wide):
+        self._nibbles = library.octavo_linear_nibbles
+        for function in (self._linear, self._wide, self._nibbles):
             function.argtypes, function.restype = (*rows, layer, *results), None
         self._int8 = library.octavo_linear_int8
         self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
@@ -167,6 +168,31 @@ class LinearKernels:
         x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
         out = x.new_empty(x.shape[0], outputs)
         self._linear(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def linear_nibbles(
+        self,
+        x: Tensor,
+        outputs: int,
+        nibbles: Tensor,
+        bias: Tensor,
+        *fused: Any,  # noqa: ANN401 - as `linear`
+    ) -> Tensor:
+        """Multiply by 4-bit weights, of which there are no others; activations stay as they are.
+
+        Args:
+            x: `[rows, inputs]` bfloat16.
+            outputs: The number of outputs.
+            nibbles: What `pack_int4` returned.
+            bias: `[padded outputs]` float32.
+            *fused: The last four arguments of `linear`.
+
+        Returns:
+            `[rows, outputs]` bfloat16.
+        """
+        x, layer = _prepare(x, outputs, nibbles, bias, *fused)
+        out = x.new_empty(x.shape[0], outputs)
+        self._nibbles(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_wide(self, x: Tensor, outputs: int, panels: Tensor, bias: Tensor) -> Tensor:

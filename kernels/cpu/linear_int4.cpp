@@ -1,4 +1,7 @@
-// Linear layers of 4-bit weights, for a few rows: these are bound by reading the weights.
+// Linear layers of 4-bit weights.
+//
+// A few rows are bound by reading the weights. For more rows, there are the same weights in 8 bits
+// too, or a panel is widened to bfloat16 at a time.
 
 #include <algorithm>
 #include <atomic>
@@ -35,17 +38,11 @@ Few prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLay
   return {reinterpret_cast<const uint32_t*>(x), row_stride / 2, sums, steps, groups};
 }
 
-}  // namespace
-
-// y = x * weights + bias: with 4-bit weights for few rows, which are bound by memory, else with the
-// same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
-extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const uint8_t* nibbles, const LinearLayer* layer,
-                                   const Scales* scales, uint16_t* y, int threads) {
-  if (rows > kFewRows) return octavo_linear_int8(x, rows, row_stride, layer, scales, y, threads);
-  const Few few = prepare(x, rows, row_stride, *layer);
-  const int64_t panels = num_panels(*layer), panel_bytes = few.groups * Group::kBytes;
-  const Outputs<uint16_t> out{y, *layer};
+void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
+                       const LinearLayer& layer, uint16_t* y, int threads) {
+  const Few few = prepare(x, rows, row_stride, layer);
+  const int64_t panels = num_panels(layer), panel_bytes = few.groups * Group::kBytes;
+  const Outputs<uint16_t> out{y, layer};
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
   for (int64_t panel = free++, next; panel < panels; panel = next) {
@@ -55,4 +52,66 @@ extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_
     multiply_few(rows, few, at, ahead,
                  [&](int row, const Floats* values) { out.write(row, panel, values); });
   }
+}
+
+// Prepares rows as products with bfloat16 take them, in a buffer of this thread.
+Rows prepare_pairs(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
+                   int threads) {
+  const int64_t depth = layer.inputs / 2, stride = depth * Pairs::kParts;
+  if (Pairs::kParts == 1 && !layer.norm)
+    return {reinterpret_cast<const uint32_t*>(x), rows, row_stride / 2};
+  uint16_t* const normed = layer.norm ? scratch<uint16_t>(rows * layer.inputs) : nullptr;
+  uint32_t* const words = Pairs::kParts == 1 ? nullptr : scratch<uint32_t>(rows * stride);
+#pragma omp parallel for num_threads(threads)
+  for (int64_t row = 0; row < rows; row++) {
+    const uint16_t* from = x + row * row_stride;
+    if (normed) {
+      norm_row(from, layer, normed + row * layer.inputs);
+      from = normed + row * layer.inputs;
+    }
+    if (words) take_apart<Pairs>(from, depth, words + row * stride);
+  }
+  return {words ? words : reinterpret_cast<const uint32_t*>(normed), rows, stride};
+}
+
+void multiply_with_many(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
+                        const LinearLayer& layer, uint16_t* y, int threads) {
+  const int64_t depth = layer.inputs / 2, groups = layer.inputs / Group::kInputs;
+  const int64_t panels = num_panels(layer), panel_bytes = groups * Group::kBytes;
+  const Rows prepared = prepare_pairs(x, rows, row_stride, layer, threads);
+  const Outputs<uint16_t> out{y, layer};
+  std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(threads)
+  {
+    struct alignas(64) Line {
+      uint32_t words[kLineWords];
+    };
+    uint32_t* const widened = scratch<Line>((depth * kPanel + kLineWords - 1) / kLineWords)->words;
+    PanelProducts<Pairs> products;
+    for (int64_t panel = free++; panel < panels; panel = free++) {
+      widen_panel(nibbles + panel * panel_bytes, groups, widened);
+      products.run(prepared, widened, depth, widened,
+                   [&](int64_t row, const Floats* sums) { out.write(row, panel, sums); });
+    }
+  }
+}
+
+}  // namespace
+
+// y = x * weights + bias: with 4-bit weights for few rows, which are bound by memory, else with the
+// same weights in 8 bits, as in octavo_linear_int8. Inputs must be whole groups.
+extern "C" void octavo_linear_int4(const uint16_t* x, int64_t rows, int64_t row_stride,
+                                   const uint8_t* nibbles, const LinearLayer* layer,
+                                   const Scales* scales, uint16_t* y, int threads) {
+  if (rows > kFewRows) return octavo_linear_int8(x, rows, row_stride, layer, scales, y, threads);
+  multiply_with_few(x, rows, row_stride, nibbles, *layer, y, threads);
+}
+
+// The same, with 4-bit weights alone, which are the layer's panels: for more rows, they are widened
+// to bfloat16, which is what a weight is rounded to.
+extern "C" void octavo_linear_nibbles(const uint16_t* x, int64_t rows, int64_t row_stride,
+                                      const LinearLayer* layer, uint16_t* y, int threads) {
+  const auto* nibbles = static_cast<const uint8_t*>(layer->panels);
+  if (rows > kFewRows) multiply_with_many(x, rows, row_stride, nibbles, *layer, y, threads);
+  else multiply_with_few(x, rows, row_stride, nibbles, *layer, y, threads);
 }

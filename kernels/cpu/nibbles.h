@@ -173,3 +173,25 @@ void multiply_few(int rows, const Few& few, const uint8_t* panel, const uint8_t*
     case 4: return multiply_groups<4>(few, panel, ahead, store);
   }
 }
+
+// Widens a panel's weights to words of two bfloat16 each, as in linear.h.
+inline void widen_panel(const uint8_t* panel, int64_t groups, uint32_t* words) {
+  for (int64_t group = 0; group < groups; group++) {
+    const uint8_t* at = panel + group * Group::kBytes;
+    const auto* scales = reinterpret_cast<const uint16_t*>(at + Group::kNibbles);
+    for (int j = 0; j < kPanelVectors; j++) {
+      const Floats scale = BFloat16::load_floats(scales + j * kLanes);
+      const Floats zero = BFloat16::load_floats(scales + kPanel + j * kLanes) - scale * 8.f;
+      const auto widen = [&](Words numbers) {
+        const Floats weights = __builtin_convertvector((Ints)(numbers & 15), Floats) * scale + zero;
+        return __builtin_convertvector(BFloat16::narrow(weights), Words);
+      };
+      for (int t = 0; t < 4; t++) {
+        const Words lanes = load<Words>(at + (4 * j + t) * sizeof(Words));
+        for (int n = 0; n < 4; n++)
+          store(words + (group * Group::kWords + 4 * t + n) * kPanel + j * kLanes,
+                widen(lanes >> (4 * n)) | widen(lanes >> (16 + 4 * n)) << 16);
+      }
+    }
+  }
+}

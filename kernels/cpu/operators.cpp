@@ -35,6 +35,8 @@ Error aoti_torch_cpu_latent_attention(Tensor, Tensor, Tensor, Tensor, Tensor, in
 
 Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
                                    Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_nibbles(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*,
+                                           double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
 Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
                                         int64_t, Tensor*, double, Tensor*, Tensor*);
@@ -113,14 +115,23 @@ void latent_attention(Value* stack, uint64_t, uint64_t) {
          result, "latent_attention");
 }
 
-void packed_linear(Value* stack, uint64_t, uint64_t) {
+// Calls one of the layers that have panels and a bias alone.
+template <auto call>
+void layer(Value* stack, const char* name) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[5]), residual(stack[7]);
   Tensor result = nullptr;
   finish(stack,
-         aoti_torch_cpu_packed_linear(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                      static_cast<int64_t>(stack[4]), norm.optional(),
-                                      as_double(stack[6]), residual.optional(), &result),
-         result, "packed_linear");
+         call(x, static_cast<int64_t>(stack[1]), panels, bias, static_cast<int64_t>(stack[4]),
+              norm.optional(), as_double(stack[6]), residual.optional(), &result),
+         result, name);
+}
+
+void packed_linear(Value* stack, uint64_t, uint64_t) {
+  layer<aoti_torch_cpu_packed_linear>(stack, "packed_linear");
+}
+
+void packed_linear_nibbles(Value* stack, uint64_t, uint64_t) {
+  layer<aoti_torch_cpu_packed_linear_nibbles>(stack, "packed_linear_nibbles");
 }
 
 void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
@@ -232,6 +243,8 @@ constexpr Operator kOperators[] = {
      " int chunk) -> Tensor",
      latent_attention},
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
+    {"packed_linear_nibbles", "packed_linear_nibbles(" LAYER ", " FUSED ") -> Tensor",
+     packed_linear_nibbles},
     {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},
     {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
      packed_linear_int8},

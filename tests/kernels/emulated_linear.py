@@ -31,6 +31,7 @@ class EmulatedLibrary:
         self.octavo_linear_wide = Function(lambda *a: self._call(1, *a))
         self.octavo_linear_int8 = Function(self._int8)
         self.octavo_linear_int4 = Function(self._int4)
+        self.octavo_linear_nibbles = Function(lambda *a: self._call(4, *a))
 
     def close(self):
         self._program.stdin.close()
@@ -46,19 +47,20 @@ class EmulatedLibrary:
         layer = layer._obj
         own = self._panel // 2 if layer.gated else self._panel
         padded = -(-layer.outputs // own) * self._panel
-        weight = 2 if kind < 2 else 1
         outputs, inputs = layer.outputs, layer.inputs
+        in_4_bits = padded * (inputs // GROUP) * (GROUP // 2 + 4)
+        panels = in_4_bits if kind == 4 else padded * inputs * (2 if kind < 2 else 1)
         factors = scales._obj if scales is not None else None
         arrays = (
             (x, 2 * ((rows - 1) * stride + inputs)),
-            (layer.panels, padded * inputs * weight),
+            (layer.panels, panels),
             (layer.bias, 4 * padded),
             (layer.norm, 2 * inputs),
             (layer.residual, 2 * ((rows - 1) * layer.residual_stride + outputs)),
             (factors and factors.factors, 4 * inputs),
             (factors and factors.outputs, 4 * padded),
             (factors and factors.row_sums, 4 * padded),
-            (nibbles, padded * (inputs // GROUP) * (GROUP // 2 + 4)),
+            (nibbles, in_4_bits),
         )
         sent = [ctypes.string_at(at, size) if at else b"" for at, size in arrays]
         head = (kind, rows, stride, inputs, outputs, layer.gated, layer.residual_stride)

@@ -173,7 +173,8 @@ def test_int8(kernels, shape, seed, zero):
 )
 @settings(deadline=None)
 def test_int4(kernels, rows, groups, outputs, seed):
-    """For few rows its own 4-bit weights; for more, the 8-bit ones that come with them."""
+    """For few rows its own 4-bit weights; for more, the 8-bit ones that come with them, or the same
+    in bfloat16."""
     x, weight, bias = case((rows, groups * GROUP, outputs), seed)
     draw = torch.Generator().manual_seed(seed)
     nibbles = torch.randint(0, 16, (outputs, groups, GROUP), generator=draw)
@@ -187,9 +188,14 @@ def test_int4(kernels, rows, groups, outputs, seed):
     )
     packed = kernels.pack_int4(nibbles, scale, zero)
     found = kernels.linear_int4(x, *in_8_bits, packed)
+    alone = kernels.linear_nibbles(x, outputs, packed, kernels.pad_outputs(bias))
     if rows > 4:
         assert found.equal(kernels.linear_int8(x, *in_8_bits))
+        wide = (nibbles - 8) * scale.float()[..., None] + zero.float()[..., None]
+        panels = kernels.pack(wide.bfloat16().flatten(1))
+        assert alone.equal(kernels.linear(x, outputs, panels, kernels.pad_outputs(bias)))
         return
+    assert alone.equal(found)
     values = (nibbles - 8) * scale.double()[..., None] + zero.double()[..., None]
     expected = x.double() @ values.flatten(1).T + bias
     # Rows may be rounded to 16 bits.
@@ -222,7 +228,12 @@ def in_4_bits(kernels, weight, bias):
     return kernels.linear_int4, (*rest, kernels.pack_int4(whole, scale, zero))
 
 
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits])
+def in_4_bits_alone(kernels, weight, bias):
+    _, (_, bias, *_, nibbles) = in_4_bits(kernels, weight, bias)
+    return kernels.linear_nibbles, (nibbles, bias)
+
+
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits, in_4_bits_alone])
 @given(
     rows=st.integers(1, 30),
     groups=st.integers(1, 5),

@@ -3,9 +3,13 @@
 from typing import Any
 
 import structlog
-from transformers import AutoModelForCausalLM
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.engine.models.quantization.checkpoints.reader import (
+    load_weights,
+    open_checkpoint,
+    read_config,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -26,14 +30,16 @@ def check_weights(path: str) -> None:
     Raises:
         ModelError: The message says how many weights are wrong, and names one.
     """
+    checkpoint = open_checkpoint(path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = load_weights(
             path,
+            read_config(path, quantized=checkpoint is not None),
+            checkpoint,
+            empty=True,
             device_map="meta",
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=False,
         )
     except Exception:  # noqa: BLE001 - loading it with weights fails too, and says why
         return

@@ -59,15 +59,33 @@ def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
     return list(groups.values())
 
 
-def fuse(group: list[LocatedLinear], convert: Callable[[nn.Linear], nn.Module]) -> None:
+def join_linears(layers: list[nn.Linear], join: Callable[[list[Tensor]], Tensor]) -> nn.Linear:
+    """Return one layer with the outputs of several.
+
+    Args:
+        layers: Layers of the same input.
+        join: Returns one tensor of their weights, or of their biases, in the order of the outputs.
+    """
+    return make_linear(*map(join, weights_and_biases(*layers)))
+
+
+JoinLinears = Callable[[list[nn.Linear], Callable[[list[Tensor]], Tensor]], nn.Linear]
+
+
+def fuse(
+    group: list[LocatedLinear],
+    convert: Callable[[nn.Linear], nn.Module],
+    join: JoinLinears = join_linears,
+) -> None:
     """Replace layers of the same input by parts of one layer.
 
     Args:
         group: The layers.
         convert: Returns what replaces the fused layer.
+        join: Makes the fused layer, as `join_linears` does.
     """
     layers = [located.layer for located in group]
-    fused = make_linear(*map(torch.cat, weights_and_biases(*layers)))
+    fused = join(layers, torch.cat)
     shared = SharedLinear(convert(fused), len(group))
     start = 0
     for located in group:

@@ -15,12 +15,12 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from octavo.engine.models.linear.fuse_linears import (
+    JoinLinears,
     LocatedLinear,
     fuse,
     group_linears_by_input,
-    weights_and_biases,
+    join_linears,
 )
-from octavo.engine.models.linear.plain_linears import make_linear
 from octavo.kernels.cpu import linear as kernels
 
 
@@ -114,7 +114,10 @@ def pack_linears(model: PreTrainedModel) -> None:
 
 
 def replace(
-    model: PreTrainedModel, group: list[LocatedLinear], convert: Callable[[nn.Linear], nn.Module]
+    model: PreTrainedModel,
+    group: list[LocatedLinear],
+    convert: Callable[[nn.Linear], nn.Module],
+    join: JoinLinears = join_linears,
 ) -> None:
     """Fuse layers of the same input and replace them by what `convert` returns.
 
@@ -122,6 +125,7 @@ def replace(
         model: The layers' model.
         group: The layers.
         convert: Must return a `PackedLayer` for a layer that has kernels.
+        join: Makes a fused layer, as `join_linears` does.
     """
     first = group[0]
     if len(group) == 1:
@@ -130,14 +134,14 @@ def replace(
     if has_kernels(first.layer) and _are_swiglu(group):
         gate, up = (located.layer for located in group)
         assert kernels is not None
-        interleaved = (kernels.interleave(*pair) for pair in weights_and_biases(gate, up))
-        packed = convert(make_linear(*interleaved))
+        interleave = kernels.interleave
+        packed = convert(join([gate, up], lambda pair: interleave(*pair)))
         assert isinstance(packed, PackedLayer)
         packed.gate(gate.out_features)
         owner, _, name = first.path.rpartition(".")[0].rpartition(".")
         setattr(model.get_submodule(owner), name, GatedMLP(packed, first.parent))
         return
-    fuse(group, convert)
+    fuse(group, convert, join)
 
 
 @torch.inference_mode()

@@ -67,14 +67,25 @@ def check_quantizable(model: PreTrainedModel, path: str, quantization: str) -> N
     Raises:
         ModelError: The message names the method, or the layers' class.
     """
-    hint = f"--quantization {quantization} is for models in bfloat16, float16 or float32"
     if own := getattr(model.config, "quantization_config", None):
-        raise ModelError(f"{path} is already quantized ({_method(own)}): {hint}")
+        raise already_quantized(path, _method(own), quantization)
     plain = plain_linears(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer not in plain and _looks_like_product(layer):
             name = type(layer).__name__
-            raise ModelError(f"{path} has {name} layers, which are not plain linear layers: {hint}")
+            raise ModelError(
+                f"{path} has {name} layers, which are not plain linear layers:"
+                f" {_hint(quantization)}"
+            )
+
+
+def already_quantized(path: str, method: str, quantization: str) -> ModelError:
+    """Return the error for `--quantization` with a model that is quantized."""
+    return ModelError(f"{path} is already quantized ({method}): {_hint(quantization)}")
+
+
+def _hint(quantization: str) -> str:
+    return f"--quantization {quantization} is for models in bfloat16, float16 or float32"
 
 
 def _method(own: object) -> str:

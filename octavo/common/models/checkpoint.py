@@ -4,30 +4,23 @@ These checks read a few kilobytes: `config.json`, other JSON files and the heade
 files. What only transformers can tell, `octavo.engine.models.checks` refuses later.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.git_lfs import check_no_pointer
+from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.quantized import FILES, METHODS, find_statement
 from octavo.common.models.weight_files import tensor_types
 
-CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 DIFFUSERS_INDEX = "model_index.json"
 
 Config = dict[str, Any]
 
-QUANTIZATION_KEYS = ("quantization_config", "compression_config")
-"""Where a config says how the weights are quantized."""
-QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Files of older tools that say it beside the config."""
-CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, *QUANTIZATION_FILES)
+CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, *FILES)
 """What `check_config` reads."""
-METHODS = {"gptq": "GPTQ", "awq": "AWQ"}
-"""Names of quantization methods that a config spells otherwise."""
 OTHER_TASKS = {
     "ForMaskedLM": "fills in masked words",
     "ForPreTraining": "is trained to fill in masked words",
@@ -43,7 +36,10 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 """The types of safetensors that weights without quantization have."""
 PACKED_NAMES = ("weight", "packed", "blocks", "proj", "experts", "qzeros")
 """How the last part of a tensor's name ends that is a weight, not a table or a mask."""
-USE_INSTEAD = "use a bf16 or fp16 version of the model, or a GGUF file of it"
+USE_INSTEAD = (
+    "use a version in bf16 or fp16, one that is quantized with"
+    f" {', '.join(METHODS.values())}, or a GGUF file"
+)
 
 
 def check_checkpoint(directory: Path) -> None:
@@ -55,7 +51,9 @@ def check_checkpoint(directory: Path) -> None:
         OSError: A file cannot be opened.
     """
     check_config(directory)
-    _check_types(directory, tensor_types(directory))
+    types = tensor_types(directory)
+    if find_statement(directory) is None:
+        _check_types(directory, types)
 
 
 def check_config(directory: Path) -> None:
@@ -89,23 +87,6 @@ def why_no_model(directory: Path) -> str:
     return f"holds no model: it has no {CONFIG}"
 
 
-def read_json(file: Path) -> Config:
-    """Return a JSON file's object.
-
-    Raises:
-        ModelError: It is a Git LFS pointer, or has no such object.
-        OSError: It cannot be opened.
-    """
-    check_no_pointer(file)
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON ({error}): download it again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} has no JSON object: download it again")
-    return content
-
-
 def _check_adapter(directory: Path, _: Config) -> None:
     if (directory / ADAPTER_CONFIG).is_file():
         raise UnsupportedModelError(f"{directory} {_adapter(directory)}")
@@ -120,37 +101,21 @@ def _adapter(directory: Path) -> str:
     return f"{text}: merge it into its base model, and give the result's directory"
 
 
-def _check_quantization(directory: Path, config: Config) -> None:
-    for where, settings in _quantizations(directory, config).items():
-        method = settings.get("quant_method") or settings.get("quant_algo") or "an unnamed method"
-        name = METHODS.get(str(method).lower(), str(method))
-        if held := _unquantized_type(directory):
-            raise UnsupportedModelError(
-                f"{directory} contradicts itself: {where} says that its weights are quantized with"
-                f" {name}, but they are {held} without scales. If they are the original weights,"
-                " remove that statement; else download the model again"
-            )
+def _check_quantization(directory: Path, _: Config) -> None:
+    said = find_statement(directory)
+    if said is None:
+        return
+    if held := _unquantized_type(directory):
         raise UnsupportedModelError(
-            f"{directory} is quantized with {name} ({where}), which Octavo does not serve:"
-            f" {USE_INSTEAD}"
+            f"{directory} contradicts itself: {said.where} says that its weights are quantized with"
+            f" {said.name}, but they are {held} without scales. If they are the original weights,"
+            " remove that statement; else download the model again"
         )
-
-
-def _quantizations(directory: Path, config: Config) -> dict[str, Config]:
-    """Return each statement that the weights are quantized, by where it is."""
-    found: dict[str, Config] = {}
-    within = {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
-    parts: dict[str, Config] = {"": config, **within}
-    for prefix, part in parts.items():
-        for key in QUANTIZATION_KEYS:
-            if isinstance(part.get(key), dict):
-                found[f"{prefix}{key} in {CONFIG}"] = part[key]
-    for name in QUANTIZATION_FILES:
-        if (directory / name).is_file():
-            settings = read_json(directory / name)
-            inner = settings.get("quantization")
-            found[name] = inner if isinstance(inner, dict) else settings
-    return found
+    if said.method not in METHODS:
+        raise UnsupportedModelError(
+            f"{directory} is quantized with {said.name} ({said.where}), which Octavo does not"
+            f" serve: {USE_INSTEAD}"
+        )
 
 
 def _unquantized_type(directory: Path) -> str | None:
@@ -206,10 +171,11 @@ def _check_types(directory: Path, types: dict[str, str]) -> None:
 
 def _packed(types: dict[str, str]) -> list[str]:
     """Return the names of quantized weights, by their types."""
-    return sorted(name for name, kind in types.items() if _is_packed(name, kind))
+    return sorted(name for name, kind in types.items() if is_packed(name, kind))
 
 
-def _is_packed(name: str, kind: str) -> bool:
+def is_packed(name: str, kind: str) -> bool:
+    """Return whether a tensor is a weight in a type that only quantized weights have."""
     if kind in FLOATS:
         return False
     return kind.startswith(("F", "E")) or name.rpartition(".")[2].endswith(PACKED_NAMES)

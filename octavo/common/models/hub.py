@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from octavo.common.models.checkpoint import CONFIG, CONFIG_FILES, check_config
+from octavo.common.models.checkpoint import CONFIG_FILES, check_config
 from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.files import CONFIG
 from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
 from octavo.common.models.weight_files import INDEX, WHOLE, names_in_index, no_weights
 

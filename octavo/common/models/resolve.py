@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from octavo.common.models import hub
-from octavo.common.models.checkpoint import CONFIG, why_no_model
+from octavo.common.models.checkpoint import why_no_model
 from octavo.common.models.errors import ModelError
+from octavo.common.models.files import CONFIG
 
 DEMO = "demo"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

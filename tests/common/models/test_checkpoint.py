@@ -52,18 +52,16 @@ GPTQ = {"qweight": INT32, "qzeros": INT32.clone(), "scales": torch.ones(2, dtype
 @pytest.mark.parametrize(
     ("method", "name", "tensors"),
     [
-        ("gptq", "GPTQ", {f"{LAYER}.{key}": value for key, value in GPTQ.items()}),
-        ("awq", "AWQ", {f"{LAYER}.{key}": value for key, value in GPTQ.items()}),
-        ("compressed-tensors", "compressed-tensors", {f"{LAYER}.weight_packed": INT32}),
+        ("quark", "quark", {f"{LAYER}.{key}": value for key, value in GPTQ.items()}),
         ("bitsandbytes", "bitsandbytes", {f"{LAYER}.weight": INT32.to(torch.uint8)}),
-        ("fp8", "fp8", {f"{LAYER}.weight": FP8, f"{LAYER}.weight_scale_inv": torch.ones(1, 1)}),
-        ("mxfp4", "mxfp4", {"experts.down_proj_blocks": INT32.to(torch.uint8)}),
+        ("FBGEMM_FP8", "fbgemm_fp8", {f"{LAYER}.weight": FP8, "weight_scale": torch.ones(1, 1)}),
+        ("mxfp8", "mxfp8", {"experts.down_proj_blocks": INT32.to(torch.uint8)}),
         ("of_next_year", "of_next_year", {f"{LAYER}.weight": INT32.to(torch.int8)}),
     ],
 )
 def test_a_quantized_checkpoint_is_refused_by_its_method(checkpoint, method, name, tensors):
     config = LLAMA | {"quantization_config": {"quant_method": method}}
-    why = f"is quantized with {name} .*does not serve: use a bf16 or fp16 version .*GGUF"
+    why = f"is quantized with {name} .*does not serve: use a version in bf16 or .*GPTQ.*GGUF"
     refused(checkpoint(config, tensors), why)
     refused(checkpoint(LLAMA, tensors), "has .* quantized weights, such as .* of type")
 
@@ -71,10 +69,10 @@ def test_a_quantized_checkpoint_is_refused_by_its_method(checkpoint, method, nam
 @pytest.mark.parametrize(
     ("config", "files"),
     [
-        (LLAMA | {"compression_config": {"quant_method": "compressed-tensors"}}, {}),
-        (LLAMA | {"text_config": {"quantization_config": {"quant_method": "fp8"}}}, {}),
+        (LLAMA | {"compression_config": {"quant_method": "sparseml"}}, {}),
+        (LLAMA | {"text_config": {"quantization_config": {"quant_method": "fp4"}}}, {}),
         (LLAMA | {"quantization_config": {}}, {}),
-        (LLAMA, {"quantize_config.json": {"bits": 4}}),
+        (LLAMA, {"quantize_config.json": {"quant_method": "spqr"}}),
         (LLAMA, {"hf_quant_config.json": {"quantization": {"quant_algo": "FP8"}}}),
     ],
 )
@@ -83,10 +81,23 @@ def test_quantization_is_found_wherever_it_is_stated(checkpoint, config, files):
     refused(checkpoint(config, tensors, **files), "is quantized with")
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "mxfp4"])
+def test_methods_that_the_engine_reads_pass(checkpoint, method):
+    tensors = {f"{LAYER}.weight": FP8, f"{LAYER}.weight_scale_inv": torch.ones(1, 1)}
+    check_checkpoint(checkpoint(LLAMA | {"quantization_config": {"quant_method": method}}, tensors))
+
+
+def test_two_statements_must_be_of_one_method(checkpoint):
+    config = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
+    tensors = {f"{LAYER}.weight": FP8}
+    files = {"quantize_config.json": {"bits": 4}}
+    refused(checkpoint(config, tensors, **files), "quantized with FP8, and quantize_config.* GPTQ")
+
+
 def test_a_config_that_claims_fp8_over_bf16_weights_is_refused(checkpoint):
     """transformers ignores some such claims and applies others."""
     config = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
-    refused(checkpoint(config), "contradicts itself.*quantized with fp8, but they are BF16")
+    refused(checkpoint(config), "contradicts itself.*quantized with FP8, but they are BF16")
 
 
 def test_what_is_not_quantized_passes(checkpoint):

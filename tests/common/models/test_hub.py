@@ -126,10 +126,10 @@ def test_a_refusal_of_the_hub_is_told(ask, hub):
 
 
 def test_a_model_that_cannot_be_served_is_refused_before_its_weights_are_downloaded(ask, hub):
-    config = json.loads(CONFIG) | {"quantization_config": {"quant_method": "gptq"}}
+    config = json.loads(CONFIG) | {"quantization_config": {"quant_method": "hqq"}}
     hub.models[NAME]["config.json"] = json.dumps(config).encode()
     (said,) = ask()
-    assert "is quantized with GPTQ" in said
+    assert "is quantized with hqq" in said
     assert not any("model.safetensors" in path for path in hub.asked)
 
 

@@ -15,6 +15,7 @@ void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, c
                         uint16_t*, int);
 void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
                         const Scales*, uint16_t*, int);
+void octavo_linear_nibbles(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 const char* octavo_isa();
 }
 
@@ -69,6 +70,8 @@ int main() {
       case 3:
         octavo_linear_int4(x, call.rows, call.stride, static_cast<const uint8_t*>(at[8]), &layer,
                            &scales, narrow, kThreads);
+        break;
+      case 4: octavo_linear_nibbles(x, call.rows, call.stride, &layer, narrow, kThreads);
     }
     std::fwrite(wide.data(), call.kind == 1 ? 4 : 2, wide.size(), stdout);
     std::fflush(stdout);

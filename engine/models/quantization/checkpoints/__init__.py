@@ -1,0 +1,55 @@
+"""Quantized checkpoints as they are published: one format per file.
+
+To add a format: a module here with a `Format` (see base.py) named `FORMAT`, its line in `FORMATS`,
+and its name in `octavo.common.models.quantized.METHODS`.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.quantized import Statement, find_statement
+
+if TYPE_CHECKING:
+    from octavo.engine.models.quantization.checkpoints.base import Format
+
+FORMATS = {
+    "gptq": "gptq",
+    "awq": "awq",
+    "compressed-tensors": "compressed_tensors",
+    "fp8": "fp8_blocks",
+    "mxfp4": "mxfp4",
+}
+"""Each format's module by its name in configs."""
+
+
+def find_format(directory: Path) -> "Format | None":
+    """Return the format of a model's directory; None if its weights are not quantized.
+
+    A method that is not in `FORMATS` is left to transformers: `check_checkpoint` refuses it before.
+
+    Raises:
+        UnsupportedModelError: Octavo does not read the format with these settings.
+        ModelError: A file cannot be read.
+        OSError: Likewise.
+    """
+    said = find_statement(directory)
+    if said is None or said.method not in FORMATS:
+        return None
+    try:
+        return make_format(said)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{directory} is quantized with {said.name} ({said.where}): {error}"
+        ) from None
+
+
+def make_format(said: Statement) -> "Format":
+    """Return the format that a statement describes.
+
+    Raises:
+        UnsupportedModelError: The message names the setting that Octavo does not read.
+    """
+    kind: type[Format] = import_module(f"{__name__}.{FORMATS[said.method]}").FORMAT
+    return kind(said.settings)

@@ -1,0 +1,260 @@
+"""The interface of a format of quantized checkpoints."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.kernels.cpu.linear import GROUP
+
+Settings = Mapping[str, Any]
+NIBBLE_BITS = 5
+"""Bits per 4-bit weight, with its share of a group's scale and zero point."""
+
+
+class WeightError(ModelError):
+    """A quantized weight cannot be read. The message says what is wrong with it."""
+
+
+class TensorHeader(NamedTuple):
+    """What a safetensors file's header says of a tensor.
+
+    Attributes:
+        dtype: Its type, by safetensors' name.
+        shape: Its shape.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class StoredWeight(Protocol):
+    """A weight as it is stored, unpacked."""
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """A linear layer's weight in integers: `(codes - zero) * scale`.
+
+    Attributes:
+        codes: `[outputs, inputs]` uint8, from 0 to `2 ** bits - 1`.
+        scale: `[outputs, groups]` float32.
+        zero: `[outputs, groups]` float32, whole numbers.
+        bits: Of a code.
+        group_of: `[inputs]` int64, the group of each input.
+        rounds_inputs: Whether the checkpoint is made for inputs in 8 bits.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    bits: int
+    group_of: Tensor
+    rounds_inputs: bool = False
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32, `[outputs, inputs]`."""
+        zero, scale = self.zero[:, self.group_of], self.scale[:, self.group_of]
+        return (self.codes.float() - zero) * scale
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """A weight whose numbers and scales are multiplied to floats.
+
+    Attributes:
+        values: Of any shape, float32.
+    """
+
+    values: Tensor
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32."""
+        return self.values
+
+
+class Format(ABC):
+    """A format: which tensors hold a weight, and what they mean.
+
+    Args:
+        settings: What the config says; the constructor checks all of it.
+
+    Raises:
+        UnsupportedModelError: The message names a setting and its value.
+    """
+
+    endings: ClassVar[Mapping[str, str]]
+    """The part that a tensor is, by the end of its name; what is before names the layer."""
+    weight_ending: ClassVar[str] = ".weight"
+    """What follows a layer's name in the name of its weight in transformers."""
+
+    @abstractmethod
+    def __init__(self, settings: Settings) -> None: ...
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """The format and its settings, for people."""
+
+    @abstractmethod
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:
+        """Return the bits per weight that kernels store; None if a layer is widened.
+
+        Args:
+            layer: The layer's name.
+            inputs: The number of its inputs.
+        """
+
+    @abstractmethod
+    def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
+        """Check the tensors of a weight; return the weight's shape.
+
+        Args:
+            layer: The layer's name.
+            parts: Its tensors by part. Without the part that `is_quantized` looks for, there are
+                none.
+
+        Raises:
+            WeightError: One is missing, or has another type or shape.
+        """
+
+    @abstractmethod
+    def read(self, layer: str, parts: Mapping[str, Tensor]) -> StoredWeight:
+        """Return a weight.
+
+        Args:
+            layer: The layer's name.
+            parts: Its tensors, which `check` has accepted.
+
+        Raises:
+            WeightError: Its numbers cannot be right.
+        """
+
+    @abstractmethod
+    def covers(self, layer: str) -> bool:
+        """Return whether the config says that a linear layer is quantized."""
+
+    def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
+        """Return whether tensors whose names end as a weight's parts do are quantized."""
+        return bool(parts)
+
+
+def known(settings: Settings, allowed: Mapping[str, Callable[[Any], bool]]) -> None:
+    """Refuse settings that are not known, or not with their values.
+
+    Args:
+        settings: The settings.
+        allowed: Whether a value is read, by the setting's name.
+
+    Raises:
+        UnsupportedModelError: The message names the setting and its value.
+    """
+    for name, value in settings.items():
+        if name not in allowed:
+            raise UnsupportedModelError(
+                f"it has the setting {name} ({value!r}), which Octavo does not know"
+            )
+        if not allowed[name](value):
+            raise unsupported(name, value)
+
+
+def unsupported(name: str, value: object) -> UnsupportedModelError:
+    """Return the error for a setting's value."""
+    return UnsupportedModelError(f"it has {name} {value!r}, which Octavo does not read")
+
+
+def anything(_: object) -> bool:
+    """Accept any value, of a setting that changes no weight."""
+    return True
+
+
+def one_of(*values: object) -> Callable[[Any], bool]:
+    """Return a function that accepts these values, and no others that are equal, such as True."""
+    return lambda value: any(type(value) is type(one) and value == one for one in values)
+
+
+def is_names(value: object) -> bool:
+    """Return whether a value is a list of names, or None."""
+    return value is None or (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    )
+
+
+def is_group_size(value: object) -> bool:
+    """Return whether a value is a number of inputs that share a scale; -1 for all of them."""
+    return type(value) is int and (value == -1 or value > 0)
+
+
+def need(condition: object, layer: str, problem: str) -> None:
+    """Raise a WeightError unless a condition holds."""
+    if not condition:
+        raise WeightError(f"the quantized weight {layer} {problem}: download the model again")
+
+
+def need_parts(layer: str, parts: Iterable[str], names: Iterable[str]) -> None:
+    """Raise a WeightError if parts are missing."""
+    for name in names:
+        need(name in parts, layer, f"has no {name}")
+
+
+def need_header(
+    layer: str, part: str, header: TensorHeader, dtypes: Sequence[str], shape: tuple[int, ...]
+) -> None:
+    """Raise a WeightError if a tensor has another type or shape."""
+    need(
+        header.dtype in dtypes,
+        layer,
+        f"has {part} of type {header.dtype} instead of {' or '.join(dtypes)}",
+    )
+    need(
+        header.shape == shape,
+        layer,
+        f"has {part} of shape {list(header.shape)} instead of {list(shape)}",
+    )
+
+
+def need_finite(layer: str, part: str, values: Tensor) -> None:
+    """Raise a WeightError if a tensor has infinite numbers or NaN."""
+    need(values.float().isfinite().all(), layer, f"has numbers in {part} that are not finite")
+
+
+def groups_of(layer: str, inputs: int, size: int) -> int:
+    """Return the number of groups of `size` inputs, or of all inputs if it is -1."""
+    if size == -1:
+        return 1
+    need(inputs % size == 0, layer, f"has {inputs} inputs, which groups of {size} do not divide")
+    return inputs // size
+
+
+def in_groups(inputs: int, size: int) -> bool:
+    """Return whether the 4-bit kernels take groups of `size` inputs; -1 is all of them."""
+    return inputs % GROUP == 0 and (size == -1 or size % GROUP == 0)
+
+
+def nibble_bits(inputs: int, size: int) -> int | None:
+    """Return the bits per weight that the 4-bit kernels store; None if they do not take it."""
+    return NIBBLE_BITS if in_groups(inputs, size) else None
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the numbers in words, from the low bits up, along a dimension.
+
+    Args:
+        words: `[rows, columns]` int32.
+        bits: Of a number: 2, 4 or 8.
+        dim: 0 if a word has numbers of several rows, 1 if of several columns.
+
+    Returns:
+        uint8, with `32 / bits` times as many rows or columns.
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    spread = words.unsqueeze(dim + 1) >> shifts.reshape(-1, *[1] * (1 - dim))
+    numbers: Tensor = (spread & (2**bits - 1)).to(torch.uint8)
+    return numbers.flatten(dim, dim + 1)

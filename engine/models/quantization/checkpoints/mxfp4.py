@@ -1,0 +1,83 @@
+"""MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss has its experts.
+
+`..._blocks` `[experts, outputs, groups, 16]` uint8 has the 32 numbers of a group in e2m1, two in a
+byte, the first in the low bits. `..._scales` `[experts, outputs, groups]` uint8 has the group's
+exponent plus 127.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo.engine.models.quantization.checkpoints.base import (
+    Floats,
+    Format,
+    Settings,
+    TensorHeader,
+    is_names,
+    known,
+    need,
+    need_header,
+    need_parts,
+    one_of,
+)
+
+GROUP = 32
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of e2m1, which a sign follows."""
+BIAS, NAN = 127, 255
+
+
+class Mxfp4(Format):
+    """Experts in MXFP4."""
+
+    endings: ClassVar = {"_blocks": "blocks", "_scales": "scales"}
+    weight_ending = ""
+
+    def __init__(self, settings: Settings) -> None:
+        known(settings, ALLOWED)
+
+    @property
+    def description(self) -> str:
+        """The format and its settings, for people."""
+        return f"MXFP4, groups of {GROUP}"
+
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return None: no kernel reads this format."""
+        return None
+
+    def covers(self, layer: str) -> bool:  # noqa: ARG002
+        """Return False: only experts are quantized, which are no linear layers."""
+        return False
+
+    def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
+        """Check the tensors of a weight; return `(experts, inputs, outputs)`."""
+        need_parts(layer, parts, ("blocks", "scales"))
+        blocks = parts["blocks"]
+        need(len(blocks.shape) == 4, layer, f"has blocks of shape {list(blocks.shape)}")
+        experts, outputs, groups, _ = blocks.shape
+        shape = (experts, outputs, groups)
+        need_header(layer, "blocks", blocks, ["U8"], (*shape, GROUP // 2))
+        need_header(layer, "scales", parts["scales"], ["U8"], shape)
+        return experts, groups * GROUP, outputs
+
+    def read(self, layer: str, parts: Mapping[str, Tensor]) -> Floats:
+        """Return a weight, transposed as gpt-oss has it in transformers."""
+        blocks, scales = parts["blocks"], parts["scales"]
+        need(int(scales.max()) < NAN, layer, "has numbers in scales that are not finite")
+        numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
+        table = torch.tensor([*VALUES, *(-value for value in VALUES)])
+        exponents = (scales.int() - BIAS)[..., None]
+        values = torch.ldexp(table[numbers], exponents)
+        return Floats(values.flatten(-2).transpose(-1, -2).contiguous())
+
+
+ALLOWED = {
+    "quant_method": one_of("mxfp4"),
+    "modules_to_not_convert": is_names,
+    "dequantize": one_of(True, False),
+}
+"""The settings that are read."""
+FORMAT = Mxfp4

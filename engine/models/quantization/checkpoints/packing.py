@@ -1,0 +1,322 @@
+"""Packs a quantized checkpoint's integers for the CPU kernels, as they are.
+
+- Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every
+  32 inputs, so those of larger groups are repeated. Inputs are gathered in the groups' order.
+- Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
+
+All others are widened to the model's dtype, as transformers loads them here. A weight is packed
+only if it dequantizes to the very weight that transformers has: no other is taken for it.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
+from octavo.engine.models.experts.packed_experts import (
+    PackedExperts,
+    arranged,
+    padded,
+    stacked,
+)
+from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
+from octavo.engine.models.linear.fuse_linears import (
+    LocatedLinear,
+    group_linears_by_input,
+    join_linears,
+)
+from octavo.engine.models.linear.packed_linear import (
+    FUSED,
+    PackedLayer,
+    define_operator,
+    has_kernels,
+    replace,
+)
+from octavo.engine.models.quantization.checkpoints.base import Integers, in_groups
+from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
+from octavo.engine.models.quantization.int8 import SCHEME as INT8
+from octavo.engine.models.quantization.int8 import PackedInt8Linear
+from octavo.kernels.cpu import experts as expert_kernels
+from octavo.kernels.cpu import linear as kernels
+from octavo.kernels.cpu.experts import PackedProduct
+from octavo.kernels.cpu.linear import GROUP
+
+Join = Callable[[list[Tensor]], Tensor]
+"""Puts the outputs of several layers into one tensor."""
+
+MIDDLE = 8
+"""What the kernels subtract from a code of 4 bits."""
+ZERO_OF_BYTES = 128
+"""The zero of weights in 8 bits that the kernels take."""
+EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What checkpoints call an expert's products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nibbles:
+    """Weights for the 4-bit kernels: `(codes - MIDDLE) * scale + zero`.
+
+    Attributes:
+        codes: `[outputs, inputs / GROUP, GROUP]` uint8, from 0 to 15.
+        scale: `[outputs, inputs / GROUP]` bfloat16.
+        zero: As `scale`.
+        order: `[inputs]` int64, the input of each column; None if they are in order.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None
+
+    def layer(self, linear: nn.Linear) -> PackedLayer:
+        """Return what replaces a layer of these weights."""
+        return PackedNibblesLinear(linear, self)
+
+    def joined(self, others: "Sequence[Nibbles]", join: Join) -> "Nibbles":
+        """Return these weights and others, whose inputs are in the same order, as one."""
+        every = [self, *others]
+        return Nibbles(
+            join([one.codes for one in every]),
+            join([one.scale for one in every]),
+            join([one.zero for one in every]),
+            self.order,
+        )
+
+    def fits(self, other: "Nibbles | Bytes") -> bool:
+        """Return whether the weights of two layers of the same input can be joined."""
+        if not isinstance(other, Nibbles) or (self.order is None) != (other.order is None):
+            return False
+        return self.order is None or other.order is None or torch.equal(self.order, other.order)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Weights for the 8-bit kernels: `codes * scale`.
+
+    Attributes:
+        codes: `[outputs, inputs]` int8.
+        scale: `[outputs]` float32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def layer(self, linear: nn.Linear) -> PackedLayer:
+        """Return what replaces a layer of these weights."""
+        return PackedInt8Linear(linear, self.codes, self.scale, torch.ones(linear.in_features))
+
+    def joined(self, others: "Sequence[Bytes]", join: Join) -> "Bytes":
+        """Return these weights and others as one."""
+        every = [self, *others]
+        return Bytes(join([one.codes for one in every]), join([one.scale for one in every]))
+
+    def fits(self, other: "Nibbles | Bytes") -> bool:
+        """Return whether the weights of two layers of the same input can be joined."""
+        return isinstance(other, Bytes)
+
+
+def for_kernels(weight: object) -> Nibbles | Bytes | None:
+    """Return a stored weight as the kernels take it; None if none does."""
+    if not isinstance(weight, Integers):
+        return None
+    groups, inputs = weight.scale.shape[1], weight.codes.shape[1]
+    if weight.bits == 8:
+        as_bytes = weight.rounds_inputs and groups == 1 and bool((weight.zero == 128).all())
+        if not as_bytes:
+            return None
+        codes = (weight.codes.short() - ZERO_OF_BYTES).to(torch.int8)
+        return Bytes(codes, weight.scale[:, 0].contiguous())
+    if not in_groups(inputs, inputs // groups):
+        return None
+    order = weight.group_of.argsort(stable=True)
+    in_order = bool((order[1:] > order[:-1]).all())
+    # Around the middle, so that zeros are small, which rounds them less.
+    shift = MIDDLE - (1 << (weight.bits - 1))
+    codes = (weight.codes if in_order else weight.codes[:, order]) + shift
+    repeats = inputs // groups // GROUP
+    scale = weight.scale.bfloat16()
+    zero = (MIDDLE - shift - weight.zero) * scale.float()
+    return Nibbles(
+        codes.reshape(len(codes), -1, GROUP),
+        scale.repeat_interleave(repeats, 1),
+        zero.bfloat16().repeat_interleave(repeats, 1),
+        None if in_order else order,
+    )
+
+
+class PackedNibblesLinear(PackedLayer):
+    """A layer of 4-bit weights alone.
+
+    Args:
+        linear: The layer to replace.
+        weight: Its weights.
+    """
+
+    nibbles: Tensor
+    order: Tensor | None
+
+    def __init__(self, linear: nn.Linear, weight: Nibbles) -> None:
+        super().__init__(linear)
+        assert kernels is not None
+        self.register_buffer("nibbles", kernels.pack_int4(weight.codes, weight.scale, weight.zero))
+        self.register_buffer("order", weight.order)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Map `[rows, in_features]` to `[rows, outputs]`."""
+        own = rows if self.order is None else rows.index_select(1, self.order)
+        out: Tensor = torch.ops.octavo.packed_linear_nibbles(
+            own, self.outputs, self.nibbles, self.bias, int(self.gated)
+        )
+        return out
+
+
+class _Packing:
+    """Packs the layers of one model."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> None:
+        self.tolerance = 0.0
+        self.packed = 0
+        self._model = model
+        self._checkpoint = checkpoint
+        self._found: dict[nn.Module, Nibbles | Bytes] = {}
+
+    def pack_linears(self) -> None:
+        """Replace linear layers where all that have the same input can be packed."""
+        head = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        groups = group_linears_by_input(self._model)
+        while groups:
+            group = groups.pop()  # frees it once it is replaced
+            if group[0].layer is head:
+                continue  # logits need float32
+            found = [self._find(located) for located in group]
+            first = found[0]
+            own = [one for one in found if one is not None]
+            if first is None or len(own) < len(group) or not all(map(first.fits, own)):
+                continue
+            self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
+            replace(self._model, group, self._convert, self._join)
+            self.packed += sum(located.layer.weight.numel() for located in group)
+            if isinstance(first, Bytes):
+                self.tolerance = INT8.tolerance
+
+    def pack_experts(self) -> None:
+        """Replace layers of experts where all of them can be packed."""
+        for layer in find_experts(self._model):
+            if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
+                continue  # the kernel would round rows in float32
+            if not layer.activation.gated:
+                continue
+            names = _expert_names(self._checkpoint, layer.path)
+            found = [self._find_expert(layer, number, own) for number, own in enumerate(names)]
+            own = [one for one in found if one is not None]
+            if not own or len(own) < layer.count:
+                continue
+            self.packed += layer.elements
+            layer.replace(_packed_experts(layer, own))
+
+    def _find(self, located: LocatedLinear) -> Nibbles | Bytes | None:
+        """Return a layer's weights as kernels take them; None if they are not so in the file."""
+        name = f"{located.path}.weight"
+        if name not in self._checkpoint.shapes or not has_kernels(located.layer):
+            return None
+        stored = self._checkpoint.read(name)
+        weight = located.layer.weight.detach()
+        same = torch.equal(stored.dequantize().to(weight.dtype), weight)
+        return for_kernels(stored) if same else None
+
+    def _find_expert(
+        self, layer: ExpertLayer, number: int, names: Sequence[str]
+    ) -> tuple[Nibbles, Nibbles] | None:
+        """Return an expert's weights of both products; None if they are not so in the file."""
+        if number >= layer.count:
+            return None
+        stored = [self._checkpoint.read(name) for name in names]
+        gate, up, down = (one.dequantize().to(layer.dtype) for one in stored)
+        if not (
+            torch.equal(torch.cat([gate, up]), layer.up(number))
+            and torch.equal(down, layer.down(number))
+        ):
+            return None
+        gates, ups, downs = map(for_kernels, stored)
+        nibbles = [one for one in (gates, ups, downs) if isinstance(one, Nibbles)]
+        if len(nibbles) < len(stored) or any(one.order is not None for one in nibbles):
+            return None
+        return nibbles[0].joined([nibbles[1]], torch.cat), nibbles[2]
+
+    def _convert(self, linear: nn.Linear) -> PackedLayer:
+        return self._found[linear].layer(linear)
+
+    def _join(self, layers: list[nn.Linear], join: Join) -> nn.Linear:
+        first, *others = (self._found[layer] for layer in layers)
+        joined = join_linears(layers, join)
+        self._found[joined] = first.joined(others, join)  # type: ignore[arg-type]
+        return joined
+
+
+def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> float:
+    """Replace the layers whose weights the CPU kernels take as they are stored.
+
+    Args:
+        model: A model on a CPU, with the checkpoint's weights dequantized; changed in place.
+        checkpoint: Its checkpoint.
+
+    Returns:
+        The tolerance of the self-check; see `Scheme`.
+    """
+    packing = _Packing(model, checkpoint)
+    if kernels is not None:
+        packing.pack_linears()
+        packing.pack_experts()
+    log_widened(checkpoint, packing.packed, model.dtype)
+    return packing.tolerance
+
+
+def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:
+    """Return the names of the weights of a layer's experts, in order.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: The layer's name in the model. Its block may have another name in the checkpoint.
+    """
+    number = re.search(r"\.(\d+)\.", path)
+    if number is None:
+        return []
+    for names in EXPERT_NAMES:
+        own = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
+        for prefix in {found[1] for name in checkpoint.shapes if (found := own.fullmatch(name))}:
+            experts: list[tuple[str, str, str]] = []
+            while f"{prefix}.{len(experts)}.{names[0]}.weight" in checkpoint.shapes:
+                gate, up, down = (f"{prefix}.{len(experts)}.{name}.weight" for name in names)
+                experts.append((gate, up, down))
+            if all(name in checkpoint.shapes for expert in experts for name in expert):
+                return experts
+    return []
+
+
+def _packed_experts(
+    layer: ExpertLayer, experts: Sequence[tuple[Nibbles, Nibbles]]
+) -> PackedExperts:
+    def product(name: str, place: int, bias: Callable[[int], Tensor]) -> PackedProduct:
+        return PackedProduct(
+            stacked(layer.count, lambda number: _panels(layer, name, experts[number][place])),
+            stacked(layer.count, lambda number: padded(layer, name, bias(number))),
+        )
+
+    up, down = product("up", 0, layer.up_bias), product("down", 1, layer.down_bias)
+    return PackedExperts(layer.activation, up, down)
+
+
+def _panels(layer: ExpertLayer, name: str, weight: Nibbles) -> Tensor:
+    assert expert_kernels is not None
+    parts = (arranged(layer, name, part) for part in (weight.codes, weight.scale, weight.zero))
+    return expert_kernels.pack_int4(*parts)
+
+
+define_operator(
+    f"packed_linear_nibbles(Tensor x, int outputs, Tensor nibbles, Tensor bias, {FUSED}) -> Tensor",
+    None if kernels is None else kernels.linear_nibbles,
+)

@@ -1,0 +1,245 @@
+"""Reads a quantized checkpoint's weights, whatever its format, by the names of their tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import structlog
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
+from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.common.models.quantized import KEYS
+from octavo.common.models.weight_files import weight_files
+from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.checkpoints.base import (
+    Format,
+    StoredWeight,
+    TensorHeader,
+    WeightError,
+)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyWeight:
+    """A weight that transformers reads when it needs it, as it reads a slice of a file.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        name: The weight's name.
+    """
+
+    checkpoint: "QuantizedCheckpoint"
+    name: str
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        """Return the weight in float32."""
+        return self.checkpoint.read(self.name).dequantize()
+
+
+class QuantizedCheckpoint:
+    """The weights of a model's directory, of which some are quantized.
+
+    Args:
+        directory: The directory.
+        own: The format of its quantized weights.
+
+    Raises:
+        ModelError: A quantized weight lacks tensors, or they have other types or shapes than they
+            must; or there are quantized weights of another format.
+
+    Attributes:
+        format: See above.
+        error: Why a weight could not be read, whatever its reader made of that; None if all could.
+        shapes: Each quantized weight's shape, by its name in transformers.
+    """
+
+    def __init__(self, directory: Path, own: Format) -> None:
+        self.format = own
+        self.error: WeightError | None = None
+        self._directory = directory
+        self._files: dict[str, Any] = {}
+        headers: dict[str, TensorHeader] = {}
+        for file in weight_files(directory):
+            opened: Any = safe_open(file, framework="pt")
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                found = opened.get_slice(name)
+                headers[name] = TensorHeader(found.get_dtype(), tuple(found.get_shape()))
+                self._files[name] = opened
+        self._parts = self._find_parts(headers)
+        self.shapes = {
+            layer + own.weight_ending: self._check(layer, parts, headers)
+            for layer, parts in self._parts.items()
+        }
+        held = {name for parts in self._parts.values() for name in parts.values()}
+        self._plain = {name: header for name, header in headers.items() if name not in held}
+        self._check_plain()
+
+    def weights(self) -> dict[str, Any]:
+        """Return all weights by their names in transformers, to be read when they are needed."""
+        plain = {name: self._files[name].get_slice(name) for name in self._plain}
+        return plain | {name: LazyWeight(self, name) for name in self.shapes}
+
+    def empty_weights(self) -> dict[str, Tensor]:
+        """Return the same on the meta device, for their shapes."""
+        shapes = self.shapes | {name: header.shape for name, header in self._plain.items()}
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    def read(self, name: str) -> StoredWeight:
+        """Return a quantized weight.
+
+        Args:
+            name: Its name in transformers, one of `shapes`.
+
+        Raises:
+            WeightError: Its numbers cannot be right.
+        """
+        layer = name.removesuffix(self.format.weight_ending)
+        tensors = {
+            part: self._files[tensor].get_tensor(tensor)
+            for part, tensor in self._parts[layer].items()
+        }
+        try:
+            return self.format.read(layer, tensors)
+        except WeightError as error:
+            self.error = error
+            raise
+
+    def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
+        """Return the names of each quantized layer's tensors by part."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in headers:
+            for layer, part in self._split(name):
+                found[layer][part] = name
+        return {
+            layer: parts
+            for layer, parts in found.items()
+            if self.format.is_quantized({part: headers[name] for part, name in parts.items()})
+        }
+
+    def _split(self, name: str) -> Iterator[tuple[str, str]]:
+        """Yield the layer and part of a tensor, if its name ends as one of a weight's does."""
+        for ending, part in self.format.endings.items():
+            if name.endswith(ending):
+                yield name.removesuffix(ending), part
+
+    def _check(
+        self, layer: str, parts: Mapping[str, str], headers: Mapping[str, TensorHeader]
+    ) -> tuple[int, ...]:
+        own = {part: headers[name] for part, name in parts.items()}
+        try:
+            return self.format.check(layer, own)
+        except WeightError as error:
+            raise ModelError(f"{self._directory}: {error}") from None
+
+    def _check_plain(self) -> None:
+        """Refuse quantized weights that the format does not explain."""
+        if not self.shapes:
+            raise UnsupportedModelError(
+                f"{self._directory} contradicts itself: it says that its weights are quantized"
+                f" ({self.format.description}), but none has the tensors of that format"
+            )
+        for name, header in self._plain.items():
+            if is_packed(name, header.dtype):
+                raise UnsupportedModelError(
+                    f"{self._directory} has {name} of type {header.dtype}, which is not a weight of"
+                    f" its format ({self.format.description})"
+                )
+
+
+def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
+    """Return a model's quantized checkpoint; None if its weights are not quantized.
+
+    Args:
+        path: A directory with weights. Of a hub name, None.
+
+    Raises:
+        UnsupportedModelError: Octavo does not read its format, or not with its settings.
+        ModelError: Its weights are not whole.
+        OSError: A file cannot be read.
+    """
+    directory = Path(path)
+    if not directory.is_dir() or (own := find_format(directory)) is None:
+        return None
+    return QuantizedCheckpoint(directory, own)
+
+
+def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
+    """Return a model's config.
+
+    Args:
+        path: A directory or a hub name.
+        quantized: Whether Octavo reads the weights. Then the config must not say that they are
+            quantized: transformers would make layers for it.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if quantized:
+        for part in {id(own): own for own in (config, config.get_text_config())}.values():
+            for key in KEYS:
+                if hasattr(part, key):
+                    delattr(part, key)
+    return config
+
+
+def load_weights(
+    path: str,
+    config: PreTrainedConfig,
+    checkpoint: QuantizedCheckpoint | None,
+    *,
+    empty: bool = False,
+    **options: Any,  # noqa: ANN401 - as transformers takes them
+) -> Any:  # noqa: ANN401
+    """Load a model with transformers, which reads no pickles and runs no code of the model.
+
+    Args:
+        path: A directory or a hub name.
+        config: Its config, from `read_config`.
+        checkpoint: Its checkpoint if its weights are quantized: they are dequantized.
+        empty: Whether only the shapes of these are needed.
+        **options: For transformers' `from_pretrained`, whose result this returns.
+
+    Raises:
+        ModelError: The numbers of a quantized weight cannot be right.
+        Exception: What transformers raises.
+    """
+    if checkpoint is None:
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, use_safetensors=True, trust_remote_code=False, **options
+        )
+    with torch.device("meta"):  # to learn the class, which takes weights without a path
+        made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    if (Path(path) / GENERATION_CONFIG).is_file():
+        options["generation_config"] = GenerationConfig.from_pretrained(path)
+    weights = checkpoint.empty_weights() if empty else checkpoint.weights()
+    try:
+        return type(made).from_pretrained(None, config=made.config, state_dict=weights, **options)
+    finally:
+        if checkpoint.error is not None:
+            raise ModelError(f"{path}: {checkpoint.error}") from None
+
+
+def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:
+    """Log how a checkpoint's quantized weights run.
+
+    Args:
+        checkpoint: The checkpoint.
+        packed: The number of its quantized weights that run as they are.
+        dtype: What the others are widened to.
+    """
+    total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    widened = max(0, total - packed)
+    log.info(
+        "quantized weights",
+        format=checkpoint.format.description,
+        as_stored_percent=round(100 * packed / total),
+        widened_to=str(dtype).removeprefix("torch.") if widened else None,
+        widened_gib=round(widened * dtype.itemsize / (1 << 30), 3),
+    )

@@ -1,0 +1,27 @@
+"""Read the JSON files of a model's directory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.common.models.errors import ModelError
+from octavo.common.models.git_lfs import check_no_pointer
+
+CONFIG = "config.json"
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return a JSON file's object.
+
+    Raises:
+        ModelError: It is a Git LFS pointer, or has no such object.
+        OSError: It cannot be opened.
+    """
+    check_no_pointer(file)
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON ({error}): download it again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} has no JSON object: download it again")
+    return content

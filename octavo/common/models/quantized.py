@@ -1,0 +1,88 @@
+"""Find out how a checkpoint says that its weights are quantized."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.files import CONFIG, read_json
+
+METHODS = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4",
+}
+"""The methods that Octavo reads, by their names in configs. The engine has a module for each, in
+`octavo.engine.models.quantization.checkpoints`."""
+KEYS = ("quantization_config", "compression_config")
+"""Where a config says how the weights are quantized."""
+FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}
+"""Files of older tools that say it beside the config, with the method if they need not name it."""
+
+
+class Statement(NamedTuple):
+    """What a checkpoint says of its quantization.
+
+    Attributes:
+        where: The key or file that says it.
+        method: Its name, in lower case.
+        settings: What it says.
+    """
+
+    where: str
+    method: str
+    settings: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The method's name as people write it."""
+        return METHODS.get(self.method, self.method)
+
+
+def find_statement(directory: Path) -> Statement | None:
+    """Return what a model's directory says of its quantization; None if it says nothing.
+
+    Raises:
+        UnsupportedModelError: It states two methods.
+        ModelError: A file cannot be read.
+        OSError: Likewise.
+    """
+    found = list(_statements(directory, read_json(directory / CONFIG)))
+    if not found:
+        return None
+    first = found[0]
+    for other in found[1:]:
+        if other.method != first.method:
+            raise UnsupportedModelError(
+                f"{directory} contradicts itself: {first.where} says that its weights are"
+                f" quantized with {first.name}, and {other.where} with {other.name}: remove the"
+                " wrong one, or download the model again"
+            )
+    return first
+
+
+def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
+    """Return all statements; those of the config first."""
+    found = []
+    within = {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
+    parts: dict[str, Mapping[str, Any]] = {"": config, **within}
+    for prefix, part in parts.items():
+        found += [
+            _statement(f"{prefix}{key} in {CONFIG}", part[key], None)
+            for key in KEYS
+            if isinstance(part.get(key), dict)
+        ]
+    for name, method in FILES.items():
+        if (directory / name).is_file():
+            settings = read_json(directory / name)
+            inner = settings.get("quantization")
+            own = inner if isinstance(inner, dict) else settings
+            found.append(_statement(name, own, method))
+    return found
+
+
+def _statement(where: str, settings: Mapping[str, Any], method: str | None) -> Statement:
+    own = settings.get("quant_method") or settings.get("quant_algo") or method
+    return Statement(where, str(own or "an unnamed method").lower(), settings)
