@@ -302,8 +302,10 @@ class NativeKernels:
         )
         self._rotate.restype = c_int64
         self._copy = library.octavo_copy_blocks
-        self._copy.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int)
-        self._copy.restype = None
+        self._copy.argtypes, self._copy.restype = (
+            (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
+            None,
+        )
         self._run_step = library.octavo_run_step
         self._run_greedy_step = library.octavo_run_greedy_step
         step = c_void_p, c_void_p, POINTER(_Step), c_void_p, c_void_p, c_void_p, c_int64
@@ -317,14 +319,14 @@ class NativeKernels:
         self._take_spent = library.octavo_take_spent
         self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self._argmax = library.octavo_argmax
-        self._argmax.argtypes = (*rows, c_int64, c_int, c_void_p, c_int)
-        self._argmax.restype = None
+        self._argmax.argtypes, self._argmax.restype = (*rows, c_int64, c_int, c_void_p, c_int), None
         self._mask = library.octavo_mask_logits
-        self._mask.argtypes = (*rows, c_int64, c_int, c_void_p, c_int64, c_int)
-        self._mask.restype = None
+        self._mask.argtypes, self._mask.restype = (
+            (*rows, c_int64, c_int, c_void_p, c_int64, c_int),
+            None,
+        )
         self._draw = library.octavo_draw_tokens
-        self._draw.argtypes = (*rows, c_int64, *[c_void_p] * 6, c_int)
-        self._draw.restype = None
+        self._draw.argtypes, self._draw.restype = (*rows, c_int64, *[c_void_p] * 6, c_int), None
         self._score = library.octavo_score_tokens
         self._score.argtypes = (*rows, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int)
         self._score.restype = None
