@@ -84,5 +84,6 @@ def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
 
 
 def _statement(where: str, settings: Mapping[str, Any], method: str | None) -> Statement:
-    own = settings.get("quant_method") or settings.get("quant_algo") or method
+    algorithm = settings.get("quant_algo")  # ModelOpt's, whose FP8 is another format
+    own = settings.get("quant_method") or (algorithm and f"modelopt {algorithm}") or method
     return Statement(where, str(own or "an unnamed method").lower(), settings)
