@@ -49,7 +49,13 @@ from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import (
+    GroupEvent,
+    GroupState,
+    Sequence,
+    SequenceGroup,
+    TokenLogprob,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -319,27 +325,32 @@ class EngineCore:
 
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
         """Make an event for each new token, and forget the groups that are finished."""
-        for sampled in output.tokens:
-            group, sequence = sampled.group, sampled.sequence
-            first = sequence.num_known_output == 1 and sequence.index == 0
+        started, finished = list[SequenceGroup](), list[SequenceGroup]()
+        for group, sequence, token_id, logprob in output.tokens:
+            request, scores = group.request, list[TokenLogprob]()
+            if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
+                scores = group.prompt_logprobs
             self._events.append(
                 OutputEvent(
-                    group.request.session,
-                    group.request.request_id,
+                    request.session,
+                    request.request_id,
                     sequence.index,
-                    [sampled.token_id],
-                    sampled.logprob,
-                    group.prompt_logprobs if first else [],
+                    [token_id],
+                    logprob,
+                    scores,
                     sequence.finish_reason,
                 )
             )
-        for group in dict.fromkeys(sampled.group for sampled in output.tokens):
             if not group.decoding:
-                group.decoding = True
-                group.record(GroupEvent.DECODE)
-            if not group.live:
-                self._forget(group, "finished")
-        for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
+                started.append(group)
+            if group.state is GroupState.FINISHED:
+                finished.append(group)
+        for group in dict.fromkeys(started):
+            group.decoding = True
+            group.record(GroupEvent.DECODE)
+        for group in dict.fromkeys(finished):
+            self._forget(group, "finished")
+        for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam is not None):
             if group.beam is not None and group.state is GroupState.FINISHED:
                 self._report_search(group, group.beam)
                 self._forget(group, "finished")

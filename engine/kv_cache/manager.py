@@ -432,15 +432,17 @@ class KVCacheManager:
         return needed
 
     def blocks_to_share(self, sequence_ids: Iterable[int]) -> int:
-        """Return how many blocks it takes to give each of some sequences its own states."""
-        holders = Counter(
-            block
-            for id_ in sequence_ids
-            for layers, blocks in zip(self.groups, self._tables[id_].groups, strict=True)
-            if layers.state_blocks
-            for block in blocks
-        )
-        return sum(count - 1 for count in holders.values())
+        """Return how many copies it takes that no two of some sequences write the same block.
+
+        They write their states, and the blocks of their next tokens. They may be swapped out.
+        """
+        written: Counter[tuple[int, int]] = Counter()
+        for id_ in sequence_ids:
+            table = self._tables[id_]
+            for group, (layers, blocks) in enumerate(zip(self.groups, table.groups, strict=True)):
+                first = 0 if layers.state_blocks else table.computed // layers.block_size
+                written.update((group, block) for block in blocks[first:])
+        return sum(count - 1 for count in written.values())
 
     def _grow(self, table: BlockTable, end: int, groups: Iterable[int]) -> None:
         for group in groups:
@@ -474,6 +476,33 @@ class KVCacheManager:
             self._grow(table, span.end, range(len(self.groups)))
             table.num_tokens = max(table.num_tokens, span.end)
             table.computed = span.end
+
+    def extend_in_place(self, sequence_id: int, position: int) -> bool:
+        """Make one token writable as `extend` does, if that changes no block table.
+
+        Most tokens of a decode do not.
+
+        Args:
+            sequence_id: the sequence; on the device.
+            position: of the token.
+
+        Returns:
+            Whether it is writable now; if not, nothing has changed.
+        """
+        table, device = self._tables[sequence_id], self.device
+        for layers, blocks, passed in zip(self.groups, table.groups, table.passed, strict=True):
+            if layers.state_blocks:
+                if any(device.references(b) > 1 or device.is_published(b) for b in blocks):
+                    return False
+                continue
+            place = position // layers.block_size
+            if place >= len(blocks) or device.references(blocks[place]) > 1:
+                return False
+            if layers.bounded and layers.first_block(position) > passed:
+                return False
+        table.num_tokens = max(table.num_tokens, position + 1)
+        table.computed = position + 1
+        return True
 
     def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
         """Replace a shared block by a copy of the tokens before `start`, or of the state."""

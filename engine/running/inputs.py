@@ -56,26 +56,29 @@ def make_inputs(
     positions: list[int] = []
     rows: list[int] = []
     starts = [0]
+    ends: list[int] = []
     sampled: list[SamplingRow] = []
     beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
     for i, scheduled in enumerate(batch.sequences):
-        group = scheduled.group
-        start, end = scheduled.start, scheduled.end
-        offset = len(tokens) - start
-        tokens += scheduled.sequence.token_ids[start:end]
-        positions += range(start, end)
+        group, sequence, start, end, _, drawing = scheduled
+        if end == start + 1:
+            tokens.append(sequence.token_ids[start])
+            positions.append(start)
+        else:
+            tokens += sequence.token_ids[start:end]
+            positions += range(start, end)
         starts.append(len(tokens))
-        if scheduled.scored:
+        ends.append(end)
+        if positions_scored := scheduled.scored:
             scored[i] = len(rows)
-            rows.extend(offset + position for position in scheduled.scored)
-        if scheduled.sampled:
-            (beams if group.beam else sampled).extend(
-                SamplingRow(group, sequence, len(rows)) for sequence in scheduled.sampled
-            )
+            rows.extend(len(tokens) - end + position for position in positions_scored)
+        if drawing:
+            drawn = beams if group.beam is not None else sampled
+            for each in drawing:
+                drawn.append(SamplingRow(group, each, len(rows)))
             rows.append(len(tokens) - 1)
-    ends = [scheduled.end for scheduled in batch.sequences]
-    counts = [scheduled.end - scheduled.start for scheduled in batch.sequences]
+    counts = np.diff(starts).tolist()
     seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
     slots = [
         [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)

@@ -2,13 +2,13 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """The tokens [start, end) of one sequence, computed in one step.
 
     Attributes:
@@ -32,7 +32,8 @@ class ScheduledSequence:
     @property
     def scored(self) -> range:
         """Tokens whose logits give prompt log-probabilities, each of the token after it."""
-        if not self.group.wants_prompt_logprobs:
+        group = self.group
+        if group.request.sampling.prompt_logprobs is None or not group.wants_prompt_logprobs:
             return range(0)
         first = max(self.start, len(self.group.prompt_logprobs))
         return range(first, min(self.end, self.sequence.num_prompt - 1))
@@ -78,8 +79,7 @@ class Batch:
         return bool(self.sequences) or bool(self.transfers)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A token sampled for a sequence.
 
     Attributes:

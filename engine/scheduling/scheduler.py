@@ -108,16 +108,20 @@ class Scheduler:
             left_out: ids of sequences whose mask was late. They get no token, so their last one
                 is computed again: the same K and V in the same place.
         """
+        size = self.cache.block_size
         for scheduled in batch.sequences:
-            ended = scheduled.sequence.finish_reason or scheduled.group.state is GroupState.FINISHED
-            if ended or scheduled.sequence.id in left_out:
+            group, sequence, start, end, _, sampled = scheduled
+            ended = sequence.finish_reason is not None or group.state is GroupState.FINISHED
+            if ended or sequence.id in left_out:
                 continue
-            scheduled.sequence.num_computed = scheduled.end
-            self._publish_prefix(scheduled.sequence)
-            self._fork_siblings(scheduled)
-            if scheduled.group.beam is None:
-                for sequence in scheduled.sampled:
-                    sequence.append_placeholder()
+            sequence.num_computed = end
+            if end // size > start // size:
+                self._publish_prefix(sequence)
+            if end == sequence.num_prompt:
+                self._fork_siblings(scheduled)
+            if group.beam is None:
+                for each in sampled:
+                    each.append_placeholder()
 
     def update(self, batch: Batch, output: SamplerOutput) -> list[SampledToken]:
         """Fill a step's sampled tokens in, and finish the sequences that they complete.
@@ -132,15 +136,16 @@ class Scheduler:
         self._advance_searches(batch, output)
         used = []
         for sampled in output.tokens:
-            group, sequence = sampled.group, sampled.sequence
+            group, sequence, token_id, _ = sampled
             if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
                 continue
             used.append(sampled)
-            sequence.fill_placeholder(sampled.token_id)
-            reason = group.request.finish_reason(sampled.token_id, sequence.num_known_output)
+            sequence.fill_placeholder(token_id)
+            known = sequence.num_known
+            reason = group.request.finish_reason(token_id, known - sequence.num_prompt)
             if reason is not None:
                 self.finish(group, sequence, reason)
-            elif sequence.num_computed >= sequence.num_known:  # the next step is launched already
+            elif sequence.num_computed >= known:  # the next step is launched already
                 self._publish_late(group, sequence)
         return used
 
@@ -205,13 +210,20 @@ class Scheduler:
         Returns:
             Whether a group was preempted.
         """
-        counts = [self._count_tokens(group) for group in self.running]
+        decoders = [group.decoder for group in self.running]
+        counts = [
+            [(decoder, 1)] if decoder is not None else self._count_tokens(group)
+            for group, decoder in zip(self.running, decoders, strict=True)
+        ]
         decodes = sum(count == 1 for group_counts in counts for _, count in group_counts)
         budget = self.max_num_batched_tokens - decodes
         preempted = False
         position = 0
         while position < len(self.running):
-            group = self.running[position]
+            group, decoder = self.running[position], decoders[position]
+            if decoder is not None and self._add_in_place(batch, group, decoder):
+                position += 1
+                continue
             spans, used = self._next_spans(counts[position], budget)
             try:
                 self.cache.extend(spans)
@@ -280,13 +292,22 @@ class Scheduler:
         for id_, start, end in spans:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
-            tables = [list(blocks) for blocks in self.cache.table(id_)]
+            tables = self.cache.table(id_)
             batch.sequences.append(ScheduledSequence(group, sequence, start, end, tables, sampled))
 
+    def _add_in_place(self, batch: Batch, group: SequenceGroup, decoder: Sequence) -> bool:
+        """Schedule the last token of a group's only sequence, if no block table changes for it."""
+        start = decoder.num_computed
+        if not self.cache.extend_in_place(decoder.id, start):
+            return False
+        tables = self.cache.table(decoder.id)
+        batch.sequences.append(
+            ScheduledSequence(group, decoder, start, start + 1, tables, [decoder])
+        )
+        return True
+
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
-        """Share the lead's blocks with its siblings once it has computed the prompt."""
-        if lead.end != lead.sequence.num_prompt:
-            return
+        """Share the blocks of a lead that has computed the prompt with its siblings."""
         for sibling in lead.group.live:
             if not self.cache.holds(sibling.id):
                 self.cache.fork(lead.sequence.id, sibling.id, lead.end)

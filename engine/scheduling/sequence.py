@@ -180,6 +180,21 @@ class SequenceGroup:
         )
 
     @property
+    def decoder(self) -> Sequence | None:
+        """Its only sequence, if that needs no rule but to compute its last token."""
+        if len(self.sequences) > 1 or self.beam is not None:
+            return None
+        sequence, request = self.sequences[0], self.request
+        if (
+            len(sequence.token_ids) != sequence.num_computed + 1
+            or len(sequence.token_ids) >= sequence.num_prompt + request.max_tokens
+            or request.constraint is not None
+            or request.sampling.prompt_logprobs is not None
+        ):
+            return None
+        return sequence
+
+    @property
     def num_slots(self) -> int:
         """Sequences it counts as in the running batch; a beam search counts its full width."""
         return self.beam.params.width if self.beam else len(self.live)

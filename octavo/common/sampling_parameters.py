@@ -414,7 +414,12 @@ def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, An
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`."""
+    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`.
+
+    Attributes:
+        takes_greatest: Whether the token is that of the model's greatest logit, and nothing else
+            is reported. Computed once, as every step asks each sequence.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -428,6 +433,12 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    takes_greatest: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        moved = self.penalised or bool(self.logit_bias)
+        greatest = self.greedy and self.logprobs is None and not moved
+        object.__setattr__(self, "takes_greatest", greatest)
 
     @property
     def greedy(self) -> bool:

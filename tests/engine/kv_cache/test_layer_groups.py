@@ -141,11 +141,31 @@ def test_forks_part_with_their_states():
     cache.admit(0, tokens)
     run(cache, 0, tokens)
     cache.fork(0, 1, 20)
-    assert cache.blocks_to_share([0, 1]) == 3
+    assert cache.blocks_to_share([0, 1]) == 3 + 1
     cache.extend([Span(0, 20, 21), Span(1, 20, 21)])
     assert not set(cache.table(0)[1]) & set(cache.table(1)[1])
     assert len(cache.take_transfers().copies) == 3 + 1
     cache.check()
+
+
+@pytest.mark.parametrize("groups", MIXES)
+def test_what_swapping_in_takes_is_known_before(groups):
+    cache = manager(groups)
+    tokens, ids = list(range(70)), [0, 1, 2]
+    cache.admit(0, tokens)
+    run(cache, 0, tokens)
+    for child in ids[1:]:
+        cache.fork(0, child, 70)
+    cache.swap_out(ids)
+    cache.take_transfers()
+    told = cache.blocks_to_swap(ids) + cache.blocks_to_share(ids)
+    told += sum(cache.blocks_to_reserve(id_, 71) for id_ in ids)
+    before = cache.device.num_available
+    cache.swap_in(ids)
+    cache.take_transfers()
+    cache.extend([Span(id_, 70, 71) for id_ in ids])
+    cache.take_transfers()
+    assert before - cache.device.num_available <= told
 
 
 class Contents(RuleBasedStateMachine):
