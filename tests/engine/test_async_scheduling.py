@@ -84,10 +84,10 @@ def watch(stepper, monkeypatch, **way):
     seen, numbers = [], {}
     launch, collect = stepper.parts.executor.launch, PendingStep.collect
 
-    def watched_launch(batch, inputs):
+    def watched_launch(batch, inputs, **others):
         numbers[id(batch)] = len(numbers)
         seen.append(("launch", numbers[id(batch)]))
-        return launch(batch, inputs)
+        return launch(batch, inputs, **others)
 
     def watched_collect(pending):
         seen.append(("collect", numbers[id(pending.batch)]))
@@ -124,9 +124,9 @@ def test_events_are_published_between_prepare_and_launch(tiny_model, monkeypatch
         seen.append("prepare")
         return prepare(*args)
 
-    def watched_launch(*args):
+    def watched_launch(*args, **others):
         seen.append("launch")
-        return launch(*args)
+        return launch(*args, **others)
 
     monkeypatch.setattr(executor, "prepare", watched_prepare)
     monkeypatch.setattr(executor, "launch", watched_launch)

@@ -111,7 +111,7 @@ class Machine:
     def prepare(self, batch, previous):
         return previous
 
-    def launch(self, batch, previous):
+    def launch(self, batch, previous, *, masks_ready=True):
         sampled = {token.sequence.id: token.token_id for token in tokens_of(previous)}
 
         def token_at(sequence, position):
