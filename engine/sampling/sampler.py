@@ -189,7 +189,7 @@ def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
 def _takes_greatest(row: SamplingRow) -> bool:
     """Return whether a row takes the greatest of the logits that its constraint leaves."""
     request = row.group.request
-    return request.sampling.takes_greatest and (request.min_tokens == 0 or not _moves_logits(row))
+    return request.takes_greatest and (request.min_tokens == 0 or not _moves_logits(row))
 
 
 def _changes_logits(row: SamplingRow) -> bool:

@@ -65,6 +65,7 @@ class Request:
         constraint: the form of every output, or None.
         ignore_eos: whether the client asked to go on past `eos_token_ids`; a constrained output
             ends by them where nothing else can follow.
+        takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
     """
 
     session: int
@@ -84,6 +85,10 @@ class Request:
     trace_context: Mapping[str, str] = field(default_factory=dict)
     constraint: Constraint | None = None
     ignore_eos: bool = False
+    takes_greatest: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "takes_greatest", self.sampling.takes_greatest)
 
     @property
     def end_rule(self) -> EndRule:

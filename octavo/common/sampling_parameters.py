@@ -414,12 +414,7 @@ def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, An
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`.
-
-    Attributes:
-        takes_greatest: Whether the token is that of the model's greatest logit, and nothing else
-            is reported. Computed once, as every step asks each sequence.
-    """
+    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -433,12 +428,12 @@ class SamplingParams:
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    takes_greatest: bool = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def takes_greatest(self) -> bool:
+        """Whether the token is that of the greatest logit, and nothing more is reported."""
         moved = self.penalised or bool(self.logit_bias)
-        greatest = self.greedy and self.logprobs is None and not moved
-        object.__setattr__(self, "takes_greatest", greatest)
+        return self.greedy and self.logprobs is None and not moved
 
     @property
     def greedy(self) -> bool:

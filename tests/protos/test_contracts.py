@@ -57,7 +57,7 @@ def test_nothing_released_is_broken(buf):
 @pytest.mark.parametrize(
     ("file", "old", "new", "complaint"),
     [
-        ("generation.proto", "uint32 output_tokens = 3;", "uint32 output_tokens = 4;", '"3"'),
+        ("generation.proto", "uint32 output_tokens = 3;", "uint32 output_tokens = 9;", '"3"'),
         ("generation.proto", "uint32 output_tokens = 3;", "uint64 output_tokens = 3;", "uint64"),
         ("sampling.proto", "  FINISH_REASON_STOP_TOKEN = 4;\n", "", '"4"'),
         ("engine.proto", "(stream SessionRequest)", "(SessionRequest)", "streaming"),
@@ -72,7 +72,7 @@ def test_a_broken_contract_is_told(buf, changed, file, old, new, complaint):
 
 
 def test_additions_are_allowed(buf, changed):
-    more = "uint32 output_tokens = 3;\n  // Something new.\n  uint32 new_tokens = 4;"
+    more = "uint32 output_tokens = 3;\n  // Something new.\n  uint32 new_tokens = 9;"
     done = breaking(buf, changed("generation.proto", "uint32 output_tokens = 3;", more))
     assert done.returncode == 0, done.stdout
 
