@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +27,10 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 import torch
 
 from benchmarks.fixture import CONTEXT, VOCABULARY, Node, engine, make_model
+from benchmarks.processor_time import thread_times, timed
 from benchmarks.report import table
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
@@ -130,7 +130,7 @@ def without_model(path: Path) -> None:
         (EngineCore, "_report_outputs", "report"),
         (EngineCore, "_publish", "publish"),
     ):
-        setattr(owner, name, _timed(getattr(owner, name), counts, part))
+        setattr(owner, name, timed(getattr(owner, name), counts.add, part))
     step = EngineCore.step
 
     def counted(core: EngineCore) -> Any:  # noqa: ANN401
@@ -141,17 +141,6 @@ def without_model(path: Path) -> None:
         return output
 
     setattr(EngineCore, "step", counted)  # noqa: B010
-
-
-def _timed(function: Callable[..., Any], counts: Counts, part: str) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
-        began = time.perf_counter()
-        try:
-            return function(*arguments, **named)
-        finally:
-            counts.add(part, time.perf_counter() - began)
-
-    return timed
 
 
 # In the benchmark's process.
@@ -249,18 +238,20 @@ async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
         figures = Path(directory) / "figures"
         counts = Counts(figures)
         async with _engine(make_model(Path(directory)), figures, sequences, chunk) as node:
+            pid = node.pid
+            assert pid is not None
             requests = Requests(sequences, chunk=chunk > 0)
             task = asyncio.create_task(requests.run(node.address))
             while len(requests.decoding) < sequences and not task.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            before, tokens, cpu = counts.read(), requests.tokens, _thread_seconds(node.pid)
+            before, tokens, cpu = counts.read(), requests.tokens, thread_times(pid)
             began = time.perf_counter()
             await asyncio.wait([task], timeout=seconds)
             took = time.perf_counter() - began
             after, tokens, ended = (
                 counts.read(),
                 requests.tokens - tokens,
-                _thread_seconds(node.pid),
+                thread_times(pid),
             )
             if task.done():
                 task.result()
@@ -270,18 +261,9 @@ async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
     steps = max(spent["steps"], 1)
     parts = {part: spent[part] / steps for part in PARTS if part != "other"}
     parts["other"] = took / steps - sum(parts.values())
-    used = {thread: ended[thread] - cpu.get(thread, 0.0) for thread in ended}
+    used = {thread: ran - cpu.get(thread, (0.0, 0.0))[0] for thread, (ran, _) in ended.items()}
     core = used.pop(int(after["thread"]), 0.0)
     return Cost(took / steps, parts, core / steps, sum(used.values()) / steps, tokens / took)
-
-
-def _thread_seconds(pid: int | None) -> dict[int, float]:
-    """Return the CPU time of each thread of a process, by Linux's accounts."""
-    tasks = Path(f"/proc/{psutil.Process(pid).pid}/task")
-    return {
-        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
-        for task in tasks.iterdir()
-    }
 
 
 def _table(costs: dict[int, Cost]) -> str:

@@ -14,7 +14,6 @@ Linux's accounts, their mean), and the CPU time of those others.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -23,13 +22,12 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 import uvloop
 
+from benchmarks.processor_time import thread_times, timed
 from benchmarks.report import table
 from octavo import AsyncClient
 from octavo.cli.local_server import local_server
@@ -150,6 +148,10 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     stepper: Any = Stepper(parts)
     stepper.cache.check = lambda: None  # tests look at every block after every step
     spent: defaultdict[str, float] = defaultdict(float)
+
+    def add(part: str, seconds: float) -> None:
+        spent[part] += seconds
+
     for owner, name, part in (
         (parts.scheduler, "schedule", "schedule"),
         (parts.scheduler, "advance", "update"),
@@ -159,7 +161,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
         (parts.executor, "_forward", "model"),
         (parts.executor, "_most_likely", "model"),
     ):
-        setattr(owner, name, _timed(getattr(owner, name), spent, part))
+        setattr(owner, name, timed(getattr(owner, name), add, part))
     draw = random.Random(0)
     for _ in range(batch):
         prompt = [draw.randrange(256, parts.limits.vocab_size) for _ in range(PROMPT)]
@@ -187,19 +189,6 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, float]:
 
 def _live(scheduler: Any) -> list[Any]:  # noqa: ANN401
     return [*scheduler.running, *scheduler.waiting]
-
-
-def _timed(
-    function: Callable[..., Any], spent: defaultdict[str, float], part: str
-) -> Callable[..., Any]:
-    def timed(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
-        began = time.perf_counter()
-        try:
-            return function(*arguments, **named)
-        finally:
-            spent[part] += time.perf_counter() - began
-
-    return timed
 
 
 async def _serve(arguments: argparse.Namespace) -> dict[int, dict[str, float]]:
@@ -259,14 +248,12 @@ class _Streams:
 
 
 def _threads(processes: dict[str, int]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the seconds that each thread ran and waited for a core."""
-    found = {}
-    for name, process in processes.items():
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
-                found[name, int(thread.name)] = ran / 1e9, waited / 1e9
-    return found
+    """Return the times of each thread, by the process' name and its id."""
+    return {
+        (name, thread): times
+        for name, process in processes.items()
+        for thread, times in thread_times(process).items()
+    }
 
 
 if __name__ == "__main__":

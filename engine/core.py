@@ -198,7 +198,7 @@ class EngineCore:
             self._publish()
 
     def step(self) -> SamplerOutput | None:
-        """Compute one step: schedule, prepare, launch, publish, collect, update.
+        """Compute one step: schedule, prepare, publish, launch, sample, collect, update.
 
         With async scheduling, a step is launched before the tokens of the one before it are
         collected, so the device does not wait for the host: what a step computes depends on
@@ -228,8 +228,7 @@ class EngineCore:
                 self._publish()  # now: the event loop has the interpreter while the model runs
                 if not self._async_scheduling:
                     self._await_masks()  # the cores that compute them are those of the model
-                ready = not self._async_scheduling
-                model = self._executor.launch(batch, inputs, masks_ready=ready)
+                model = self._executor.launch(batch, inputs, masks_ready=not self._async_scheduling)
         if model is not None and not batch.constrained:
             launched = self._sample(model)
         output = None if previous is None else self._take(previous)

@@ -50,7 +50,7 @@ class PackedProducts(nn.Module):
         soft_cap: float | None,
         chunk: int | None,
     ) -> Tensor:
-        """Write latents to the cache and attend; see `AbsorbedProducts.attend`."""
+        """Write latents to the cache and attend; see `LatentProducts`."""
         rotated_dim = query.shape[2] - self._key_dim
         out: Tensor = torch.ops.octavo.latent_attention(
             *(query, key, self.absorbing, self.keys, self.values),

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 COMPILE_THREADS = 2
 HEAVY_SECONDS = 0.05
-"""A constraint whose trial took more processor time is compiled with what is left over."""
+"""Processor time of a trial. If it took more, the constraint is compiled at the lowest priority."""
 REFUSED_BYTES = 1024
 """What a refused constraint counts in the cache, besides its text."""
 

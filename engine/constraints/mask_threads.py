@@ -17,9 +17,9 @@ GRACE_SECONDS = 0.005
 MAX_MASK_SECONDS = 2.0
 """Processor time that a mask may take. One of a trial may take a twentieth of it."""
 SLOWEST_SECONDS = 0.01
-"""Slower masks get only what processor time is left over."""
+"""Slower masks are computed at the lowest priority."""
 TAKES_LONG_SECONDS = 0.002
-"""Processor time after which a mask that is late gets only what time is left over."""
+"""A mask that is late goes on at the lowest priority once it has taken this processor time."""
 MAX_QUICK_THREADS = 8
 MAX_STANDINS = 8
 """Threads that stand in for those which are busy with a mask that takes long."""
@@ -92,8 +92,8 @@ class MaskThreads(Generic[Owner]):
 
     Most masks take microseconds, and a step waits for those after its model has run. A mask that is
     late, or whose matcher was slow before, is computed while steps go on without its sequence.
-    Matchers that were slow have threads of their own: one of low priority, and one that gets only
-    what time is left over, for those that were slower still.
+    Matchers that were slow have threads of their own: one of low priority, and one of the lowest
+    for those that were slower still.
     """
 
     def __init__(self, on_late: Callable[[], None]) -> None:
@@ -182,7 +182,7 @@ class MaskThreads(Generic[Owner]):
             self._replace(job)
 
     def _demote_late(self) -> None:
-        """Let late masks that take long have only what time is left over."""
+        """Let late masks that take long go on at the lowest priority."""
         for job in self._running:
             if not job.awaited and not job.replaced and job.seconds > TAKES_LONG_SECONDS:
                 self._replace(job)

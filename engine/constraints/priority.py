@@ -20,13 +20,13 @@ def lower_priority() -> None:
 
 
 def run_when_idle(task: int = 0) -> None:
-    """Let a task have only what processor time is left over; it may be a child process.
+    """Give a task the lowest priority: it runs only where no other thread wants the processor.
 
-    With a low priority, a task that computes all the time still gets some milliseconds at once, by
-    which a short step is a third longer. The change cannot be undone.
+    With a priority that is merely low, a task that computes all the time still gets some
+    milliseconds at once, by which a short step is a third longer. The change cannot be undone.
 
     Args:
-        task: A process' or thread's id; 0 is the calling thread.
+        task: The id of a thread or of a child process; 0 is the calling thread.
     """
     try:
         os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))

@@ -28,7 +28,7 @@ STACK_BYTES = 2 << 20
 MEMORY_BYTES = 1 << 30
 """Most memory that a trial may take besides that of the process itself."""
 EAGER_SECONDS = 0.05
-"""After so long a trial gets only what processor time is left over."""
+"""A trial that takes longer goes on at the lowest priority."""
 WALL_FACTOR = 20
 """A trial that gets little of the processor may take this many times its limit."""
 

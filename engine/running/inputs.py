@@ -78,8 +78,7 @@ def make_inputs(
             for each in drawing:
                 drawn.append(SamplingRow(group, each, len(rows)))
             rows.append(len(tokens) - 1)
-    counts = np.diff(starts).tolist()
-    seq_lens, query_lens = np.array(ends, np.int32), np.array(counts, np.int32)
+    seq_lens, query_lens = np.array(ends, np.int32), np.diff(np.array(starts, np.int32))
     slots = [
         [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
         for group, layers in enumerate(layout.groups)
@@ -93,7 +92,7 @@ def make_inputs(
             seq_lens=lengths,
             block_tables=to_device(_tables(batch, group, released=layers.bounded), device),
             slot_mapping=laid[2 + group],
-            max_query_len=max(counts),
+            max_query_len=int(query_lens.max()),
             max_seq_len=max(ends),
             plan=planners[group](query_lens, seq_lens),
         )

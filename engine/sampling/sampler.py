@@ -188,8 +188,7 @@ def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
 
 def _takes_greatest(row: SamplingRow) -> bool:
     """Return whether a row takes the greatest of the logits that its constraint leaves."""
-    request = row.group.request
-    return request.takes_greatest and (request.min_tokens == 0 or not _moves_logits(row))
+    return row.group.request.takes_greatest and not _masks_stop_tokens(row)
 
 
 def _changes_logits(row: SamplingRow) -> bool:
@@ -198,9 +197,13 @@ def _changes_logits(row: SamplingRow) -> bool:
 
 def _moves_logits(row: SamplingRow) -> bool:
     """Return whether anything but a constraint changes a row's logits."""
-    params, constrained = row.params, row.sequence.matcher is not None
-    early = row.sequence.num_output < row.group.request.min_tokens and not constrained
-    return params.penalised or bool(params.logit_bias) or early
+    return row.params.moves_logits or _masks_stop_tokens(row)
+
+
+def _masks_stop_tokens(row: SamplingRow) -> bool:
+    """Return whether an output is too short to stop; a constraint's mask has that already."""
+    sequence, least = row.sequence, row.group.request.min_tokens
+    return least > 0 and sequence.num_output < least and sequence.matcher is None
 
 
 # Changes to the logits, in place.
@@ -263,11 +266,11 @@ class _Occurrences:
 
 
 def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
-    """Make stop tokens impossible before `min_tokens`; a constraint's mask has that already."""
+    """Make stop tokens impossible before `min_tokens`."""
     places = [
         i * logits.shape[1] + token
         for i, row in enumerate(rows)
-        if row.sequence.num_output < row.group.request.min_tokens and row.sequence.matcher is None
+        if _masks_stop_tokens(row)
         for token in row.group.request.stopping
     ]
     if places:

@@ -16,7 +16,8 @@ class ScheduledSequence(NamedTuple):
         sequence: the sequence.
         start: the first token without K/V.
         end: one past the last token to compute.
-        tables: the sequence's block table of each layer group, long enough for `end` tokens.
+        tables: the sequence's block table of each layer group, long enough for `end` tokens. They
+            are the cache's own, and change once the next step is scheduled.
         sampled: sequences whose next token is sampled from the logits of token `end - 1`:
             none within a prefill, the sequence itself at its end, all siblings where they
             share the prompt.
@@ -32,8 +33,7 @@ class ScheduledSequence(NamedTuple):
     @property
     def scored(self) -> range:
         """Tokens whose logits give prompt log-probabilities, each of the token after it."""
-        group = self.group
-        if group.request.sampling.prompt_logprobs is None or not group.wants_prompt_logprobs:
+        if not self.group.wants_prompt_logprobs:
             return range(0)
         first = max(self.start, len(self.group.prompt_logprobs))
         return range(first, min(self.end, self.sequence.num_prompt - 1))

@@ -1,4 +1,4 @@
-// Latent attention's products of each head.
+// The weights of latent attention: each head's products of queries, keys and values.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,12 @@
 // Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache has latents, from which every head
 // makes a key and a value, by two products.
 //
-// Either queries and results are multiplied instead, and attention is over latents, which are wider
-// than keys and values (absorbed); or a sequence's latents are expanded to keys and values, once for
-// all of its queries. The former has fewer products for decodes, the latter for long chunks of
-// prefills. A thread expands one head's keys and values at a time, at most kMostKeys of them, which
-// then come from its core's cache.
+// There are two ways. Absorbed: each query is multiplied by the matrix that makes keys, each result
+// by the one that makes values, and attention is over the latents, which are wider than keys and
+// values. Expanded: a sequence's latents are multiplied to keys and values, once for all of its
+// queries. Absorbed takes fewer products for decodes, expanded for long chunks of prefills. A thread
+// expands one head's keys and values at a time, at most kMostKeys of them, which then come from its
+// core's cache.
 
 #include "latent.h"
 

@@ -432,8 +432,12 @@ class SamplingParams:
     @property
     def takes_greatest(self) -> bool:
         """Whether the token is that of the greatest logit, and nothing more is reported."""
-        moved = self.penalised or bool(self.logit_bias)
-        return self.greedy and self.logprobs is None and not moved
+        return self.greedy and self.logprobs is None and not self.moves_logits
+
+    @property
+    def moves_logits(self) -> bool:
+        """Whether penalties or a bias change the logits."""
+        return self.penalised or bool(self.logit_bias)
 
     @property
     def greedy(self) -> bool:

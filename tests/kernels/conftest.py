@@ -460,3 +460,12 @@ class Harness:
 @pytest.fixture(scope="session")
 def harness() -> Harness:
     return Harness()
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads compute, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -20,18 +20,12 @@ from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.reference import rotate
 from octavo.kernels.sampling_tensors import SamplingTensors
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 fixtures_are_shared = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,10 @@ from octavo.kernels.cpu.latent import PackedLatents
 from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.metadata import AttentionMetadata
 
-pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler"),
+    pytest.mark.usefixtures("two_threads"),
+]
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -42,14 +45,6 @@ LENGTHS = {
 @pytest.fixture(scope="session")
 def native():
     return NativeKernels()
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(native, dims, lengths, *, dtype=torch.float32, block_size=16, seed=0, **options: Any):

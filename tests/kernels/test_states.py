@@ -21,6 +21,8 @@ from tests.kernels.state_batches import (
 )
 from tests.kernels.state_batches import build as build_call
 
+pytestmark = pytest.mark.usefixtures("two_threads")
+
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 PREFILL, DECODE = (40, 40), (1, 9)
 LARGE = {
@@ -29,14 +31,6 @@ LARGE = {
     "gated_delta": {"heads": 2, "shared": 2, "size": 128, "state_size": 128},
     "selective_scan": {"size": 200, "per_row": 48},
 }
-
-
-@pytest.fixture(autouse=True)
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
+    SCALES,
     Format,
     Integers,
     Settings,
     TensorHeader,
     anything,
+    group_of_inputs,
     groups_of,
     is_group_size,
+    is_left,
     is_names,
     known,
     need,
@@ -35,7 +38,6 @@ BITS = 4
 PER_WORD = 32 // BITS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output of each place of a word, from the low bits up."""
-SCALES = ("F16", "BF16", "F32")
 
 
 class Awq(Format):
@@ -64,7 +66,7 @@ class Awq(Format):
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all but the head and those that are named."""
-        return not layer.endswith("lm_head") and not any(name in layer for name in self._left)
+        return not is_left(layer, self._left)
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
         """Check the tensors of a weight; return `(outputs, inputs)`."""
@@ -83,7 +85,7 @@ class Awq(Format):
         need_finite(layer, "scales", parts["scales"])
         codes, zero = (_in_order(parts[name]).t() for name in ("qweight", "qzeros"))
         groups, inputs = len(parts["scales"]), codes.shape[1]
-        group_of = torch.arange(inputs) // (inputs // groups)
+        group_of = group_of_inputs(layer, "g_idx", None, inputs, groups)
         return Integers(codes, parts["scales"].float().t(), zero.float(), BITS, group_of)
 
 

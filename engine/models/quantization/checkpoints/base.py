@@ -12,6 +12,8 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.kernels.cpu.linear import GROUP
 
 Settings = Mapping[str, Any]
+SCALES = ("F16", "BF16", "F32")
+"""The types that scales may have, by safetensors' names."""
 NIBBLE_BITS = 5
 """Bits per 4-bit weight, with its share of a group's scale and zero point."""
 
@@ -231,6 +233,37 @@ def groups_of(layer: str, inputs: int, size: int) -> int:
         return 1
     need(inputs % size == 0, layer, f"has {inputs} inputs, which groups of {size} do not divide")
     return inputs // size
+
+
+def group_of_inputs(
+    layer: str, part: str, given: Tensor | None, inputs: int, groups: int
+) -> Tensor:
+    """Return the group of each input, `[inputs]` int64.
+
+    Args:
+        layer: The layer's name.
+        part: The part that says it.
+        given: That part, `[inputs]` int32; None: the groups are in order.
+        inputs: The number of inputs.
+        groups: The number of groups, all of one size.
+
+    Raises:
+        WeightError: The part does not say groups of that size.
+    """
+    size = inputs // groups
+    if given is None:
+        return torch.arange(inputs) // size
+    own = given.long()
+    inside = int(own.min()) >= 0 and int(own.max()) < groups
+    need(inside, layer, f"has a {part} of groups outside of 0 to {groups - 1}")
+    whole = bool((own.bincount(minlength=groups) == size).all())
+    need(whole, layer, f"has a {part} with groups of other sizes than {size}")
+    return own
+
+
+def is_left(layer: str, names: Iterable[str]) -> bool:
+    """Return whether a layer is not quantized: the head, or one that has a name in its own."""
+    return layer.endswith("lm_head") or any(name in layer for name in names)
 
 
 def in_groups(inputs: int, size: int) -> bool:

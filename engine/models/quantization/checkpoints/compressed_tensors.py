@@ -24,6 +24,7 @@ from torch import Tensor
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.quantization.checkpoints.base import (
+    SCALES,
     Floats,
     Format,
     Integers,
@@ -31,7 +32,9 @@ from octavo.engine.models.quantization.checkpoints.base import (
     StoredWeight,
     TensorHeader,
     anything,
+    group_of_inputs,
     groups_of,
+    is_group_size,
     is_names,
     known,
     need,
@@ -47,7 +50,6 @@ from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_bl
 
 PACKED = "pack-quantized"
 WHOLE = ("int-quantized", "float-quantized", "naive-quantized")
-SCALES = ("F16", "BF16", "F32")
 CLASS = "Linear"
 """The target that means all linear layers."""
 
@@ -179,7 +181,7 @@ class CompressedTensors(Format):
             scale,
             _zeros(scheme, parts, scale.shape) + scheme.offset,
             scheme.bits,
-            _group_of(layer, parts.get("weight_g_idx"), inputs, groups),
+            group_of_inputs(layer, "weight_g_idx", parts.get("weight_g_idx"), inputs, groups),
             scheme.rounds_inputs,
         )
 
@@ -317,25 +319,10 @@ def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], shape: Sequence[int]) ->
     return unpack(zeros, scheme.bits, 0)[: shape[0]].float() - scheme.offset
 
 
-def _group_of(layer: str, g_idx: Tensor | None, inputs: int, groups: int) -> Tensor:
-    """Return the group of each input."""
-    size = inputs // groups
-    if g_idx is None:
-        return torch.arange(inputs) // size
-    counts = g_idx.long().clamp_min(0).bincount(minlength=groups)
-    whole = int(g_idx.min()) >= 0 and len(counts) == groups and bool((counts == size).all())
-    need(whole, layer, f"has a weight_g_idx that is not {groups} groups of {size}")
-    return g_idx.long()
-
-
 def _times(scheme: Scheme, numbers: Tensor, scale: Tensor) -> Tensor:
     if scheme.strategy == "channel":
         return numbers * scale.reshape(-1, 1)
     return times_blocks(numbers, scale, scheme.block)
-
-
-def _is_group(value: object) -> bool:
-    return value is None or (type(value) is int and (value == -1 or value > 0))
 
 
 def _is_dense(value: Any) -> bool:  # noqa: ANN401 - of JSON
@@ -347,7 +334,7 @@ WEIGHTS = {
     "type": one_of("int", "float"),
     "symmetric": one_of(True, False),
     "strategy": one_of("tensor", "channel", "group", "block", None),
-    "group_size": _is_group,
+    "group_size": lambda value: value is None or is_group_size(value),
     "block_structure": is_block,
     "dynamic": one_of(False),
     "actorder": one_of("group", "dynamic", "weight", "static", None),

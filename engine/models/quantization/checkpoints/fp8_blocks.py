@@ -11,10 +11,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
+    SCALES,
     Floats,
     Format,
     Settings,
     TensorHeader,
+    is_left,
     is_names,
     known,
     need,
@@ -25,7 +27,6 @@ from octavo.engine.models.quantization.checkpoints.base import (
 )
 
 E4M3 = "F8_E4M3"
-SCALES = ("F32", "BF16", "F16")
 USUAL = [128, 128]
 """The size of blocks of a config that has none."""
 
@@ -54,7 +55,7 @@ class Fp8(Format):
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all but the head and those that are named."""
-        return not layer.endswith("lm_head") and not any(name in layer for name in self._left)
+        return not is_left(layer, self._left)
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
         """Return whether a weight is in FP8 or has a scale."""

@@ -9,15 +9,16 @@ outputs * bits / 32]` one of consecutive outputs, and `scales` is `[groups, outp
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
+    SCALES,
     Format,
     Integers,
     Settings,
     TensorHeader,
     anything,
+    group_of_inputs,
     groups_of,
     is_group_size,
     is_names,
@@ -32,7 +33,6 @@ from octavo.engine.models.quantization.checkpoints.base import (
     unsupported,
 )
 
-SCALES = ("F16", "BF16", "F32")
 SHIFTED = 1
 """What version 1 subtracts from zeros."""
 
@@ -108,20 +108,8 @@ class Gptq(Format):
             parts["scales"].float().t(),
             stored.float().t() + self._shift,
             self._bits,
-            self._groups(layer, parts.get("g_idx"), inputs, groups),
+            group_of_inputs(layer, "g_idx", parts.get("g_idx"), inputs, groups),
         )
-
-    def _groups(self, layer: str, g_idx: Tensor | None, inputs: int, groups: int) -> Tensor:
-        """Return the group of each input."""
-        size = inputs // groups
-        if g_idx is None:
-            return torch.arange(inputs) // size
-        own = g_idx.long()
-        inside = int(own.min()) >= 0 and int(own.max()) < groups
-        need(inside, layer, f"has a g_idx of groups outside of 0 to {groups - 1}")
-        whole = bool((own.bincount(minlength=groups) == size).all())
-        need(whole, layer, f"has a g_idx with groups of other sizes than {size}")
-        return own
 
 
 VERSIONS = ("checkpoint_format", "format")

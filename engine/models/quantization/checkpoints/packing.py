@@ -134,7 +134,8 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         return None
     order = weight.group_of.argsort(stable=True)
     in_order = bool((order[1:] > order[:-1]).all())
-    # Around the middle, so that zeros are small, which rounds them less.
+    # Codes and zero points are shifted together, so that zero points are near 0: bfloat16 rounds
+    # small numbers less.
     shift = MIDDLE - (1 << (weight.bits - 1))
     codes = (weight.codes if in_order else weight.codes[:, order]) + shift
     repeats = inputs // groups // GROUP

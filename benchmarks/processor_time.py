@@ -1,0 +1,42 @@
+"""Where the time of a process goes: by thread, and by function."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def thread_times(process: int) -> dict[int, tuple[float, float]]:
+    """Return the seconds that each thread ran and waited for a core, by Linux's accounts.
+
+    Args:
+        process: its id.
+    """
+    found = {}
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
+            found[int(thread.name)] = ran / 1e9, waited / 1e9
+    return found
+
+
+def timed(
+    function: Callable[..., Any], add: Callable[[str, float], None], part: str
+) -> Callable[..., Any]:
+    """Return a function that does the same, and adds the seconds of each call to a part.
+
+    Args:
+        function: the function.
+        add: called with the part and the seconds.
+        part: what the function is part of.
+    """
+
+    def call(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401
+        began = time.perf_counter()
+        try:
+            return function(*arguments, **named)
+        finally:
+            add(part, time.perf_counter() - began)
+
+    return call
