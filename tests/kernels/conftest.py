@@ -14,11 +14,21 @@ import torch
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
+from octavo.kernels.activation import KINDS, Activation
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 # Powers of two: what an fp8 cache holds, any dtype holds exactly.
 KEY_SCALE, VALUE_SCALE = 0.5, 0.125
+activations = st.builds(
+    Activation,
+    kind=st.sampled_from(sorted(KINDS)),
+    gated=st.booleans(),
+    alpha=st.sampled_from([1.0, 1.702]),
+    limit=st.sampled_from([0.0, 0.5]),
+    offset=st.sampled_from([0.0, 1.0]),
+)
+"""Every field is drawn here: from the types alone, Hypothesis would draw numbers such as NaN."""
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 

@@ -12,24 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
-from octavo.kernels.activation import KINDS, Activation
+from octavo.kernels.activation import Activation
 from octavo.kernels.cpu import experts as native
 from octavo.kernels.cpu.experts import ExpertKernels, PackedProduct
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
+from tests.kernels.conftest import activations
 from tests.kernels.test_linear import SOURCES, X86, for_x86
-
-activations = st.builds(
-    Activation,
-    kind=st.sampled_from(sorted(KINDS)),
-    gated=st.just(False),
-) | st.builds(
-    Activation,
-    kind=st.sampled_from(sorted(KINDS)),
-    gated=st.just(True),
-    alpha=st.sampled_from([1.0, 1.702]),
-    limit=st.sampled_from([0.0, 0.5]),
-    offset=st.sampled_from([0.0, 1.0]),
-)
 
 
 @dataclass(frozen=True)

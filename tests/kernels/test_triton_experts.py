@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import reference
-from octavo.kernels.activation import KINDS, Activation
+from tests.kernels.conftest import activations
 
 triton = pytest.importorskip("triton")
 
@@ -22,16 +22,6 @@ if not INTERPRETED:
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ]
-
-activations = st.builds(Activation, kind=st.sampled_from(sorted(KINDS)), gated=st.just(False))
-activations |= st.builds(
-    Activation,
-    kind=st.sampled_from(sorted(KINDS)),
-    gated=st.just(True),
-    alpha=st.sampled_from([1.0, 1.702]),
-    limit=st.sampled_from([0.0, 0.5]),
-    offset=st.sampled_from([0.0, 1.0]),
-)
 
 
 @given(

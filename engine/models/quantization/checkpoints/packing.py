@@ -125,7 +125,9 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         return None
     groups, inputs = weight.scale.shape[1], weight.codes.shape[1]
     if weight.bits == 8:
-        as_bytes = weight.rounds_inputs and groups == 1 and bool((weight.zero == 128).all())
+        as_bytes = (
+            weight.rounds_inputs and groups == 1 and bool((weight.zero == ZERO_OF_BYTES).all())
+        )
         if not as_bytes:
             return None
         codes = (weight.codes.short() - ZERO_OF_BYTES).to(torch.int8)
