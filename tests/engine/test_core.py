@@ -106,13 +106,18 @@ class Running:
         self.thread.start()
 
     def wait_idle(self):
-        session = next(self.sessions)
-        self.core.send(OpenSession(session))
-        self.heard.wait(lambda: session in self.heard.opened)  # so all before it are handled
+        self._wait_handled()
         self.heard.wait(lambda: self.core.idle)
+        self._wait_handled()  # the last step's events are published before it
         cache = self.parts.scheduler.cache
         cache.check()
         cache.check_idle()
+
+    def _wait_handled(self):
+        """Wait until all commands sent before are handled."""
+        session = next(self.sessions)
+        self.core.send(OpenSession(session))
+        self.heard.wait(lambda: session in self.heard.opened)
 
     def outcome(self, name):
         return self.metrics.registry.get_sample_value(

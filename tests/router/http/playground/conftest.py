@@ -40,6 +40,16 @@ class Playground:
         await self.page.fill("#prompt", text)
         await self.page.press("#prompt", "Enter")
 
+    async def enter(self, name: str, value: str) -> None:
+        """Type `value` into a setting, which may be folded away."""
+        await self.page.locator(f"#{name}").evaluate(
+            """(field, value) => {
+                field.value = value;
+                field.dispatchEvent(new Event("input", { bubbles: true }));
+            }""",
+            value,
+        )
+
     async def answered(self, count: int = 1) -> None:
         """Wait until `count` answers are there and complete."""
 

@@ -76,7 +76,7 @@ async def test_a_refused_field_is_shown_and_marked(playground, scripted):
     async with playground(scripted("abc")) as shown:
         page = shown.page
         await page.fill("#prompt", "hi")
-        await page.locator("#top_p").evaluate("(field) => (field.value = '2')")
+        await shown.enter("top_p", "2")
         await page.press("#prompt", "Enter")  # the browser's own check opens the settings
         await page.wait_for_selector("#settings[open]")
         assert await shown.count(".answer") == 0
@@ -134,12 +134,12 @@ async def test_a_batch_shows_its_problem_once(playground, scripted):
         await page.click("[data-mode=batch]")
         await page.fill("#prompt", "one\ntwo\nthree")
         await page.evaluate("document.querySelector('#composer').noValidate = true")
-        await page.locator("#temperature").evaluate("(field) => (field.value = '-1')")
+        await shown.enter("temperature", "-1")
         await page.click("#send")
         await shown.answered(3)
         assert await shown.count(".problem") == 1
         assert "temperature must be in" in await shown.text(".problem .message")
-        await page.locator("#temperature").evaluate("(field) => (field.value = '1')")
+        await shown.enter("temperature", "1")
         await page.click(".problem .retry")
         await shown.until_text("#answers-batch .answer:nth-of-type(3) .text", "abc")
         assert await shown.count(".problem") == 0
@@ -149,10 +149,10 @@ async def test_a_failed_turn_is_left_out_of_the_chat(playground, scripted, encod
     engine = scripted("abc")
     async with playground(engine) as shown:
         await shown.page.evaluate("document.querySelector('#composer').noValidate = true")
-        await shown.page.locator("#top_p").evaluate("(field) => (field.value = '2')")
+        await shown.enter("top_p", "2")
         await shown.ask("one")
         await shown.answered()
-        await shown.page.locator("#top_p").evaluate("(field) => (field.value = '1')")
+        await shown.enter("top_p", "1")
         await shown.ask("two")
         await shown.answered(2)
         chat = "<s>user:two<s>assistant:"
