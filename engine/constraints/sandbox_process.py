@@ -85,7 +85,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is the engine's to handle
+            process_group=0,  # Ctrl-C is the engine's to handle
         )
         assert process.stdin is not None
         table = {
