@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from octavo.engine.constraints.compiler import CompileCounters
 from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
+from octavo.engine.ranks.times import Times
 from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.preemption import Counters
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -79,6 +80,12 @@ class EngineMetrics:
         self.late_masks = counter(
             "late_masks", "Masks that were not ready for the next step, which went on without."
         )
+        self.ranks = gauge("ranks", "Processes that each hold a part of the model; 1 holds all.")
+        self.rank_seconds = gauge(
+            "rank_seconds",
+            "Seconds since the start that rank 0 spent on other ranks: broadcast, reduce, gather.",
+            "what",
+        )
         self.sessions = gauge("sessions", "Routers connected.")
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
@@ -117,6 +124,12 @@ class EngineMetrics:
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
         self.batch_sequences.set(len(batch.sequences))
+
+    def show_rank_times(self, times: Times) -> None:
+        """Make the gauge of times read those of rank 0 when it is scraped."""
+        self.rank_seconds.labels("broadcast").set_function(lambda: times.broadcast)
+        self.rank_seconds.labels("reduce").set_function(lambda: times.reduce)
+        self.rank_seconds.labels("gather").set_function(lambda: times.gather)
 
     def observe_constraints(self, counters: CompileCounters) -> None:
         """Count what was compiled since the last call."""

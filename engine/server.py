@@ -2,8 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
+from octavo.engine.capacity import StartupError
 from octavo.engine.commands import Drain, Stop
 from octavo.engine.core import EngineCore
 from octavo.engine.heartbeat import watch
 from octavo.engine.loading_service import LoadingEngineService
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.ranks.place import Place, RankError
+from octavo.engine.ranks.processes import RankProcesses, started_ranks
 from octavo.engine.service import EngineService
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import Parts, build
@@ -82,14 +85,20 @@ async def serve(
     try:
         # The ports come first: that one is taken is known before the model takes minutes.
         address = _listen(server, settings, socket)
-        with serve_metrics(
-            metrics.registry,
-            settings.host,
-            settings.metrics_port,
-            fallback="metrics_port" not in settings.model_fields_set,
+        with (
+            serve_metrics(
+                metrics.registry,
+                settings.host,
+                settings.metrics_port,
+                fallback="metrics_port" not in settings.model_fields_set,
+            ),
+            _started_ranks(settings) as (place, ranks),
         ):
             await server.start()
-            parts = await _unless_stopped(thread.call(_build, settings), stopping, stopped_by)
+            building = thread.call(_build, settings, place)
+            parts = await _unless_stopped(building, stopping, stopped_by)
+            if ranks is not None:
+                ranks.ready()
             loading.loaded = service = EngineService(settings, parts, metrics, tracing)
             beats = watch(
                 service.core,
@@ -109,6 +118,10 @@ async def serve(
                     await _until_stopped(stopping, core, heartbeat, server)
                     await set_serving(health, ["", SERVICE], serving=False)
                     await _drain(service.core, settings.drain_timeout)
+                if parts.leader is not None:
+                    if ranks is not None:
+                        ranks.begin_to_stop()
+                    await thread.call(parts.leader.stop)
             finally:  # whatever ended it, sessions send what the core published last
                 service.close()
                 await server.stop(grace=1.0)
@@ -119,9 +132,28 @@ async def serve(
     log.info("engine stopped")
 
 
-def _build(settings: EngineSettings) -> Parts:
+@contextmanager
+def _started_ranks(
+    settings: EngineSettings,
+) -> Iterator[tuple[Place | None, RankProcesses | None]]:
+    """Start the other ranks for a block; see `started_ranks`.
+
+    Raises:
+        StartupError: A launcher's variables do not fit the setting.
+    """
+    given = settings.model_dump_json(exclude_unset=True)
+    try:
+        with started_ranks(settings.tensor_parallel_size, given) as ranks:
+            yield ranks
+    except RankError as error:
+        raise StartupError(str(error)) from error
+
+
+def _build(settings: EngineSettings, place: Place | None) -> Parts:
     """Load the model, and pin the threads that will compute to their cores."""
-    parts = build(settings)
+    parts = build(settings, place)
+    if parts.leader is not None:
+        parts.leader.watch()
     places = parts.threads.places
     if parts.device == "cpu" and cpu.pin_threads(places):
         log.info("threads pinned", cpus=[format_list(place) for place in places])

@@ -60,6 +60,9 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 "kernels": parts.kernels,
             }
         )
+        metrics.ranks.set(parts.ranks)
+        if parts.leader is not None:
+            metrics.show_rank_times(parts.leader.world.times)
         loop = asyncio.get_running_loop()
         bridge = ThreadBridge(loop, self._add_prefixes, self._add_events, self._fail_sessions)
         tracer = RequestTracer(tracing.tracer, settings.model_name)
@@ -133,6 +136,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             cpus=format_list(parts.threads.cpus),
             numa_nodes=parts.threads.nodes,
             layer_groups=map(to_message, budget.groups),
+            ranks=parts.ranks,
         )
 
     def close(self) -> None:

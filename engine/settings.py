@@ -46,6 +46,19 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         " cuda is an NVIDIA GPU, or an AMD GPU with PyTorch's build for ROCm; it is untried: Octavo"
         " has not run on a GPU yet.",
     )
+    tensor_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Ranks that each hold a part of the model and of the KV cache, as processes of"
+        " their own. The engine starts them on this machine, unless torchrun or another launcher"
+        " that sets RANK and WORLD_SIZE has. More than 1 runs uncompiled.",
+    )
+    rank_timeout: float = Field(
+        8.0,
+        ge=2,
+        description="Seconds that a rank may be silent before the engine ends with an error.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto",
         description="Data type of the weights. auto: the model's, if the device supports it well.",
@@ -160,6 +173,15 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError(
                 f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
                 f" ({seqs}): every running sequence decodes a token per step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_run_uncompiled(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.compile == "wait":
+            raise ValueError(
+                "--compile wait does not work with --tensor-parallel-size"
+                f" {self.tensor_parallel_size}: ranks run uncompiled; use --compile auto or off"
             )
         return self
 

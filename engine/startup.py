@@ -21,6 +21,7 @@ from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.common.topology import format_list, read_nodes
 from octavo.engine import generation_config
 from octavo.engine.capacity import (
+    StartupError,
     batch_size,
     count_blocks,
     count_swap_blocks,
@@ -39,8 +40,12 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
     peak_memory,
 )
+from octavo.engine.models.device import choose_device
+from octavo.engine.ranks.place import Place as RankPlace
+from octavo.engine.ranks.world import World, join
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
+from octavo.engine.running.ranks import Leader
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
@@ -73,6 +78,7 @@ class Parts:
         threads: The threads that compute on a CPU.
         read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
             constrained.
+        leader: Tells the other ranks what to do; None if there are none.
     """
 
     scheduler: Scheduler
@@ -89,10 +95,20 @@ class Parts:
     defaults: Defaults
     threads: Threads
     read_tokens: Callable[[], TokenTable] | None
+    leader: Leader | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold a part of the model."""
+        return 1 if self.leader is None else self.leader.world.size
 
 
-def build(settings: EngineSettings) -> Parts:
+def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """Load the model, allocate the KV cache, and warm up.
+
+    Args:
+        settings: The engine's settings.
+        place: Which rank this is, of several; rank 0.
 
     Raises:
         StartupError: The settings do not fit each other, the model or the machine.
@@ -101,11 +117,13 @@ def build(settings: EngineSettings) -> Parts:
         OSError: There is no such model.
     """
     began = time.perf_counter()
-    threads = _set_threads()
+    threads = set_threads(place)
     model = resolve(settings.model)
     check_checkpoint(Path(model))
     has_tokenizer = _has_tokenizer(Path(model))
-    loaded = load_step(settings, model)
+    world = None if place is None else join_ranks(settings, place)
+    leader = None if world is None else Leader(world)
+    loaded = load_step(settings, model, world)
     log.info(
         "model loaded",
         model=settings.model,
@@ -118,21 +136,22 @@ def build(settings: EngineSettings) -> Parts:
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     # At most one block more in each group, as the largest batch has two sequences.
     least = sum(layout.sequence_blocks(tokens)) + len(layout.groups)
-    probe = Executor(loaded, _allocate(layout, loaded, least, 0))
+    probe = Executor(loaded, _allocate(layout, loaded, least, 0, leader), leader)
     _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
     taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
     del probe
-    reserved = loaded.reserved_bytes
-    num_swap_blocks = count_swap_blocks(settings, block_bytes, reserved)
-    num_blocks = count_blocks(settings, loaded.device, block_bytes, num_swap_blocks, taken=taken)
+    num_blocks, num_swap_blocks = count_pool(settings, loaded, block_bytes, taken, place)
+    if leader is not None:
+        num_blocks, num_swap_blocks = leader.count(num_blocks, num_swap_blocks)
     budget = BlockBudget(num_blocks, layout.groups, batched)
     most = loaded.shape.max_position
     max_model_len = longest_sequence(settings, most, budget)
     if settings.max_model_len is None and max_model_len < most:
         log.warning("context limited by the cache", model=most, max_model_len=max_model_len)
-    executor = Executor(loaded, _allocate(layout, loaded, num_blocks, num_swap_blocks))
+    cache_tensors = _allocate(layout, loaded, num_blocks, num_swap_blocks, leader)
+    executor = Executor(loaded, cache_tensors, leader)
     executor.warm_up(max_model_len)
-    if loaded.device.type == "cuda" and settings.cuda_graphs:
+    if loaded.device.type == "cuda" and settings.cuda_graphs and leader is None:
         _record_decodes(executor, max_num_seqs, max_model_len)
     log.info(
         "cache ready",
@@ -183,7 +202,66 @@ def build(settings: EngineSettings) -> Parts:
         read_tokens=partial(read_tokens, Path(model), shape.vocab_size, shape.eos_token_ids)
         if limits.constraints
         else None,
+        leader=leader,
     )
+
+
+def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
+    """Join the other ranks of an engine.
+
+    Raises:
+        StartupError: They cannot be reached, or the device cannot have several ranks.
+    """
+    device = choose_device(settings.device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise StartupError(
+            "--device cpu with several ranks needs a process that sees no GPU: set"
+            " CUDA_VISIBLE_DEVICES to nothing"
+        )
+    if device.type == "cuda" and place.local_size > torch.cuda.device_count():
+        raise StartupError(
+            f"this machine has {torch.cuda.device_count()} GPUs for {place.local_size} ranks: lower"
+            " --tensor-parallel-size, or start ranks on more machines"
+        )
+    try:
+        world = join(place, device, watch_seconds=settings.rank_timeout)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(f"the ranks do not find each other: {error}") from error
+    log.info("ranks joined", rank=place.rank, ranks=place.size)
+    return world
+
+
+def count_pool(
+    settings: EngineSettings,
+    loaded: LoadedStep,
+    block_bytes: int,
+    taken: int,
+    place: RankPlace | None = None,
+) -> tuple[int, int]:
+    """Return the blocks on the device and in swap space that this process has room for.
+
+    Args:
+        settings: The engine's settings; sizes in bytes are of all ranks together.
+        loaded: The model, or this rank's part.
+        block_bytes: Bytes per block, or of this rank's part of one.
+        taken: Bytes that the cache cannot use.
+        place: Which rank this is, of several.
+
+    Raises:
+        StartupError: They do not fit.
+    """
+    own, ranks_here = settings, 1
+    if place is not None:
+        gib = {"cache_memory": settings.cache_memory, "swap_space": settings.swap_space}
+        shares = {name: size / place.size for name, size in gib.items() if size is not None}
+        own, ranks_here = settings.model_copy(update=shares), place.local_size
+    swap = count_swap_blocks(own, block_bytes, loaded.reserved_bytes)
+    if settings.swap_space is None:  # a share of memory that the ranks of a machine have in common
+        swap //= ranks_here
+    blocks = count_blocks(own, loaded.device, block_bytes, swap, taken=taken)
+    if settings.num_blocks is None and settings.cache_memory is None:
+        blocks = blocks // ranks_here if loaded.device.type == "cpu" else blocks
+    return blocks, swap
 
 
 def _has_tokenizer(model: Path) -> bool:
@@ -212,11 +290,16 @@ def _warnings(device: torch.device) -> tuple[str, ...]:
     return () if warning is None else (warning,)
 
 
-def _set_threads() -> Threads:
-    """Make PyTorch compute with the threads that suit this process' cores; return them."""
-    threads = choose_threads(
-        read_nodes(), resources.cpu_quota(), os.environ, torch.get_num_threads()
-    )
+def set_threads(place: RankPlace | None = None) -> Threads:
+    """Make PyTorch compute with the threads that suit this process' cores; return them.
+
+    Args:
+        place: Which rank this is, of several that divide the machine's cores.
+    """
+    nodes, quota = read_nodes(), resources.cpu_quota()
+    if place is not None:
+        nodes, quota = place.share_of(nodes), quota / place.local_size
+    threads = choose_threads(nodes, quota, os.environ, torch.get_num_threads())
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
     log.info(
@@ -229,8 +312,21 @@ def _set_threads() -> Threads:
 
 
 def _allocate(
+    layout: CacheLayout,
+    loaded: LoadedStep,
+    num_blocks: int,
+    num_swap_blocks: int,
+    leader: Leader | None,
+) -> CacheTensors:
+    if leader is not None:
+        leader.allocate(num_blocks, num_swap_blocks)
+    return allocate(layout, loaded, num_blocks, num_swap_blocks)
+
+
+def allocate(
     layout: CacheLayout, loaded: LoadedStep, num_blocks: int, num_swap_blocks: int
 ) -> CacheTensors:
+    """Return the cache's tensors, or this rank's part of them."""
     return CacheTensors(
         layout,
         num_blocks=num_blocks,
@@ -297,7 +393,7 @@ def _memory_taken(
     if loaded.device.type != "cuda":
         return loaded.reserved_bytes
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
-    if not settings.cuda_graphs:
+    if not settings.cuda_graphs or settings.tensor_parallel_size > 1:
         return taken
     most = settings.max_model_len or loaded.shape.max_position
     blocks = memory_of(loaded.device).total // block_bytes

@@ -23,7 +23,9 @@ from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.device import choose_device
+from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.ranks.world import World
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.integrity import UntrustedFileError, check_trusted
 from octavo.kernels.ops import device_warning
@@ -82,7 +84,7 @@ class LoadedStep:
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled now."""
-        return not isinstance(self.step, EagerStep)
+        return not isinstance(self.step, EagerStep | RankStep)
 
     @property
     def eager_steps(self) -> int:
@@ -91,12 +93,14 @@ class LoadedStep:
         return count
 
 
-def load_step(settings: EngineSettings, model: str) -> LoadedStep:
+def load_step(settings: EngineSettings, model: str, world: World | None = None) -> LoadedStep:
     """Load a model, or its compiled step.
 
     Args:
         settings: The engine's settings.
         model: Its directory.
+        world: The ranks that hold the model, all of which call this; they run it uncompiled.
+            Default: this process alone.
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model, or not with these settings.
@@ -111,7 +115,7 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         settings.max_model_len,
     )
     device = choose_device(settings.device)
-    compiles = _compiles_ahead(settings, device) and _trusts_cache()
+    compiles = world is None and _compiles_ahead(settings, device) and _trusts_cache()
     artifact = locate(recipe) if compiles else None
     if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
         return compiled
@@ -131,7 +135,10 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
+        world=world,
     )
+    if world is not None:
+        log.info("this rank's part loaded", gib=round(_size(loaded.model) / GIB, 3))
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
@@ -147,6 +154,16 @@ def load_step(settings: EngineSettings, model: str) -> LoadedStep:
     if compiler and settings.compile == "wait":
         compiler.join()
     eager = EagerStep(loaded.model)
+    if world is not None:
+        return LoadedStep(
+            loaded.shape,
+            loaded.dtype,
+            loaded.cache_dtype,
+            loaded.kv_scales,
+            loaded.device,
+            None,
+            RankStep(eager, world, loaded.shape.vocab_size),
+        )
     jit = loaded.device.type == "cuda" and settings.compile != "off"
     step = compiled_for_gpu(eager, loaded.device, loaded.check) if jit else eager
     return LoadedStep(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,23 @@ from octavo.engine.models.linear.plain_linears import (
     replace_conv1d,
 )
 from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.checkpoints.reader import (
+    QuantizedCheckpoint,
     load_weights,
     log_widened,
     open_checkpoint,
     read_config,
 )
 from octavo.engine.models.rope import fix_rope
-from octavo.engine.models.step import EagerStep
+from octavo.engine.models.sharding.load_shard import load_shard
+from octavo.engine.models.sharding.plan import check_splittable, make_plan
+from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.models.sharding.whole_reference import whole_reference
+from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.ranks.world import World
 from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
 
@@ -139,8 +147,9 @@ def load(
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
+    world: World | None = None,
 ) -> LoadedModel:
-    """Load a model and run the self-check.
+    """Load a model, or this rank's part of it, and run the self-check.
 
     Args:
         path: A directory or a hub name.
@@ -150,6 +159,7 @@ def load(
         quantization: Likewise.
         kv_cache_dtype: Likewise.
         max_model_len: Likewise.
+        world: The ranks that hold the model, all of which call this. Default: this process alone.
 
     Raises:
         SelfCheckError: The model's logits are not those of transformers' own forward pass.
@@ -165,14 +175,7 @@ def load(
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
-        model = load_weights(
-            path,
-            config,
-            checkpoint,
-            dtype=kind,
-            attn_implementation="eager",  # which all classes have
-            device_map=target,
-        )
+        model = _read(path, config, checkpoint, world, dtype=kind, device=target)
     model.train(mode=False)
     replace_attention(model)
     with _as_unsupported(path):
@@ -181,31 +184,25 @@ def load(
         if scheme is not None:
             own = None if checkpoint is None else checkpoint.format
             _check_quantizable(model, path, quantization, target, own)
+        if world is not None:
+            check_splittable(shape, plain_cache=cache_kind == kind)
         routing = ModuleRouting(model)
-        with attention_of(model, reference_attention(config)):
-            expected = reference(model, shape, routing)
+        step: Step = EagerStep(model)
+        if world is None:
+            with attention_of(model, reference_attention(config)):
+                expected = reference(model, shape, routing)
+        else:
+            fix = partial(_fix_context, max_model_len=max_model_len)
+            expected = whole_reference(path, config, kind, shape, world, prepare=fix)
+            step = RankStep(step, world, shape.vocab_size, everywhere=True)
         absorb_expansions(model)
         if kind != torch.float32 or scheme is not None or checkpoint is not None:
-            check_in_float32(model, expected, shape, target, block_size=block_size, routing=routing)
+            check_in_float32(
+                model, step, expected, shape, target, block_size=block_size, routing=routing
+            )
         tolerance = 0.0
         if target.type == "cpu":
-            # Imported here because it loads the CPU kernels.
-            from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
-            from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
-            from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
-            from octavo.engine.models.quantization.checkpoints.packing import (  # noqa: PLC0415
-                pack_checkpoint,
-            )
-
-            replace_conv1d(model)
-            if scheme is not None:
-                scheme.quantize(model, shape, path)
-                tolerance = scheme.tolerance
-            if checkpoint is not None:
-                tolerance = pack_checkpoint(model, checkpoint)
-            pack_linears(model)
-            pack_experts(model)
-            pack_latents(model)
+            tolerance = _pack(model, shape, path, scheme, checkpoint)
         else:
             if checkpoint is not None:
                 log_widened(checkpoint, 0, kind)
@@ -225,7 +222,7 @@ def load(
             kv_scales=kv_scales,
             routing=routing,
         )
-        check(EagerStep(model))
+        check(step)
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)
 
 
@@ -268,6 +265,67 @@ def load_empty(
         if find_scheme(quantization) is not None:
             _check_quantizable(model, path, quantization, target, own)
     return EmptyModel(model, shape, kind, cache_kind, target, own)
+
+
+def _read(
+    path: str,
+    config: PreTrainedConfig,
+    checkpoint: QuantizedCheckpoint | None,
+    world: World | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Read a model's weights, or this rank's part of them.
+
+    Raises:
+        UnsupportedModelError: They cannot be split over the ranks.
+    """
+    if world is None:
+        model: PreTrainedModel = load_weights(
+            path,
+            config,
+            checkpoint,
+            dtype=dtype,
+            attn_implementation="eager",  # which all classes have
+            device_map=device,
+        )
+        return model
+    if checkpoint is not None:
+        raise UnsupportedModelError(
+            f"{path} has quantized weights ({checkpoint.format.description}), which are not split"
+            " over ranks yet: use --tensor-parallel-size 1"
+        )
+    return load_shard(path, config, dtype, make_plan(config, world.size), world)
+
+
+def _pack(
+    model: PreTrainedModel,
+    shape: ModelShape,
+    path: str,
+    scheme: Scheme | None,
+    checkpoint: QuantizedCheckpoint | None,
+) -> float:
+    """Quantize a model's weights, lay them out for the CPU kernels and return the tolerance."""
+    # Imported here because it loads the CPU kernels.
+    from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
+    from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
+    from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
+    from octavo.engine.models.quantization.checkpoints.packing import (  # noqa: PLC0415
+        pack_checkpoint,
+    )
+
+    tolerance = 0.0
+    replace_conv1d(model)
+    if scheme is not None:
+        scheme.quantize(model, shape, path)
+        tolerance = scheme.tolerance
+    if checkpoint is not None:
+        tolerance = pack_checkpoint(model, checkpoint)
+    pack_linears(model)
+    pack_experts(model)
+    pack_latents(model)
+    return tolerance
 
 
 @contextmanager
@@ -342,9 +400,7 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         NotImplementedError: No kernel computes its attention.
     """
     config: Any = model.config.get_text_config(decoder=True)
-    context = _context(config)
-    if context is not None:
-        context = fix_rope(model, context, max_model_len)
+    context = _fix_context(model, max_model_len)
     layers, states = probe(model, MAX_POSITIONS if context is None else context)
     if context is None:
         if layers:
@@ -357,6 +413,12 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
         eos_token_ids=_eos_token_ids(model),
         states=states,
     )
+
+
+def _fix_context(model: PreTrainedModel, max_model_len: int | None) -> int | None:
+    """Fix a model's rotary frequencies; return its context, None if its config does not say it."""
+    context = _context(model.config.get_text_config(decoder=True))
+    return None if context is None else fix_rope(model, context, max_model_len)
 
 
 def _context(config: Any) -> int | None:  # noqa: ANN401 - has no such declared field

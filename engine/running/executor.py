@@ -14,16 +14,17 @@ from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
+from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.running.cuda_graphs import DecodeGraphs, Record, graph_memory, graph_sizes
-from octavo.engine.running.inputs import StepInputs, idle_inputs, make_inputs
+from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
 from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.running.ranks import Leader
 from octavo.engine.sampling.sampler import (
     PendingTokens,
     Report,
     continue_beams,
     masks_of,
     sample,
-    take_greatest,
 )
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -59,8 +60,18 @@ class Executor:
         cache: the cache's tensors.
     """
 
-    def __init__(self, loaded: LoadedStep, cache: CacheTensors) -> None:
+    def __init__(
+        self, loaded: LoadedStep, cache: CacheTensors, leader: Leader | None = None
+    ) -> None:
+        """Set up the executor.
+
+        Args:
+            loaded: the model, or this rank's part of it.
+            cache: the cache's tensors.
+            leader: tells other ranks what to compute, if there are any.
+        """
         self.cache = cache
+        self._leader = leader
         self._loaded = loaded
         self._device = loaded.device
         self._decodes: DecodeGraphs | None = None
@@ -69,8 +80,11 @@ class Executor:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the step is computed."""
-        return self._device.type == "cuda"
+        """Whether `launch` returns before the step is computed.
+
+        Not with several ranks: the others would not have the tokens of the step before.
+        """
+        return self._device.type == "cuda" and self._leader is None
 
     @torch.inference_mode()
     def prepare(self, batch: Batch, previous: PendingStep | None = None) -> StepInputs | None:
@@ -84,12 +98,18 @@ class Executor:
         Returns:
             The step's inputs; None for a batch that only copies blocks.
         """
-        self.cache.apply(batch.transfers)
         if not batch.sequences:
+            if self._leader is not None:
+                self._leader.copy(batch.transfers)
+            self.cache.apply(batch.transfers)
             return None
-        inputs = make_inputs(
+        arrays, inputs = make_inputs(
             batch, layout=self.cache.layout, device=self._device, planners=self._planners
         )
+        if self._leader is not None:
+            wants_tokens = self._wants_tokens(batch, inputs, masks_ready=False)
+            self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
+        self.cache.apply(batch.transfers)
         if previous is not None:
             previous.fill_placeholders(batch, inputs.token_ids)
         return inputs
@@ -111,8 +131,7 @@ class Executor:
         """
         if inputs is None:
             return LaunchedModel(batch, None)
-        only_greatest = not (inputs.beams or inputs.scored) and take_greatest(inputs.sampled)
-        if only_greatest and (masks_ready or not batch.constrained):
+        if self._wants_tokens(batch, inputs, masks_ready=masks_ready):
             token_ids = self._most_likely(inputs)
             if token_ids is not None:
                 return LaunchedModel(batch, inputs, token_ids=token_ids)
@@ -146,8 +165,11 @@ class Executor:
     def device_lost(self) -> bool:
         """Return whether the device cannot compute any more, as after some errors of a GPU.
 
-        Such an error is sticky: every later call in this process fails with it.
+        Such an error is sticky: every later call in this process fails with it. With several
+        ranks every error is: the others may be in the middle of the step.
         """
+        if self._leader is not None:
+            return True
         if self._device.type != "cuda":
             return False
         try:
@@ -186,12 +208,11 @@ class Executor:
             max_model_len: most tokens of a sequence.
         """
         for query_lens in ([1], [1, 2]):
-            inputs = idle_inputs(
-                np.array(query_lens, np.int32),
-                longest=max_model_len,
-                layout=self.cache.layout,
-                device=self._device,
-                planners=self._planners,
+            arrays = idle_arrays(query_lens, self.cache.layout)
+            if self._leader is not None:
+                self._leader.run(Transfers(), arrays, most_likely=False)
+            inputs = to_inputs(
+                arrays, device=self._device, planners=self._planners, longest=max_model_len
             )
             logits = self._forward(inputs).float()
             draw_tokens(
@@ -199,7 +220,10 @@ class Executor:
                 SamplingTensors.greedy(len(logits))._replace(temperatures=np.ones(len(logits))),
             )
         if len(self.cache.device) > 1:
-            self.cache.apply(Transfers(copies=[(0, 1)]))
+            first = Transfers(copies=[(0, 1)])
+            if self._leader is not None:
+                self._leader.copy(first)
+            self.cache.apply(first)
         self._eager_before = self._loaded.eager_steps  # the lone decode
 
     @torch.inference_mode()
@@ -259,14 +283,24 @@ class Executor:
         with self._attending(inputs):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
+    def _wants_tokens(self, batch: Batch, inputs: StepInputs, *, masks_ready: bool) -> bool:
+        """Return whether a step is for tokens, not for logits.
+
+        With several ranks, rank 0 says so before the masks are ready; the others have no masks.
+        """
+        masked = masks_ready and self._leader is None
+        return inputs.take_greatest and (masked or not batch.constrained)
+
     def _most_likely(self, inputs: StepInputs) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""
         step = self._loaded.step
-        if not isinstance(step, CompiledStep):
-            return None
-        masks = masks_of(inputs.sampled)
+        arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         with self._attending(inputs):
-            return step.most_likely(inputs.token_ids, inputs.positions, inputs.logit_rows, masks)
+            if isinstance(step, RankStep):
+                return step.most_likely(*arguments)
+            if isinstance(step, CompiledStep):
+                return step.most_likely(*arguments, masks_of(inputs.sampled))
+        return None
 
     def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
         cache, scales = self.cache, self._loaded.kv_scales

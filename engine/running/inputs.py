@@ -1,17 +1,38 @@
 """Turn a batch into the tensors that one step of the model takes."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
-from octavo.engine.sampling.sampler import SamplingRow
+from octavo.engine.sampling.sampler import SamplingRow, take_greatest
 from octavo.engine.scheduling.batch import Batch
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """What a step computes, as plain arrays: all that another rank must know of a batch.
+
+    Attributes:
+        laid: `[2 + groups, num_tokens]` int64: token ids, positions, and the slots of each group.
+        query_starts: `[num_seqs + 1]` int32, each sequence's first token in the batch.
+        query_lens: `[num_seqs]` int32, each sequence's tokens in the batch.
+        seq_lens: `[num_seqs]` int32, and with those before.
+        rows: `[num_rows]` int64, the tokens whose logits are wanted; the first where none are.
+        tables: `[num_seqs, width]` int32, each group's block tables.
+    """
+
+    laid: np.ndarray
+    query_starts: np.ndarray
+    query_lens: np.ndarray
+    seq_lens: np.ndarray
+    rows: np.ndarray
+    tables: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +55,19 @@ class StepInputs:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     groups: Sequence[AttentionMetadata]
-    sampled: list[SamplingRow]
-    beams: list[SamplingRow]
-    scored: dict[int, int]
+    sampled: list[SamplingRow] = field(default_factory=list)
+    beams: list[SamplingRow] = field(default_factory=list)
+    scored: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def take_greatest(self) -> bool:
+        """Whether the step is for the most likely of the allowed tokens alone."""
+        return not (self.beams or self.scored) and take_greatest(self.sampled)
 
 
 def make_inputs(
     batch: Batch, *, layout: CacheLayout, device: torch.device, planners: Sequence[Planner]
-) -> StepInputs:
+) -> tuple[StepArrays, StepInputs]:
     """Lay a batch's sequences end to end.
 
     It builds lists: for a decode's few numbers they are faster than array operations.
@@ -78,35 +104,59 @@ def make_inputs(
             for each in drawing:
                 drawn.append(SamplingRow(group, each, len(rows)))
             rows.append(len(tokens) - 1)
-    seq_lens, query_lens = np.array(ends, np.int32), np.diff(np.array(starts, np.int32))
     slots = [
         [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
         for group, layers in enumerate(layout.groups)
     ]
-    laid = to_device(np.array((tokens, positions, *slots)), device)
-    query_starts = to_device(np.array(starts, np.int32), device)
-    lengths = to_device(seq_lens, device)
+    query_starts = np.array(starts, np.int32)
+    arrays = StepArrays(
+        laid=np.array((tokens, positions, *slots)),
+        query_starts=query_starts,
+        query_lens=np.diff(query_starts),
+        seq_lens=np.array(ends, np.int32),
+        rows=np.array(rows or [0]),
+        tables=[
+            _tables(batch, group, released=layers.bounded)
+            for group, layers in enumerate(layout.groups)
+        ],
+    )
+    inputs = to_inputs(arrays, device=device, planners=planners)
+    return arrays, replace(inputs, sampled=sampled, beams=beams, scored=scored)
+
+
+def to_inputs(
+    arrays: StepArrays,
+    *,
+    device: torch.device,
+    planners: Sequence[Planner],
+    longest: int | None = None,
+) -> StepInputs:
+    """Return a step's tensors, without what its logits are for.
+
+    Args:
+        arrays: what to compute.
+        device: the cache's device.
+        planners: plan the attention of each layer group.
+        longest: tokens per sequence that attention is planned for; default: those there are.
+    """
+    laid = to_device(arrays.laid, device)
+    query_starts = to_device(arrays.query_starts, device)
+    lengths = to_device(arrays.seq_lens, device)
+    query_lens, seq_lens = arrays.query_lens, arrays.seq_lens
+    planned = seq_lens if longest is None else np.full_like(seq_lens, longest)
     groups = [
         AttentionMetadata(
             query_starts=query_starts,
             seq_lens=lengths,
-            block_tables=to_device(_tables(batch, group, released=layers.bounded), device),
+            block_tables=to_device(table, device),
             slot_mapping=laid[2 + group],
             max_query_len=int(query_lens.max()),
-            max_seq_len=max(ends),
-            plan=planners[group](query_lens, seq_lens),
+            max_seq_len=int(seq_lens.max()),
+            plan=planners[group](query_lens, planned),
         )
-        for group, layers in enumerate(layout.groups)
+        for group, table in enumerate(arrays.tables)
     ]
-    return StepInputs(
-        token_ids=laid[0:1],
-        positions=laid[1:2],
-        logit_rows=to_device(np.array(rows or [0]), device),
-        groups=groups,
-        sampled=sampled,
-        beams=beams,
-        scored=scored,
-    )
+    return StepInputs(laid[0:1], laid[1:2], to_device(arrays.rows, device), groups)
 
 
 def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
@@ -139,40 +189,17 @@ def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable
     return slots[offset : offset + end - start]
 
 
-def idle_inputs(
-    query_lens: np.ndarray,
-    *,
-    longest: int,
-    layout: CacheLayout,
-    device: torch.device,
-    planners: Sequence[Planner],
-) -> StepInputs:
-    """Return the inputs of a step that reads the cache's first block, and writes only states there.
+def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:
+    """Return a step that reads the cache's first block, and writes only states there.
 
     Args:
-        query_lens: `[num_seqs]` int32; tokens of each sequence, none before them.
-        longest: tokens per sequence that attention is planned for.
+        query_lens: tokens of each sequence, none before them.
         layout: of the cache.
-        device: the cache's device.
-        planners: plan the attention of each layer group.
     """
+    lengths = np.array(query_lens, np.int32)
+    starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int32)
+    laid = np.full((2 + len(layout.groups), int(starts[-1])), -1)
+    laid[:2] = 0
     count = len(query_lens)
-    starts = np.concatenate([[0], query_lens]).cumsum(dtype=np.int32)
-    tokens = torch.zeros((1, int(starts[-1])), dtype=torch.int64, device=device)
-    most = int(query_lens.max())
-    query_starts, lengths = to_device(starts, device), to_device(query_lens, device)
-    groups = [
-        AttentionMetadata(
-            query_starts=query_starts,
-            seq_lens=lengths,
-            block_tables=torch.zeros(
-                (count, max(1, layers.state_blocks)), dtype=torch.int32, device=device
-            ),
-            slot_mapping=torch.full_like(tokens[0], -1),
-            max_query_len=most,
-            max_seq_len=most,
-            plan=plan(query_lens, np.full(count, longest)),
-        )
-        for layers, plan in zip(layout.groups, planners, strict=True)
-    ]
-    return StepInputs(tokens, tokens, tokens[0, :count], groups, sampled=[], beams=[], scored={})
+    tables = [np.zeros((count, max(1, g.state_blocks)), np.int32) for g in layout.groups]
+    return StepArrays(laid, starts, lengths, lengths, np.zeros(count, np.int64), tables)

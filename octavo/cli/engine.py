@@ -1,5 +1,6 @@
 """`octavo engine`: run one model replica."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def engine(flags: Flags) -> None:
     require("engine", "engine")
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
+    if settings.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
+        from octavo.engine.follower import run  # noqa: PLC0415 - torch takes seconds
+
+        run(settings)
     running.run(lambda progress: _engine(settings, progress), settings.log_format)
 
 

@@ -70,11 +70,14 @@ def warnings(models: tuple[Model, ...]) -> list[str]:
 
 def requests(models: tuple[Model, ...]) -> Table:
     """Return a table of engines and requests, one row per model."""
-    table = _table("model", "engines", "kernels", "context", "running", "waiting", "swapped")
+    table = _table(
+        "model", "engines", "ranks", "kernels", "context", "running", "waiting", "swapped"
+    )
     for model in models:
         numbers = model.max_model_len, model.running, model.waiting, model.swapped
         kernels = ", ".join(model.kernels) or "-"  # of engines before they told
-        table.add_row(escape(model.name), str(model.engines), escape(kernels), *map(str, numbers))
+        processes = model.engines, model.ranks or model.engines
+        table.add_row(escape(model.name), *map(str, processes), escape(kernels), *map(str, numbers))
     return table
 
 

@@ -211,6 +211,7 @@ class Model:
 
     Attributes:
         default_sampling: The model's own defaults, by the option of `generate`.
+        ranks: Processes that its engines have together; 0 if unknown.
     """
 
     name: str
@@ -233,6 +234,7 @@ class Model:
     default_max_tokens: int | None = None
     compiling: bool = False
     kernels: tuple[str, ...] = ()
+    ranks: int = 0
 
     @property
     def used_blocks(self) -> int:

@@ -216,6 +216,7 @@ class EnginePool:
             warnings=sorted({text for e in engines for text in warnings(e.info, e.load)}),
             compiling=any(load.compiling_estimate_seconds for load in loads),
             kernels=sorted({info.kernels for info in infos if info.kernels}),
+            ranks=sum(info.ranks or 1 for info in infos),
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
         )

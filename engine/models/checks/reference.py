@@ -1,6 +1,6 @@
 """What transformers' own forward pass computes of some random tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,31 +70,53 @@ class Reference:
 
 
 @torch.inference_mode()
-def reference(model: nn.Module, shape: ModelShape, routing: "ModuleRouting") -> Reference:
+def reference(
+    model: nn.Module,
+    shape: ModelShape,
+    routing: "ModuleRouting",
+    device: torch.device | None = None,
+) -> Reference:
     """Run transformers' forward pass.
 
     Args:
         model: A transformers model with its attention, not Octavo's.
         shape: Its dimensions.
         routing: Its layers of experts.
+        device: Where it runs. Default: where its weights are.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(
         shape.vocab_size, (min(TOKENS, shape.max_position),), generator=generator
     )
     with widened(model), routing.recorded() as recorded:
-        logits = _logits(model, tokens)
-    choices = tuple(recorded)
-    rounded = logits
-    if is_narrow(model):
-        with routing.forced(choices, 0):
-            rounded = _logits(model, tokens)
-    return Reference(tokens, logits, row_errors(rounded, logits), choices)
+        logits = _logits(model, tokens, device)
+    exact = Reference(tokens, logits, torch.zeros(len(logits)), tuple(recorded))
+    return with_rounding(exact, model, routing, device) if is_narrow(model) else exact
 
 
-def _logits(model: nn.Module, tokens: Tensor) -> Tensor:
+@torch.inference_mode()
+def with_rounding(
+    expected: Reference,
+    model: nn.Module,
+    routing: "ModuleRouting",
+    device: torch.device | None = None,
+) -> Reference:
+    """Add the errors of transformers' forward pass in the model's own dtype.
+
+    Args:
+        expected: What it computes in float32.
+        model: As for `reference`, like those below.
+        routing: Likewise.
+        device: Likewise.
+    """
+    with routing.forced(expected.choices, 0):
+        rounded = _logits(model, expected.tokens, device)
+    return replace(expected, rounding=row_errors(rounded, expected.logits))
+
+
+def _logits(model: nn.Module, tokens: Tensor, device: torch.device | None) -> Tensor:
     """Return the compared rows of logits in float32, on the CPU."""
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     logits: Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
     return logits[compared_rows(len(tokens))].float().cpu().contiguous()
 

@@ -2,6 +2,7 @@
 
 import structlog
 import torch
+from torch import nn
 
 from octavo.common.models.errors import first_line
 from octavo.engine.model_shape import ModelShape
@@ -9,13 +10,15 @@ from octavo.engine.models.checks.reference import Reference
 from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.widened import widened
-from octavo.engine.models.step import EagerStep
+from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.models.step import Step
 
 log = structlog.get_logger(__name__)
 
 
 def check_in_float32(
-    model: torch.nn.Module,
+    model: nn.Module,
+    step: Step,
     expected: Reference,
     shape: ModelShape,
     device: torch.device,
@@ -26,7 +29,8 @@ def check_in_float32(
     """Check a model with Octavo's attention and its own weights, before they are packed.
 
     Args:
-        model: The model.
+        model: The model, or this rank's part of it.
+        step: Runs it, on all ranks.
         expected: What transformers' forward pass computes.
         shape: The model's dimensions.
         device: Where it is.
@@ -41,11 +45,11 @@ def check_in_float32(
     )
     try:
         with widened(model):
-            check(EagerStep(model))
+            check(step)
     except SelfCheckError:
         raise
     except Exception as error:
-        if device.type == "cpu":
+        if device.type == "cpu" or isinstance(step, RankStep):  # no rank may go on without others
             raise
         # A GPU that has room for the model in 16 bits may lack it here.
         log.warning("the model is not checked in float32", error=first_line(error))

@@ -1,0 +1,245 @@
+"""How a model is split over ranks, from the plan that transformers has for it.
+
+Transformers says by names of modules how each is split (`tp_plan`). That is data, and so are the
+plans here, for families that it has none for.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from octavo.common.models.errors import UnsupportedModelError
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.attention_layers import METHODS
+
+COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
+HEAD = "colwise_gather_output"
+PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
+WHOLE = "replicate"
+KEYS_VALUES = "octavo_keys_values"
+"""Keys and values of fewer heads than ranks: several ranks have the same head."""
+THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_transposed"
+COLUMNS_TRANSPOSED = "octavo_columns_transposed"
+"""Of GPT-2's `Conv1D`, whose weights have inputs first; queries, keys and values are one layer."""
+
+SAME = {"replicated_with_grad_allreduce": WHOLE}
+"""Transformers' styles that differ from another in training only."""
+STYLES = {COLUMNS, ROWS, VOCABULARY, PACKED, EXPERTS, WHOLE}
+OWN_PLANS: dict[str, dict[str, str]] = {
+    "gpt2": {
+        "transformer.wte": VOCABULARY,
+        "lm_head": HEAD,
+        "transformer.h.*.attn.c_attn": THREE_TRANSPOSED,
+        "transformer.h.*.attn.c_proj": ROWS_TRANSPOSED,
+        "transformer.h.*.mlp.c_fc": COLUMNS_TRANSPOSED,
+        "transformer.h.*.mlp.c_proj": ROWS_TRANSPOSED,
+    }
+}
+"""By model type: plans of families that transformers has none for."""
+DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {"transformer.h.*.attn": ("split_size", "num_heads", "embed_dim")}
+}
+"""By model type and module: attributes that must be divided by the number of ranks."""
+KEY_VALUE_NAMES = {"k_proj", "v_proj"}
+QUERY_NAME = "q_proj"
+MOST_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingPlan:
+    """How the modules of a model are split over ranks.
+
+    Attributes:
+        styles: By a module's or parameter's name, with `*` for numbers.
+        size: The number of ranks.
+        model_type: The model's.
+    """
+
+    styles: Mapping[str, str]
+    size: int
+    model_type: str
+
+    def style_of(self, name: str) -> str | None:
+        """Return how a module or parameter is split; None: each rank has the whole."""
+        return self.styles.get(_wildcard(name))
+
+    def divided(self, name: str) -> tuple[str, ...]:
+        """Return a module's attributes that are divided by the number of ranks."""
+        return DIVIDED.get(self.model_type, {}).get(_wildcard(name), ())
+
+
+def _wildcard(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
+    """Return how a model is split over `size` ranks.
+
+    Raises:
+        UnsupportedModelError: It cannot be; the message names the module, or the sizes that fit.
+    """
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
+        )
+    kind = config.get_text_config(decoder=True).model_type
+    styles = _styles(model, kind)
+    _refuse_by_name(model, kind, styles)
+    if problem := next(_problems(model, styles, size), None):
+        fitting = [n for n in range(2, MOST_RANKS + 1) if not any(_problems(model, styles, n))]
+        hint = ", ".join(map(str, fitting)) or "none but 1"
+        raise UnsupportedModelError(
+            f"--tensor-parallel-size {size} does not fit this model: {problem}. Sizes that fit:"
+            f" {hint}"
+        )
+    shared = {
+        name
+        for path, module in model.named_modules()
+        if (name := _wildcard(path)) in styles and _shares_heads(model, path, module, size)
+    }
+    return ShardingPlan(
+        {name: KEYS_VALUES if name in shared else style for name, style in styles.items()},
+        size,
+        kind,
+    )
+
+
+def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
+    """Return the plan of a model, the head's and the embeddings' parts included.
+
+    Raises:
+        UnsupportedModelError: There is none.
+    """
+    given = OWN_PLANS.get(kind) or model.tp_plan
+    if not given or set(given.values()) <= {HEAD, VOCABULARY}:
+        raise UnsupportedModelError(
+            f"models of the type {kind!r} cannot be split over ranks: transformers has no tp_plan"
+            " for them. Use --tensor-parallel-size 1"
+        )
+    styles = {name: SAME.get(style, style) for name, style in given.items()}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
+        names = [path for path, own in model.named_modules() if own is module]
+        styles |= dict.fromkeys(names, VOCABULARY)
+    return styles
+
+
+def _refuse_by_name(model: PreTrainedModel, kind: str, styles: Mapping[str, str]) -> None:
+    """Refuse what is not split yet.
+
+    Raises:
+        UnsupportedModelError: The message names it.
+    """
+    known = STYLES | set(OWN_PLANS.get(kind, {}).values())
+    for name, style in styles.items():
+        if style not in known:
+            raise UnsupportedModelError(
+                f"models of the type {kind!r} cannot be split over ranks yet: transformers' plan"
+                f" has the style {style!r} for {name}. Use --tensor-parallel-size 1"
+            )
+    for module in model.modules():
+        if (name := type(module).__name__) in METHODS:
+            raise UnsupportedModelError(
+                f"models of the type {kind!r} cannot be split over ranks yet: their {name} is"
+                " replaced by code that takes all heads. Use --tensor-parallel-size 1"
+            )
+
+
+def _problems(model: nn.Module, styles: Mapping[str, str], size: int) -> Iterator[str]:
+    """Yield what keeps a model from being split over `size` ranks."""
+    for path, module in model.named_modules():
+        style = styles.get(_wildcard(path))
+        if style is None:
+            yield from _parameter_problems(path, module, styles, size)
+            continue
+        weight = getattr(module, "weight", None)
+        if style in {WHOLE, EXPERTS} or not isinstance(weight, torch.Tensor):
+            yield from _parameter_problems(path, module, styles, size)
+            continue
+        rows, columns = weight.shape[0], weight.shape[-1]
+        if style == VOCABULARY:
+            if -(-rows // size) * (size - 1) >= rows:
+                yield f"its vocabulary has {rows} tokens"
+            continue
+        if (heads := _heads(model, path, module)) is not None:
+            what = "key and value heads" if _is_keys_values(path) else "heads"
+            fits = heads % size == 0 or (_is_keys_values(path) and size % heads == 0)
+            if not fits:
+                yield f"{_wildcard(path)} has {heads} {what}"
+            continue
+        count = {
+            COLUMNS: rows,
+            ROWS: columns,
+            PACKED: rows // 2,
+            THREE_TRANSPOSED: columns // 3,
+            COLUMNS_TRANSPOSED: columns,
+            ROWS_TRANSPOSED: rows,
+        }[style]
+        if style == THREE_TRANSPOSED:
+            count = getattr(model.get_submodule(path.rpartition(".")[0]), "num_heads", count)
+        if count % size:
+            yield f"{_wildcard(path)} has {count} parts"
+
+
+def _parameter_problems(
+    path: str, module: nn.Module, styles: Mapping[str, str], size: int
+) -> Iterator[str]:
+    """Yield what keeps a module's own parameters from being split, such as experts' weights."""
+    for name, weight in module.named_parameters(recurse=False):
+        full = _wildcard(f"{path}.{name}")
+        style = styles.get(full)
+        if style is None or weight.dim() < 2:
+            continue
+        count = {COLUMNS: weight.shape[-2], ROWS: weight.shape[-1], PACKED: weight.shape[-2] // 2}
+        if style in count and count[style] % size:
+            yield f"{full} has {count[style]} parts"
+
+
+def _is_keys_values(path: str) -> bool:
+    return path.rpartition(".")[2] in KEY_VALUE_NAMES
+
+
+def _heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
+    """Return how many heads a projection has; None if it is none of an attention's."""
+    parent, _, name = path.rpartition(".")
+    if name not in {QUERY_NAME, *KEY_VALUE_NAMES} or not isinstance(module, nn.Linear):
+        return None
+    head_dim = getattr(model.get_submodule(parent), "head_dim", None)
+    return module.out_features // head_dim if isinstance(head_dim, int) else None
+
+
+def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> bool:
+    """Return whether several ranks have the same head of a layer of keys or values."""
+    if not _is_keys_values(path):
+        return False
+    heads = _heads(model, path, module)
+    return heads is not None and heads % size != 0
+
+
+def check_splittable(shape: ModelShape, *, plain_cache: bool) -> None:
+    """Refuse what ranks do not keep in parts yet.
+
+    Args:
+        shape: The dimensions of this rank's part.
+        plain_cache: Whether keys and values are kept in the model's dtype.
+
+    Raises:
+        NotImplementedError: The message names it.
+    """
+    if shape.states:
+        raise NotImplementedError(
+            "states (Mamba, gated delta rules, convolutions) are not split over ranks yet: use"
+            " --tensor-parallel-size 1"
+        )
+    if any(layer.latent for layer in shape.layers):
+        raise NotImplementedError(
+            "latent attention is not split over ranks yet: use --tensor-parallel-size 1"
+        )
+    if not plain_cache:
+        raise NotImplementedError(
+            "--kv-cache-dtype fp8 is not measured over ranks yet: use --tensor-parallel-size 1"
+        )

@@ -1,0 +1,50 @@
+"""A step of which each rank computes a part, and whose logits meet on rank 0."""
+
+import torch
+from torch import Tensor
+
+from octavo.engine.models.step import Step
+from octavo.engine.ranks.world import World
+from octavo.kernels.ops import argmax
+
+
+class RankStep:
+    """A step that all ranks run at once.
+
+    Args:
+        step: Returns the logits of this rank's tokens, `[num_rows, n]`.
+        world: The ranks.
+        vocab_size: Tokens of all ranks.
+        everywhere: Return the logits on all ranks, as the self-check needs them.
+    """
+
+    def __init__(
+        self, step: Step, world: World, vocab_size: int, *, everywhere: bool = False
+    ) -> None:
+        self._step = step
+        self._world = world
+        self._vocab_size = vocab_size
+        self._everywhere = everywhere
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Return logits `[num_rows, vocab_size]`; on ranks other than 0 without columns."""
+        own = self._step(token_ids, positions, logit_rows)
+        if self._everywhere:
+            return self._world.gather_columns_everywhere(own, self._vocab_size)
+        whole = self._world.gather_columns(own, self._vocab_size)
+        return own.new_empty((len(own), 0)) if whole is None else whole
+
+    def most_likely(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[int]:
+        """Return each row's most likely token, the first on a tie; on rank 0 only."""
+        own = self._step(token_ids, positions, logit_rows)
+        best = argmax(own)
+        values = own.gather(1, best[:, None]).double()
+        pairs = torch.cat([values, best[:, None].double()], 1)
+        found = self._world.gather_columns(pairs, 2 * self._world.size)
+        if found is None:
+            return []
+        by_rank = found.view(len(own), self._world.size, 2)
+        winner = by_rank[:, :, 0].argmax(1, keepdim=True)  # the first on a tie
+        tokens = by_rank[:, :, 1].gather(1, winner) + winner * self._world.part(self._vocab_size)
+        chosen: list[int] = tokens[:, 0].long().tolist()
+        return chosen

@@ -1,0 +1,77 @@
+"""Layers that add up the ranks' parts.
+
+Of two products in a row the first is split by outputs, as heads are, and the second by inputs; so
+their ranks add up once, after the second.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engine.ranks.collectives import sum_over_ranks
+from octavo.engine.ranks.world import World
+
+
+class SummedLinear(nn.Module):
+    """A linear layer that is split by inputs: its outputs are sums over ranks.
+
+    Args:
+        linear: This rank's part; on all ranks but the first its bias becomes zero.
+        world: The ranks.
+    """
+
+    def __init__(self, linear: nn.Module, world: World) -> None:
+        super().__init__()
+        self.linear = linear
+        if world.rank:
+            _clear_biases(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map this rank's inputs `[..., in_features / ranks]` to all ranks' outputs."""
+        return sum_over_ranks(self.linear(x))
+
+
+def _clear_biases(module: nn.Module) -> None:
+    for name, weight in module.named_parameters(recurse=False):
+        if name.endswith("bias"):
+            weight.zero_()
+
+
+class VocabularyEmbedding(nn.Module):
+    """Embeddings of which each rank has those of some tokens.
+
+    Args:
+        embedding: This rank's part; of a subclass with a factor, its factor is kept.
+        first: The first token of this rank.
+    """
+
+    def __init__(self, embedding: nn.Module, first: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.first = first
+        marked: Any = embedding
+        marked.num_embeddings = len(marked.weight)
+        marked.padding_idx = None  # it matters in training only
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's embeddings, `[tokens, hidden]`."""
+        weight: Tensor = self.embedding.weight  # type: ignore[assignment]
+        return weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Map `[...]` token ids to `[..., hidden]`."""
+        own = token_ids - self.first
+        is_here = (own >= 0) & (own < len(self.weight))
+        found: Tensor = self.embedding(torch.where(is_here, own, 0))
+        return sum_over_ranks(found * is_here[..., None])
+
+
+def sum_experts(experts: nn.Module, world: World) -> None:
+    """Let a layer of experts, each split by its inner outputs, return sums over ranks."""
+    if world.rank:
+        down = getattr(experts, "down_proj_bias", None)
+        if isinstance(down, Tensor):
+            down.zero_()
+    experts.register_forward_hook(lambda _, __, output: sum_over_ranks(output))

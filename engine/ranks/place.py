@@ -1,0 +1,78 @@
+"""Which rank this process is, by the variables that torchrun and other launchers set."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from octavo.common.topology import Node
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class RankError(Exception):
+    """The ranks cannot start or work together; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank of an engine.
+
+    Attributes:
+        rank: Its number; rank 0 has the scheduler and samples.
+        size: How many ranks there are.
+        local_rank: Its number among the ranks of this machine.
+        local_size: How many ranks this machine has.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables that say so."""
+        numbers = self.rank, self.size, self.local_rank, self.local_size
+        return dict(zip(NAMES, map(str, numbers), strict=True))
+
+    def share_of(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+        """Return this rank's share of a machine's cores; all of them if they are too few."""
+        cores = [(node, core) for node in nodes for core in node.cores]
+        first, end = (len(cores) * i // self.local_size for i in self._ends)
+        own = cores[first:end] or cores
+        found = []
+        for node in nodes:
+            kept = tuple(core for home, core in own if home is node)
+            if kept:
+                found.append(replace(node, cores=kept))
+        return tuple(found)
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return self.local_rank, self.local_rank + 1
+
+
+def given_place(environment: Mapping[str, str], size: int) -> Place | None:
+    """Return the place that a launcher gave this process; None if there was no launcher.
+
+    Args:
+        environment: The environment variables.
+        size: The value of --tensor-parallel-size.
+
+    Raises:
+        RankError: The variables are wrong, or do not fit the setting.
+    """
+    if "WORLD_SIZE" not in environment or "RANK" not in environment:
+        return None
+    try:
+        rank, world = (int(environment[name]) for name in NAMES[:2])
+        local_rank = int(environment.get("LOCAL_RANK", rank))
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", 1))
+    except ValueError as error:
+        raise RankError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
+    if world != size:
+        raise RankError(
+            f"WORLD_SIZE is {world}, but --tensor-parallel-size is {size}: a launcher must start"
+            " one process for each rank"
+        )
+    if not 0 <= rank < world:
+        raise RankError(f"RANK is {rank}, but WORLD_SIZE is {world}")
+    return Place(rank, world, local_rank, local_size)

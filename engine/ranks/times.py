@@ -1,0 +1,18 @@
+"""Where a rank spends its time on others."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Times:
+    """Where a rank spent its time on others, in seconds.
+
+    Attributes:
+        broadcast: In messages of rank 0; on other ranks, most of it is waiting for work.
+        reduce: In all-reduces of layers.
+        gather: In gathering logits or tokens on rank 0.
+    """
+
+    broadcast: float = 0.0
+    reduce: float = 0.0
+    gather: float = 0.0

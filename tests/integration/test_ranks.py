@@ -1,0 +1,102 @@
+"""An engine of two ranks: it serves, drains, and ends whole when a rank dies or hangs."""
+
+import asyncio
+import signal
+import time
+
+import psutil
+import pytest
+
+import octavo
+from benchmarks.fixture import make_model
+from tests.integration.harness import wait_until
+
+STREAMS = 30
+END_SECONDS = 10.0
+RANKS = ("--tensor-parallel-size", "2")
+SMALL = (
+    *("--num-blocks", "512", "--max-model-len", "1024", "--swap-space", "0.1"),
+    *("--dtype", "float32"),
+)
+OPTIONS = {"max_tokens": 60, "ignore_eos": True, "token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+async def outputs(client):
+    """Return the tokens of greedy and seeded streams, all at once."""
+    samplings = [{"temperature": 0} if i % 2 else {"seed": i} for i in range(STREAMS)]
+    answers = await asyncio.gather(
+        *(
+            client.generate(f"{i} plus", **OPTIONS, **sampling).complete()
+            for i, sampling in enumerate(samplings)
+        )
+    )
+    return [answer.outputs[0].token_ids for answer in answers]
+
+
+def other_rank(engine):
+    """Return the process of an engine's rank 1, which is the child that computes."""
+    (rank,) = [p for p in engine.children() if "octavo.engine.follower" in p.cmdline()]
+    return rank
+
+
+def assert_nothing_left(processes):
+    gone, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
+    assert not alive, f"{alive} are left; {len(gone)} ended"
+
+
+@pytest.mark.slow
+async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, model):
+    spared = launch("engine", "--model", model, *SMALL)
+    doomed = launch("engine", "--model", model, *SMALL, *RANKS)
+    router = launch("router", "--engine", spared.address, "--engine", doomed.address)
+    for server in (spared, doomed, router):
+        server.wait_ready()
+
+    def both_up():
+        return router.metric("octavo_router_engines_up") == 2
+
+    wait_until(both_up, 30, "both engines being up")
+    async with octavo.AsyncClient(router.address) as client:
+        (card,) = await client.list_models()
+        assert (card.engines, card.ranks) == (2, 3)
+        expected = await outputs(client)
+        assert doomed.metric("octavo_engine_output_tokens_total") > 0, "both engines have worked"
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            before = doomed.metric("octavo_engine_output_tokens_total")
+            running = asyncio.create_task(outputs(client))
+            while doomed.metric("octavo_engine_output_tokens_total") < before + STREAMS:
+                await asyncio.sleep(0.02)
+            children = doomed.children()
+            other_rank(doomed).send_signal(number)
+            began = time.monotonic()
+            code = await asyncio.to_thread(doomed.process.wait, 30)
+            assert time.monotonic() - began < END_SECONDS, number
+            assert code != 0
+            assert_nothing_left(children)
+            assert await running == expected, number
+            if number is signal.SIGKILL:
+                doomed = launch("engine", "--model", model, *SMALL, *RANKS, port=doomed.port)
+                doomed.wait_ready()
+                wait_until(both_up, 30, "the engine coming back")
+        assert router.metric("octavo_router_migrations_total") > 0
+
+
+async def test_a_drain_ends_all_ranks(launch, model):
+    engine = launch("engine", "--model", model, *SMALL, *RANKS)
+    router = launch("router", "--engine", engine.address)
+    for server in (engine, router):
+        server.wait_ready()
+    children = engine.children()
+    async with octavo.AsyncClient(router.address) as client:
+        running = asyncio.create_task(outputs(client))
+        while engine.metric("octavo_engine_output_tokens_total") < STREAMS:
+            await asyncio.sleep(0.02)
+        code = await asyncio.to_thread(engine.terminate)
+        assert all(len(tokens) == OPTIONS["max_tokens"] for tokens in await running)
+    assert code == 0, engine.logs()
+    assert_nothing_left(children)
