@@ -21,7 +21,7 @@ from tests.deployment.metric_names import exported_names, names
 from tests.deployment.prometheus import promtool
 
 ROOT = DOCKER.parent / "deploy" / "kubernetes"
-CUSTOM = {"ServiceMonitor", "PrometheusRule", "ScaledObject"}
+CUSTOM = {"LeaderWorkerSet", "PrometheusRule", "ScaledObject", "ServiceMonitor"}
 KEDA = """
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization

@@ -1,0 +1,122 @@
+"""Compare one engine as one rank with all threads and as several ranks with fewer.
+
+    python -m benchmarks.ranks [--model demo] [--ranks 3] [--batch 48] [--rounds 3]
+
+Each round runs both in turn, uncompiled: `--batch` greedy requests at once, of 64 prompt and 64
+output tokens. It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the
+others: in sums of layers, in gathering tokens and in messages. The demo model has 9 heads, so 3
+ranks or 9 can have it.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from octavo.common import logging
+from octavo.common.sampling_parameters import SamplingParams
+from octavo.common.stopping import exit_at_once
+from octavo.engine.commands import Submit
+from octavo.engine.core import EngineCore
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.ranks.processes import started_ranks
+from octavo.engine.scheduling.request import Request
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+
+PROMPT_TOKENS = OUTPUT_TOKENS = 64
+WARM_UP_TOKENS = 4
+
+
+def main() -> None:
+    """Run the rounds, or in a process of its own one of them."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="none")
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--alone", action="store_true", help="one run with --ranks ranks")
+    given = parser.parse_args()
+    if given.alone:
+        run(given)
+    found: dict[int, list[float]] = {1: [], given.ranks: []}
+    for _ in range(given.rounds):
+        for ranks, rates in found.items():
+            result = in_process(given, ranks)
+            rates.append(result["tokens_per_second"])
+            print(json.dumps({"ranks": ranks} | result), flush=True)
+    one, several = (statistics.median(rates) for rates in found.values())
+    print(f"medians: 1 rank {one:.1f}, {given.ranks} ranks {several:.1f}: {several / one:.2f}")
+
+
+def in_process(given: argparse.Namespace, ranks: int) -> dict[str, float]:
+    """Run one configuration in a process of its own; return what it measured."""
+    options = ["--model", given.model, "--dtype", given.dtype, "--batch", str(given.batch)]
+    options += ["--quantization", given.quantization, "--ranks", str(ranks), "--alone"]
+    command = [sys.executable, "-m", "benchmarks.ranks", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def run(given: argparse.Namespace) -> None:
+    """Measure one configuration, print it and end the process."""
+    logging.configure(log_level="error")
+    settings = EngineSettings(
+        model=given.model,
+        dtype=given.dtype,
+        quantization=given.quantization,
+        compile="off",
+        swap_space=0,
+        num_blocks=given.batch * (PROMPT_TOKENS + OUTPUT_TOKENS) // 8,
+        enable_prefix_caching=False,
+        tensor_parallel_size=given.ranks,
+    )
+    text = settings.model_dump_json(exclude_unset=True)
+    with started_ranks(given.ranks, text) as (place, processes):
+        parts = build(settings, place)
+        core = EngineCore(
+            parts.scheduler, parts.executor, EngineMetrics(), lambda *_: None, max_waiting=1 << 20
+        )
+        compute(core, given.batch, WARM_UP_TOKENS)
+        times = None if parts.leader is None else parts.leader.world.times
+        before = (times.reduce, times.gather, times.broadcast) if times else ()
+        began = time.perf_counter()
+        steps = compute(core, given.batch, OUTPUT_TOKENS)
+        seconds = time.perf_counter() - began
+        result = {
+            "tokens_per_second": round(given.batch * OUTPUT_TOKENS / seconds, 1),
+            "seconds": round(seconds, 2),
+            "steps": steps,
+        }
+        if times is not None:
+            after = times.reduce, times.gather, times.broadcast
+            spent = [round(b - a, 2) for a, b in zip(before, after, strict=True)]
+            result |= dict(zip(("reduce", "gather", "broadcast"), spent, strict=True))
+        print(json.dumps(result), flush=True)
+        if parts.leader is not None and processes is not None:
+            processes.begin_to_stop()
+            parts.leader.stop()
+    exit_at_once(os.EX_OK)
+
+
+def compute(core: EngineCore, batch: int, output_tokens: int) -> int:
+    """Run requests to their end; return the number of steps."""
+    for i in range(batch):
+        prompt = tuple(1 + (7 * i + 13 * j) % 997 for j in range(PROMPT_TOKENS))
+        greedy = SamplingParams(temperature=0.0)
+        core.handle(Submit(Request(0, str(i), prompt, greedy, output_tokens, time.monotonic())))
+    steps = 0
+    while core.working:
+        core.step()
+        steps += 1
+    return steps
+
+
+if __name__ == "__main__":
+    main()
