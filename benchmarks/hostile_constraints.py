@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 from benchmarks.one_engine import OneEngine
 from benchmarks.report import percentiles, verdict
+from octavo.common import logging
 from octavo.common.models import resolve as models
 
 Made: TypeAlias = tuple[str, str]
@@ -251,6 +252,7 @@ def measure(
     model: str, count: int, streams: int, *, windows: int, at_once: int, beside: int
 ) -> bool:
     """Measure and print; return whether both marks are met."""
+    logging.configure(log_level="error")
     engine = OneEngine(
         str(models.resolve(model)), seconds=1, compile="wait", max_model_len=1024, pin=True
     )
@@ -304,7 +306,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument(
-        "--beside", type=int, default=200, help="number of those that run beside streams"
+        "--beside", type=int, default=40, help="number of those that run beside streams"
     )
     sys.exit(not measure(**vars(parser.parse_args())))
 

@@ -6,7 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
+from typing import TypeAlias
 
 import numpy as np
 import structlog
@@ -18,14 +20,13 @@ from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import WORD_BITS, EndRule, Matcher
 from octavo.engine.constraints.priority import lower_priority, run_when_idle
-from octavo.engine.constraints.sandbox_process import Sandbox
+from octavo.engine.constraints.sandbox_process import Sandbox, TrialTooSlowError
 from octavo.engine.constraints.token_table import TokenTable
 
 log = structlog.get_logger(__name__)
 
-COMPILE_THREADS = 2
-HEAVY_SECONDS = 0.05
-"""Processor time of a trial. If it took more, the constraint is compiled at the lowest priority."""
+LIGHT_SECONDS = 0.05
+"""Processor time of a trial. A constraint that takes more is heavy."""
 REFUSED_BYTES = 1024
 """What a refused constraint counts in the cache, besides its text."""
 
@@ -36,6 +37,8 @@ class TokensMissingError(Exception):
 
 Outcome = list[Matcher] | ConstraintError | TokensMissingError
 """A request's matchers, one for each output, or why there are none."""
+_State: TypeAlias = LLMatcher | ConstraintError | TokensMissingError
+"""What came of a constraint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +90,27 @@ class CompileCounters:
         return taken
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """Constraints that one thread compiles.
+
+    Attributes:
+        name: The thread's.
+        heavy: Whether they are compiled at the lowest priority.
+        queue: What it compiles; None ends it.
+    """
+
+    name: str
+    heavy: bool
+    queue: "SimpleQueue[Constraint | None]" = field(default_factory=SimpleQueue)
+
+
 class ConstraintCompiler:
     """Threads of low priority that compile constraints, and the cache of those compiled.
 
     A constraint is tried in another process first (`sandbox.py`), so that one that takes too
-    long, takes too much memory or crashes the library is refused and harms nobody.
+    long, takes too much memory or crashes the library is refused and harms nobody. Those that
+    take long wait for one another in a lane of their own, so the others do not wait for them.
     """
 
     def __init__(
@@ -104,6 +123,8 @@ class ConstraintCompiler:
             seconds: Processor time that compiling a constraint may take.
             cache_bytes: Most memory of compiled constraints that no request uses.
         """
+        self._light = _Lane("constraints", heavy=False)
+        self._heavy = _Lane("heavy-constraints", heavy=True)
         self._read_tokens = read_tokens
         self._seconds = seconds
         self._cache_bytes = cache_bytes
@@ -114,7 +135,6 @@ class ConstraintCompiler:
         self._cache: OrderedDict[Constraint, _Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._compiling: dict[Constraint, list[Preparation]] = {}
-        self._to_compile: SimpleQueue[Constraint | None] = SimpleQueue()
         self._to_finish: SimpleQueue[tuple[Preparation, LLMatcher] | None] = SimpleQueue()
         self._started = False
         self.counters = CompileCounters()
@@ -133,28 +153,28 @@ class ConstraintCompiler:
                 self.counters.cached += 1
             else:
                 self._compiling[constraint] = [preparation]
-                self._to_compile.put(constraint)
+                self._light.queue.put(constraint)
         if found is not None:
             self._hand_over(preparation, found.state)
 
     def close(self) -> None:
         """End the threads, after what they do now."""
-        for _ in range(COMPILE_THREADS):
-            self._to_compile.put(None)
+        for lane in (self._light, self._heavy):
+            lane.queue.put(None)
         self._to_finish.put(None)
 
     def _start(self) -> None:
         if self._started:
             return
         self._started = True
-        for i in range(COMPILE_THREADS):
-            keep_thread_running(self._compile_all, f"constraints-{i}")
+        for lane in (self._light, self._heavy):
+            keep_thread_running(partial(self._compile_all, lane), lane.name)
         keep_thread_running(self._finish_all, "constraints-ready")
 
     def _hand_over(
         self,
         preparation: Preparation,
-        state: LLMatcher | ConstraintError | TokensMissingError,
+        state: _State,
     ) -> None:
         if preparation.cancelled:
             return
@@ -165,19 +185,25 @@ class ConstraintCompiler:
 
     # The threads.
 
-    def _compile_all(self) -> None:
+    def _compile_all(self, lane: _Lane) -> None:
         lower_priority()
         tokens = self._load()
-        sandbox = None if self._table is None else Sandbox(self._table, self._seconds)
+        sandbox = None
+        if self._table is not None:
+            seconds = self._seconds if lane.heavy else min(LIGHT_SECONDS, self._seconds)
+            sandbox = Sandbox(self._table, seconds, when_idle=lane.heavy)
         try:
-            while (constraint := self._to_compile.get()) is not None:
-                state: LLMatcher | ConstraintError | TokensMissingError
+            while (constraint := lane.queue.get()) is not None:
+                state: _State | None
                 if sandbox is None or isinstance(tokens, TokensMissingError):
                     assert isinstance(tokens, TokensMissingError)
                     state = tokens
                 elif self._wanted(constraint):
-                    state = self._compile(constraint, tokens, sandbox)
+                    state = self._compile(constraint, tokens, sandbox, lane)
                 else:
+                    continue
+                if state is None:
+                    self._heavy.queue.put(constraint)
                     continue
                 with self._lock:
                     waiting = self._compiling.pop(constraint)
@@ -197,17 +223,18 @@ class ConstraintCompiler:
         return True
 
     def _compile(
-        self, constraint: Constraint, tokens: LLTokenizer, sandbox: Sandbox
-    ) -> LLMatcher | ConstraintError:
-        """Try a constraint, compile it, and keep the outcome."""
+        self, constraint: Constraint, tokens: LLTokenizer, sandbox: Sandbox, lane: _Lane
+    ) -> LLMatcher | ConstraintError | None:
+        """Try a constraint, compile it, and keep the outcome; None if it is for the heavy lane."""
         began = time.perf_counter()
         text = sum(map(len, constraint.texts))
         state: LLMatcher | ConstraintError
         try:
-            trial = sandbox.check(constraint)
-            size, heavy = trial.bytes, trial.seconds > HEAVY_SECONDS
-            state = (_compile_when_idle if heavy else compile_grammar)(constraint, tokens)
+            size = sandbox.check(constraint)
+            state = (_compile_when_idle if lane.heavy else compile_grammar)(constraint, tokens)
         except ConstraintError as error:
+            if isinstance(error, TrialTooSlowError) and not lane.heavy:
+                return None
             state, size = error, REFUSED_BYTES
         seconds = time.perf_counter() - began
         refused = isinstance(state, ConstraintError)

@@ -26,7 +26,7 @@ def run_when_idle(task: int = 0) -> None:
     milliseconds at once, by which a short step is a third longer. The change cannot be undone.
 
     Args:
-        task: The id of a thread or of a child process; 0 is the calling thread.
+        task: The native id of a thread; 0 is the calling one.
     """
     try:
         os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))

@@ -13,7 +13,6 @@ import resource
 import select
 import signal
 import sys
-import time
 from typing import Any
 
 from llguidance import LLTokenizer
@@ -27,8 +26,6 @@ STACK_BYTES = 2 << 20
 """A quarter of what the engine's own threads have: what fits here fits there."""
 MEMORY_BYTES = 1 << 30
 """Most memory that a trial may take besides that of the process itself."""
-EAGER_SECONDS = 0.05
-"""A trial that takes longer goes on at the lowest priority."""
 WALL_FACTOR = 20
 """A trial that gets little of the processor may take this many times its limit."""
 
@@ -41,10 +38,13 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         constraint = Constraint(ConstraintKind(asked["kind"]), tuple(asked["texts"]))
-        print(json.dumps(_fork(constraint, tokens, asked["seconds"])), flush=True)
+        outcome = _fork(constraint, tokens, asked["seconds"], when_idle=asked["when_idle"])
+        print(json.dumps(outcome), flush=True)
 
 
-def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[str, Any]:
+def _fork(
+    constraint: Constraint, tokens: LLTokenizer, seconds: float, *, when_idle: bool
+) -> dict[str, Any]:
     """Try a constraint in a fork and return its outcome."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -52,15 +52,14 @@ def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[s
         os.close(reading)
         code = 1
         try:
+            if when_idle:
+                run_when_idle()
             os.write(writing, json.dumps(_limited(constraint, tokens, seconds)).encode())
             code = 0
         finally:
             os._exit(code)
     os.close(writing)
-    ended = bool(select.select([reading], [], [], EAGER_SECONDS)[0])
-    if not ended:
-        run_when_idle(child)
-        ended = bool(select.select([reading], [], [], WALL_FACTOR * seconds)[0])
+    ended = bool(select.select([reading], [], [], WALL_FACTOR * seconds)[0])
     if not ended:
         os.kill(child, signal.SIGKILL)
     with os.fdopen(reading, "rb") as pipe:
@@ -69,7 +68,11 @@ def _fork(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[s
     if outcome:
         found: dict[str, Any] = json.loads(outcome)
         return found
-    return {"error": _why(os.waitstatus_to_exitcode(status), seconds, ended=ended)}
+    code = os.waitstatus_to_exitcode(status)
+    if not ended or -code in {signal.SIGPROF, signal.SIGKILL}:
+        why = f"it takes more than {seconds:g} s to compile; make it simpler"
+        return {"error": why, "too_slow": True}
+    return {"error": _why(code)}
 
 
 def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dict[str, Any]:
@@ -79,13 +82,11 @@ def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dic
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    began = time.process_time()
     try:
         try_constraint(constraint, tokens, in_sandbox=True)
     except ConstraintError as error:
         return {"error": str(error)}
-    taken = time.process_time() - began
-    return {"error": None, "bytes": max(0, _memory()[1] - resident), "seconds": taken}
+    return {"error": None, "bytes": max(0, _memory()[1] - resident)}
 
 
 def _memory() -> tuple[int, int]:
@@ -95,12 +96,10 @@ def _memory() -> tuple[int, int]:
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
 
 
-def _why(code: int, seconds: float, *, ended: bool) -> str:
+def _why(code: int) -> str:
     """Return why a fork has no outcome."""
     if -code == signal.SIGVTALRM:
         return f"a mask takes more than {MAX_MASK_SECONDS} s to compute; make it simpler"
-    if not ended or -code in {signal.SIGPROF, signal.SIGKILL}:
-        return f"it takes more than {seconds:g} s to compile; make it simpler"
     if code == -signal.SIGSEGV:
         return "it is nested too deeply"
     return f"it takes more than {MEMORY_BYTES >> 20} MiB to compile; make it simpler"

@@ -3,54 +3,45 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.token_table import TokenTable
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What a constraint took that passed.
-
-    Attributes:
-        bytes: Of memory.
-        seconds: Of processor time.
-    """
-
-    bytes: int
-    seconds: float
+class TrialTooSlowError(ConstraintError):
+    """A constraint takes more processor time than it may."""
 
 
 class Sandbox:
     """A process that tries constraints; it is started again if it ends."""
 
-    def __init__(self, table: TokenTable, seconds: float) -> None:
+    def __init__(self, table: TokenTable, seconds: float, *, when_idle: bool) -> None:
         """Start the process; it takes about a second to be ready.
 
         Args:
             table: The model's tokens.
             seconds: Processor time that a constraint may take.
+            when_idle: Whether constraints are tried only where no other thread wants the processor.
         """
         self._table = table
-        self._seconds = seconds
+        self._limits = {"seconds": seconds, "when_idle": when_idle}
         self._process: subprocess.Popen[str] | None = self._start()
 
-    def check(self, constraint: Constraint) -> Trial:
+    def check(self, constraint: Constraint) -> int:
         """Try a constraint, and wait for the outcome.
 
+        Returns:
+            The bytes of memory that it takes.
+
         Raises:
-            ConstraintError: It is not valid or not supported, or exceeds a limit.
+            TrialTooSlowError: It takes too long.
+            ConstraintError: It is not valid or not supported, or exceeds another limit.
         """
-        asked = {
-            "kind": constraint.kind.value,
-            "texts": constraint.texts,
-            "seconds": self._seconds,
-        }
+        asked = {"kind": constraint.kind.value, "texts": constraint.texts, **self._limits}
         found = json.loads(self._ask(json.dumps(asked)))
-        if found["error"] is not None:
-            raise ConstraintError(found["error"])
-        return Trial(int(found["bytes"]), float(found["seconds"]))
+        if found["error"] is None:
+            return int(found["bytes"])
+        raise (TrialTooSlowError if found.get("too_slow") else ConstraintError)(found["error"])
 
     def close(self) -> None:
         """End the process."""
