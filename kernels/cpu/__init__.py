@@ -30,6 +30,7 @@ copy_blocks = _available.copy_blocks
 swap_blocks = _available.swap_blocks
 argmax = _available.argmax
 mask_logits = _available.mask_logits
+add_low_rank = _available.add_low_rank
 draw_tokens = _available.draw_tokens
 score_tokens = _available.score_tokens
 pin_threads = _available.pin_threads
