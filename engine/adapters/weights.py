@@ -131,7 +131,7 @@ def _check(
     for name, (dtype, shape) in shapes.items():
         named = NAME.fullmatch(name)
         if named is None:
-            raise AdapterError(f"{file}: {name} is not a matrix of LoRA, which Octavo applies alone")
+            raise AdapterError(f"{file}: {name} is not a matrix of LoRA, {_hint(name)}")
         if dtype not in DTYPES:
             raise AdapterError(f"{file}: {name} is {dtype}; it must be {', '.join(DTYPES)}")
         if len(shape) != 2:  # noqa: PLR2004 - a matrix
@@ -150,6 +150,16 @@ def _check(
         for layer, parts in found.items()
     ]
     return sorted(layers, key=lambda own: own.target.index)
+
+
+def _hint(name: str) -> str:
+    """Return what to do about a tensor that is no matrix of LoRA."""
+    if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
+        return (
+            "but the base model's, and Octavo keeps one base for all: save the adapter with"
+            " peft's save_pretrained(save_embedding_layers=False)"
+        )
+    return "and Octavo applies these alone"
 
 
 def _check_layer(

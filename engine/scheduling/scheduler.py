@@ -350,7 +350,7 @@ class Scheduler:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
             reuse = group.request.sampling.prompt_logprobs is None
-            salt = group.request.cache_salt
+            salt = group.request.prefix_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
