@@ -5,6 +5,7 @@ of one adapter, so that a kernel reads an adapter's matrices once for a tile (Pu
 2023; S-LoRA, Sheng et al. 2023).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def _tiles(adapters: np.ndarray) -> Sequence[tuple[int, int, int]]:
     starts = [0, *(np.flatnonzero(np.diff(adapters)) + 1).tolist(), len(adapters)]
     return [
         (int(adapters[first]), begin, min(begin + TILE_ROWS, end))
-        for first, end in zip(starts, starts[1:], strict=False)
+        for first, end in itertools.pairwise(starts)
         for begin in range(first, end, TILE_ROWS)
     ]
 

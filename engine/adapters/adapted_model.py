@@ -1,9 +1,9 @@
 """Lets the linear layers of a loaded model take adapters.
 
 A hook on each layer adds the products of low rank to its outputs. Layers keep their names when
-they are fused or packed, so that a hook finds them: a part of a fused layer has its own slice of the
-outputs. Only SwiGLUs whose gate and up projections are one kernel are taken apart, in steps with
-adapters.
+they are fused or packed, so that a hook finds them: a part of a fused layer has its own slice of
+the outputs. Only SwiGLUs whose gate and up projections are one kernel are taken apart, in steps
+with adapters.
 """
 
 import copy
@@ -108,9 +108,10 @@ def _take_adapters(model: nn.Module, name: str, target: Target) -> None:
     for parent in parents:
         owner = _child(owner, parent)
     if isinstance(owner, GatedMLP) and last in {"gate_proj", "up_proj"}:
-        if not isinstance(owner.gated, AdaptedGate):
-            owner.gated = AdaptedGate(owner.gated)  # type: ignore[assignment]
-        owner.gated.targets[last] = target
+        gate: Any = owner.gated
+        if not isinstance(gate, AdaptedGate):
+            owner.gated = gate = AdaptedGate(gate)
+        gate.targets[last] = target
     elif isinstance(layer := _child(owner, last), nn.Module):
         layer.register_forward_hook(_add_to(target))
 
@@ -163,4 +164,5 @@ class AdaptedGate(nn.Module):
         for name, projected in (("gate_proj", gate), ("up_proj", up)):
             if name in self.targets:
                 step.add(self.targets[name], x, projected)
-        return silu(gate) * up
+        product: Tensor = silu(gate) * up
+        return product

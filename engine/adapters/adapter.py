@@ -97,6 +97,6 @@ def _check_memory(directory: Path) -> None:
     available = resources.memory().available
     if needed > MEMORY_SHARE * available:
         raise AdapterError(
-            f"{directory} needs {needed >> 20} MiB to load, and {available >> 20} MiB are free: unload"
-            " other adapters"
+            f"{directory} needs {needed >> 20} MiB to load, and {available >> 20} MiB are free:"
+            " unload other adapters"
         )

@@ -113,17 +113,22 @@ def read_config(directory: Path) -> AdapterConfig:
 def _refuse_unapplied(file: Path, stated: Mapping[str, Any]) -> None:
     """Refuse settings with an effect on outputs that Octavo does not have."""
     if (bias := stated.get("bias", "none")) != "none":
-        raise AdapterError(f"{file}: bias is {bias!r}, which Octavo does not apply; train with none")
+        raise AdapterError(
+            f"{file}: bias is {bias!r}, which Octavo does not apply; train with none"
+        )
     if (init := stated.get("init_lora_weights", True)) not in UNCHANGED_BASE:
         raise AdapterError(
-            f"{file}: init_lora_weights is {init!r}, which changes the base model's weights; convert"
-            " the adapter with peft's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{file}: init_lora_weights is {init!r}, which changes the base model's weights;"
+            " convert the adapter by path_initial_model_for_weight_conversion of peft's"
+            " save_pretrained"
         )
     for name, value in stated.items():
         if name in IGNORED or name in APPLIED or not value:
             continue
         why = f": {reason}" if (reason := REASONS.get(name)) else ""
-        raise AdapterError(f"{file}: {name} is {str(value)[:80]!r}, which Octavo does not apply{why}")
+        raise AdapterError(
+            f"{file}: {name} is {str(value)[:80]!r}, which Octavo does not apply{why}"
+        )
 
 
 def _by_pattern(

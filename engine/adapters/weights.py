@@ -99,7 +99,7 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
             }
         layers = _check(file, config, shapes, targets)
         content = file.read_bytes()
-        tensors = dict(deserialize(content))
+        tensors = dict(deserialize(content))  # type: ignore[no-untyped-call]
     except ModelError as error:
         raise AdapterError(str(error)) from error
     except (SafetensorError, OSError, MemoryError) as error:
@@ -134,7 +134,7 @@ def _check(
             raise AdapterError(f"{file}: {name} is not a matrix of LoRA, {_hint(name)}")
         if dtype not in DTYPES:
             raise AdapterError(f"{file}: {name} is {dtype}; it must be {', '.join(DTYPES)}")
-        if len(shape) != 2:  # noqa: PLR2004 - a matrix
+        if len(shape) != 2:
             raise AdapterError(f"{file}: {name} has shape {list(shape)}, and is no matrix")
         found.setdefault(named["layer"], {})[named["part"]] = shape
     if not found:
@@ -145,10 +145,13 @@ def _check(
             f"{file} adapts {', '.join(unknown[:SHOWN])}{' ...' if len(unknown) > SHOWN else ''},"
             f" which is no linear layer of the model that adapters may adapt{base}"
         )
-    layers = [
-        _check_layer(file, config, layer, parts, targets.layers[layer], base)
-        for layer, parts in found.items()
-    ]
+    try:
+        layers = [
+            _check_layer(config, layer, parts, targets.layers[layer])
+            for layer, parts in found.items()
+        ]
+    except AdapterError as error:
+        raise AdapterError(f"{file}: {error}{base}") from error
     return sorted(layers, key=lambda own: own.target.index)
 
 
@@ -163,22 +166,22 @@ def _hint(name: str) -> str:
 
 
 def _check_layer(
-    file: Path,
-    config: AdapterConfig,
-    layer: str,
-    parts: Mapping[str, tuple[int, ...]],
-    target: Target,
-    base: str,
+    config: AdapterConfig, layer: str, shapes: Mapping[str, tuple[int, ...]], target: Target
 ) -> Matrices:
-    if len(parts) < 2:  # noqa: PLR2004 - A and B
-        raise AdapterError(f"{file} has only lora_{next(iter(parts))} of {layer}")
+    """Return a layer's matrices.
+
+    Raises:
+        AdapterError: One is absent, or has another shape than the model and the config need.
+    """
     rank = config.rank_of(layer)
     expected = {"A": (rank, target.inputs), "B": (target.outputs, rank)}
-    for part, shape in sorted(parts.items()):
-        if shape != expected[part]:
+    for part, needed in expected.items():
+        if part not in shapes:
+            raise AdapterError(f"lora_{part} of {layer} is missing")
+        if shapes[part] != needed:
             raise AdapterError(
-                f"{file}: lora_{part} of {layer} has shape {list(shape)}; the model and rank {rank}"
-                f" of the adapter's config need {list(expected[part])}{base}"
+                f"lora_{part} of {layer} has shape {list(shapes[part])}; the model and rank {rank}"
+                f" of the adapter's config need {list(needed)}"
             )
     assert rank <= MAX_RANK
     return Matrices(layer, target, rank, config.scale_of(layer))
@@ -204,7 +207,7 @@ def _lay_out(
         places = []
         for part, width in (("A", target.inputs), ("B", target.outputs)):
             name = f"base_model.model.{layer}.lora_{part}.weight"
-            values = _values(file, name, tensors[name])
+            values = _values(file, name, tensors[name], targets.dtype)
             matrix = values if part == "A" else values.T
             places.append(offset * matrices.itemsize)
             whole[offset : offset + rank * width] = _convert(matrix, targets.dtype).reshape(-1)
@@ -217,11 +220,11 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def _values(file: Path, name: str, stored: Mapping[str, Any]) -> np.ndarray:
+def _values(file: Path, name: str, stored: Mapping[str, Any], dtype: torch.dtype) -> np.ndarray:
     """Return a tensor in float32.
 
     Raises:
-        AdapterError: It has NaN or infinity.
+        AdapterError: It has NaN or infinity, or would have it in the model's dtype.
     """
     raw = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
     if stored["dtype"] == "BF16":
@@ -230,6 +233,9 @@ def _values(file: Path, name: str, stored: Mapping[str, Any]) -> np.ndarray:
         values = raw.astype(np.float32)
     if not np.isfinite(values).all():
         raise AdapterError(f"{file}: {name} has NaN or infinity")
+    if np.abs(values).max() > torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise AdapterError(f"{file}: {name} has numbers too large for {kind}, the model's type")
     return values
 
 

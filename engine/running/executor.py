@@ -310,7 +310,8 @@ class Executor:
         self._adapted_steps += self._loaded.compiled
         step = self._loaded.adapted.step
         with self._attending(inputs), applying(adapters):
-            return step(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            logits: torch.Tensor = step(inputs.token_ids, inputs.positions, inputs.logit_rows)
+        return logits
 
     def _most_likely(self, inputs: StepInputs) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""

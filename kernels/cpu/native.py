@@ -31,8 +31,8 @@ from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
+from octavo.kernels.cpu.low_rank import LowRankKernels
 from octavo.kernels.cpu.states import StateKernels
-from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
@@ -326,12 +326,6 @@ class NativeKernels:
             (*rows, c_int64, c_int, c_void_p, c_int64, c_int),
             None,
         )
-        self._add_low_rank = library.octavo_add_low_rank
-        self._add_low_rank.argtypes = (
-            *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int, c_int),
-            *(c_void_p, c_void_p, c_int64, c_void_p, c_int),
-        )
-        self._add_low_rank.restype = None
         self._draw = library.octavo_draw_tokens
         self._draw.argtypes, self._draw.restype = (*rows, c_int64, *[c_void_p] * 6, c_int), None
         self._score = library.octavo_score_tokens
@@ -339,6 +333,7 @@ class NativeKernels:
         self._score.restype = None
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
+        self.low_rank = LowRankKernels(library)
         self.linear = LinearKernels(library)
         self.states = StateKernels(library)
         self.latents = LatentKernels(self.linear)
@@ -595,15 +590,6 @@ class NativeKernels:
         self._mask(
             *(logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]),
             *(_DTYPES[logits.dtype], places, masks.shape[1], torch.get_num_threads()),
-        )
-
-    def add_low_rank(self, out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
-        """Add products of low rank; see `octavo.kernels.ops.add_low_rank`."""
-        self._add_low_rank(
-            *(x.data_ptr(), x.stride(0), x.shape[1], out.data_ptr(), out.stride(0), out.shape[1]),
-            *(_DTYPES[x.dtype], int(out.dtype != x.dtype)),
-            *(batch.rows.data_ptr(), batch.tiles.data_ptr(), len(batch.tiles)),
-            *(batch.records[layer].data_ptr(), torch.get_num_threads()),
         )
 
     def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -25,7 +25,13 @@ CASES = {
 @pytest.mark.parametrize("kernels", [cpu, fallback], ids=["native", "pytorch"])
 @given(**CASES)
 @example(
-    inputs=576, outputs=1536, ranks=[64, 0, 3], num_rows=40, dtype=torch.bfloat16, wide=False, seed=0
+    inputs=576,
+    outputs=1536,
+    ranks=[64, 0, 3],
+    num_rows=40,
+    dtype=torch.bfloat16,
+    wide=False,
+    seed=0,
 )
 @settings(deadline=None, max_examples=40)
 def test_low_rank(kernels, **case):

@@ -1,9 +1,8 @@
-"""A tiny base model, adapters that peft saved for it, and what peft computes with them."""
+"""Adapters of a tiny base model."""
 
 import pytest
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+
+from tests.peft_adapters import save_adapter
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -23,24 +22,6 @@ CONFIGS = {
     "expression": {"r": 12, "target_modules": r".*\.0\..*(k_proj|gate_proj)"},
 }
 """Adapters of different ranks and target modules."""
-
-
-def save_adapter(base, path, *, seed=0, std=0.15, **config):
-    """Save an adapter for a base model with random weights of both of its matrices."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    torch.manual_seed(seed)
-    adapted = get_peft_model(model, LoraConfig(**{"lora_alpha": 16} | config))
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=std)
-    adapted.save_pretrained(path, save_embedding_layers=False)
-    return path
-
-
-def merged(base, path):
-    """Return the base model in float32 with an adapter merged into its weights, by peft."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    return PeftModel.from_pretrained(model, path).merge_and_unload().eval()
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
-from tests.engine.adapters.conftest import CONFIGS, merged
+from tests.engine.adapters.conftest import CONFIGS
 from tests.engine.stepper import Stepper
+from tests.peft_adapters import greedy, merged
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +30,21 @@ def references(decided_model, adapter_paths):
 
 
 @pytest.fixture(scope="module")
-def base(decided_model):
-    from transformers import AutoModelForCausalLM
+def expected(decided_model, references):
+    """Return a function that gives what transformers generates with a merged model, or the base."""
+    models = references | {None: AutoModelForCausalLM.from_pretrained(decided_model).eval()}
+    known = {}
 
-    return AutoModelForCausalLM.from_pretrained(decided_model, dtype=torch.float32).eval()
+    def generate(name, prompt, count):
+        if (name, prompt) not in known:
+            known[name, prompt] = greedy(models[name], list(prompt), count)
+        return known[name, prompt]
+
+    return generate
 
 
 def prompt_of(seed, length):
     return torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def greedy(model, prompt, count):
-    """Return the tokens that transformers generates."""
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 def own_tokens(group, index=0):
@@ -57,7 +53,7 @@ def own_tokens(group, index=0):
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
-    make_engine, references, base, preemption
+    make_engine, expected, preemption
 ):
     engine = make_engine(num_blocks=96, block_size=8, preemption=preemption)
     names = [*CONFIGS, None] * 4
@@ -70,8 +66,7 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
     assert counters.preemptions_swap + counters.preemptions_recompute > 5
     assert max(len({s.group.request.adapter for s in b.sequences}) for b in engine.batches) > 4
     for name, group in groups:
-        model = base if name is None else references[name]
-        assert own_tokens(group) == greedy(model, list(group.request.prompt), 10), name
+        assert own_tokens(group) == expected(name, group.request.prompt, 10), name
 
 
 def test_logprobs_are_those_of_merged_models(make_engine, references):
@@ -133,3 +128,24 @@ def test_adapters_share_no_cached_prefixes(make_engine):
         engine.run()
         seen.append(group.cached_tokens)
     assert seen == [0, 0, 0, 40, 40, 40]
+
+
+@pytest.mark.parametrize("name", ["all", "mlp"])
+def test_packed_layers_take_adapters(decided_model, make_engine, references, name):
+    """In bfloat16 layers are fused and packed, and a SwiGLU's projections are one kernel."""
+    engine = make_engine(num_blocks=400, dtype="bfloat16")
+    prompt = prompt_of(8, 60)
+    group, base = (
+        engine.submit(prompt, 2, prompt_logprobs=0, adapter=engine.adapter(own))
+        for own in (name, None)
+    )
+    engine.run()
+    plain = AutoModelForCausalLM.from_pretrained(decided_model, dtype=torch.float32)
+    errors = []
+    for model, own in ((references[name], group), (plain, base)):
+        with torch.inference_mode():
+            truth = torch.log_softmax(model(torch.tensor([prompt])).logits[0], -1)
+        seen = torch.tensor([scored.logprob for scored in own.prompt_logprobs])
+        exact = truth[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        errors.append((seen - exact).abs().mean().item())
+    assert errors[0] < 0.02 + 2 * errors[1], errors
