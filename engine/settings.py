@@ -214,6 +214,15 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_need_one_rank(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.takes_adapters:
+            raise ValueError(
+                "--lora and --enable-lora do not work with --tensor-parallel-size"
+                f" {self.tensor_parallel_size}: adapters are not split over ranks yet"
+            )
+        return self
+
     @property
     def listeners(self) -> list[Listener]:
         """Where to listen; a default metrics port may be replaced, and is not among them."""

@@ -146,9 +146,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
     taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
     del probe
-    on_device = _device_adapters(settings, loaded)
-    if on_device is not None and loaded.device.type != "cpu":
-        taken += on_device.limit
+    limit = _adapter_limit(settings, loaded.device)
+    taken += limit or 0
     num_blocks, num_swap_blocks = count_pool(settings, loaded, block_bytes, taken, place)
     if leader is not None:
         num_blocks, num_swap_blocks = leader.count(num_blocks, num_swap_blocks)
@@ -158,7 +157,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     if settings.max_model_len is None and max_model_len < most:
         log.warning("context limited by the cache", model=most, max_model_len=max_model_len)
     cache_tensors = _allocate(layout, loaded, num_blocks, num_swap_blocks, leader)
-    executor = Executor(loaded, cache_tensors, leader, on_device)
+    executor = Executor(loaded, cache_tensors, leader, _device_adapters(loaded, limit))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs and leader is None:
         _record_decodes(executor, max_num_seqs, max_model_len)
@@ -184,6 +183,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         PreemptionPolicy(settings.preemption),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
+        adapter_limit=limit,
     )
     shape = loaded.shape
     limits = Limits(
@@ -282,7 +282,8 @@ def _load_adapters(settings: EngineSettings, loaded: LoadedStep) -> AdapterRegis
     """
     if loaded.adapted is None:
         return None
-    registry = AdapterRegistry(loaded.adapted.targets, settings.model_name)
+    limit = _adapter_limit(settings, loaded.device)
+    registry = AdapterRegistry(loaded.adapted.targets, settings.model_name, limit)
     for name, path in settings.adapters.items():
         try:
             registry.add(registry.read(name, Path(path)))
@@ -292,12 +293,18 @@ def _load_adapters(settings: EngineSettings, loaded: LoadedStep) -> AdapterRegis
     return registry
 
 
-def _device_adapters(settings: EngineSettings, loaded: LoadedStep) -> DeviceAdapters | None:
+def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:
+    """Return the bytes that adapters may take on the device; None on a CPU, or if it takes none."""
+    if device.type == "cpu" or not settings.takes_adapters:
+        return None
+    return int(settings.adapter_memory * GIB)
+
+
+def _device_adapters(loaded: LoadedStep, limit: int | None) -> DeviceAdapters | None:
     """Return what keeps adapters on the device; None if the engine takes none."""
     if loaded.adapted is None:
         return None
-    limit = int(settings.adapter_memory * GIB)
-    return DeviceAdapters(loaded.adapted.targets, loaded.device, limit)
+    return DeviceAdapters(loaded.device, limit)
 
 
 def _has_tokenizer(model: Path) -> bool:

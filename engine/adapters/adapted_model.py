@@ -54,7 +54,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
         config: The model's, from which its layers' names and sizes come.
         dtype: Of its activations.
     """
-    candidates = _linear_layers(make_empty(config, dtype))
+    candidates = linear_layers(make_empty(config, dtype))
     for name, target in candidates.items():
         _take_adapters(model, name, target)
     calls = _CountedCalls()
@@ -66,7 +66,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
     return AdaptedModel(step, Targets(layers, dtype, pinned=model.device.type == "cuda"))
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[str, Target]:
+def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
     """Return the linear layers of a model as transformers makes it, by name."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     found: dict[str, Target] = {}

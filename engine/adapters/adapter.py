@@ -48,11 +48,13 @@ class AdapterRegistry:
     Args:
         targets: The layers that they may adapt.
         taken: A name that no adapter may have: the model's own.
+        limit: The bytes that adapters may take on the device; None: no limit.
     """
 
-    def __init__(self, targets: Targets, taken: str) -> None:
+    def __init__(self, targets: Targets, taken: str, limit: int | None = None) -> None:
         self._targets = targets
         self._taken = taken
+        self._limit = limit
         self._adapters: dict[str, Adapter] = {}
         self._loading = threading.Lock()
 
@@ -74,7 +76,13 @@ class AdapterRegistry:
         """
         with self._loading:
             _check_memory(path)
-            return Adapter(name, path, read_adapter(path, self._targets))
+            adapter = Adapter(name, path, read_adapter(path, self._targets))
+        if self._limit is not None and adapter.nbytes > self._limit:
+            raise AdapterError(
+                f"{path} takes {adapter.nbytes >> 20} MiB on the device, where adapters have"
+                f" {self._limit >> 20} MiB: raise --adapter-memory"
+            )
+        return adapter
 
     def add(self, adapter: Adapter) -> None:
         """Let requests name an adapter.

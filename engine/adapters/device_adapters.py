@@ -9,7 +9,6 @@ import torch
 
 from octavo.engine.adapters.adapter import Adapter
 from octavo.engine.adapters.step import AppliedAdapters
-from octavo.engine.adapters.targets import Targets
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import sort_rows
 
@@ -30,29 +29,26 @@ class DeviceAdapters:
     keeps its adapters. On a CPU nothing is copied. An adapter that nobody holds any more leaves by
     itself.
 
+    Attributes:
+        copies: Copies to the device so far.
+
     Args:
-        targets: The model's layers.
         device: Where the model is.
-        limit: Bytes on the device. One batch may exceed it by the adapters that it needs.
+        limit: Bytes on the device, which the adapters of a batch must fit; None: nothing is copied,
+            as the model is on a CPU.
     """
 
-    def __init__(self, targets: Targets, device: torch.device, limit: int) -> None:
-        self._targets = targets
+    def __init__(self, device: torch.device, limit: int | None) -> None:
         self._device = device
         self._limit = limit
+        self.copies = 0
         # The least recently used first.
         self._held: WeakKeyDictionary[Adapter, _OnDevice] = WeakKeyDictionary()
-        self.copied = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the adapters on the device."""
         return sum(held.matrices.nbytes for held in self._held.values())
-
-    @property
-    def limit(self) -> int:
-        """Bytes that adapters may take on the device."""
-        return self._limit
 
     def lay_out(
         self, spans: Sequence[tuple[object, int]], logit_rows: np.ndarray
@@ -79,8 +75,7 @@ class DeviceAdapters:
         owners = [own.matrices for own in held]
         most = max(adapter.weights.max_rank for adapter in numbers)
         tokens, logits = (
-            sort_rows(rows, on_device, most, owners)
-            for rows in (of_tokens, of_tokens[logit_rows])
+            sort_rows(rows, on_device, most, owners) for rows in (of_tokens, of_tokens[logit_rows])
         )
         return AppliedAdapters(tokens, logits)
 
@@ -96,8 +91,10 @@ class DeviceAdapters:
         return held
 
     def _make_room(self, nbytes: int, wanted: Mapping[Adapter, int]) -> None:
+        if self._limit is None:
+            return
         for adapter in list(self._held):
-            if self.nbytes + nbytes <= self._limit or self._device.type == "cpu":
+            if self.nbytes + nbytes <= self._limit:
                 return
             if adapter not in wanted:
                 del self._held[adapter]
@@ -105,7 +102,7 @@ class DeviceAdapters:
     def _copy(self, adapter: Adapter) -> _OnDevice:
         weights = adapter.weights
         matrices = weights.matrices
-        if self._device.type != "cpu":
-            matrices = matrices.to(self._device, non_blocking=True)
-            self.copied += 1
+        if self._limit is not None:
+            matrices = matrices.to(self._device, non_blocking=True, copy=True)
+            self.copies += 1
         return _OnDevice(matrices, weights.records_at(matrices.data_ptr()))

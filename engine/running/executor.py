@@ -304,6 +304,7 @@ class Executor:
         """
         masked = masks_ready and self._leader is None
         return inputs.take_greatest and (masked or not batch.constrained)
+
     def _forward_adapted(self, inputs: StepInputs, adapters: AppliedAdapters) -> torch.Tensor:
         """Return logits; uncompiled, as a compiled model does not take adapters."""
         assert self._loaded.adapted is not None

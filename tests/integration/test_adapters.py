@@ -37,7 +37,8 @@ def cluster(tmp_path_factory, launch_shared):
     admin, http = free_port(), free_port()
     addresses = [flag for engine in engines for flag in ("--engine", engine.address)]
     router = launch_shared(
-        *("router", "--admin-port", str(admin), "--http-port", str(http), *addresses)
+        *("router", "--admin-port", str(admin), "--http-port", str(http), *addresses),
+        *("--failover-timeout", "2"),
     )
     for server in (*engines, router):
         server.wait_ready()
@@ -151,5 +152,5 @@ async def test_requests_migrate_with_their_adapter(cluster):
         await asyncio.to_thread(one.kill)
         assert await asyncio.gather(*running) == [expected] * 8
         with pytest.raises(octavo.Error) as gone:
-            await tokens_of(client, "second", timeout=2)
+            await tokens_of(client, "second")
         assert gone.value.code is grpc.StatusCode.UNAVAILABLE
