@@ -108,10 +108,10 @@ def _take_adapters(model: nn.Module, name: str, target: Target) -> None:
     for parent in parents:
         owner = _child(owner, parent)
     if isinstance(owner, GatedMLP) and last in {"gate_proj", "up_proj"}:
-        gate: Any = owner.gated
-        if not isinstance(gate, AdaptedGate):
-            owner.gated = gate = AdaptedGate(gate)
-        gate.targets[last] = target
+        mlp: Any = owner
+        if not isinstance(mlp.gated, AdaptedGate):
+            mlp.gated = AdaptedGate(mlp.gated)
+        mlp.gated.targets[last] = target
     elif isinstance(layer := _child(owner, last), nn.Module):
         layer.register_forward_hook(_add_to(target))
 
