@@ -3,7 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from octavo.kernels.low_rank import RECORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +39,8 @@ class Targets:
     layers: Mapping[str, Target]
     dtype: torch.dtype
     pinned: bool = False
+
+    def make_records(self) -> np.ndarray:
+        """Return a record for each index, of an adapter that leaves all layers as they are."""
+        count = max((target.index for target in self.layers.values()), default=-1) + 1
+        return np.zeros((count, RECORD), np.int64)

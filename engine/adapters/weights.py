@@ -21,7 +21,7 @@ from octavo.common.models.weight_files import PICKLED, check_file
 from octavo.engine.adapters.config import MAX_RANK, AdapterConfig, read_config
 from octavo.engine.adapters.errors import AdapterError
 from octavo.engine.adapters.targets import Target, Targets
-from octavo.kernels.low_rank import RECORD, make_record
+from octavo.kernels.low_rank import make_record
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
@@ -29,6 +29,7 @@ NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weigh
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 ALIGNMENT = 32
 """Elements; a matrix begins at a multiple of it."""
+BLANK_RANK = 16
 SHOWN = 5
 """Names that a message lists."""
 
@@ -56,8 +57,9 @@ class AdapterWeights:
     Attributes:
         matrices: `[elements]` of the targets' dtype: of each layer A, `[rank, inputs]`, and B
             transposed, `[rank, outputs]`.
-        records: `[targets, RECORD]` int64, as for `octavo.kernels.low_rank.LowRankBatch`, with the
-            offsets of A and B in bytes in place of their addresses.
+        records: `[indices of targets, RECORD]` int64, as for
+            `octavo.kernels.low_rank.LowRankBatch`, with the offsets of A and B in bytes in place
+            of their addresses.
         max_rank: The highest rank.
         digest: Of the adapter's files.
     """
@@ -107,6 +109,16 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
     stated = (directory / ADAPTER_CONFIG).read_bytes()
     digest = hashlib.blake2b(stated + hashlib.blake2b(content).digest(), digest_size=16)
     return _lay_out(file, layers, tensors, targets, digest.hexdigest())
+
+
+def blank_weights(targets: Targets) -> AdapterWeights:
+    """Return the weights of an adapter of every layer that changes no output."""
+    records = targets.make_records()
+    widest = max((max(own.inputs, own.outputs) for own in targets.layers.values()), default=0)
+    matrix = torch.zeros(BLANK_RANK * widest, dtype=targets.dtype, pin_memory=targets.pinned)
+    for target in targets.layers.values():
+        records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all lie at the same place
+    return AdapterWeights(matrix, records, BLANK_RANK, digest="")
 
 
 def _absent(directory: Path) -> str:
@@ -201,7 +213,7 @@ def _lay_out(
     )
     matrices = torch.empty(size, dtype=targets.dtype, pin_memory=targets.pinned)
     whole = _as_array(matrices)
-    records = np.zeros((len(targets.layers), RECORD), np.int64)
+    records = targets.make_records()
     offset = 0
     for layer, target, rank, scale in layers:
         places = []

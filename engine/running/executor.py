@@ -3,12 +3,15 @@
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from octavo.engine.adapters.adapter import Adapter
 from octavo.engine.adapters.device_adapters import DeviceAdapters
 from octavo.engine.adapters.step import AppliedAdapters, applying
+from octavo.engine.adapters.weights import blank_weights
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation import CompiledStep
 from octavo.engine.compilation.background import CompileProgress
@@ -213,8 +216,9 @@ class Executor:
     def warm_up(self, max_model_len: int) -> None:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        These are a decode alone, a decode beside a prompt's chunk, the sampling of their
-        tokens, and a copy of a block. Call it while the cache is empty.
+        These are a decode alone, a decode beside a prompt's chunk, each with an adapter of all
+        layers too, the sampling of their tokens, and a copy of a block. Call it while the cache is
+        empty.
 
         Args:
             max_model_len: most tokens of a sequence.
@@ -226,6 +230,11 @@ class Executor:
             inputs = to_inputs(
                 arrays, device=self._device, planners=self._planners, longest=max_model_len
             )
+            if self._loaded.adapted is not None and self._adapters is not None:
+                blank = Adapter("", Path(), blank_weights(self._loaded.adapted.targets))
+                spans = [(blank, count) for count in query_lens]
+                adapters = self._adapters.lay_out(spans, arrays.rows)
+                self._forward(replace(inputs, adapters=adapters))
             logits = self._forward(inputs).float()
             draw_tokens(
                 logits,
@@ -237,6 +246,7 @@ class Executor:
                 self._leader.copy(first)
             self.cache.apply(first)
         self._eager_before = self._loaded.eager_steps  # the lone decode
+        self._adapted_steps = 0
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:

@@ -23,7 +23,7 @@ COLUMNS = 64
 """Outputs of a program of the second kernel."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rank"])
 def _down_kernel(  # noqa: PLR0917
     x,
     rows,
@@ -68,7 +68,7 @@ def _down_kernel(  # noqa: PLR0917
         tl.store(to, total, mask=real[:, None] & (k[None, :] < rank))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rank"])
 def _up_kernel(  # noqa: PLR0917
     inner,
     rows,
