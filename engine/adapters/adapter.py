@@ -75,7 +75,10 @@ class AdapterRegistry:
             AdapterError: It cannot be served; the message says why.
         """
         with self._loading:
-            _check_memory(path)
+            try:
+                _check_memory(path)
+            except OSError as error:
+                raise AdapterError(f"{path} cannot be read: {error}") from error
             adapter = Adapter(name, path, read_adapter(path, self._targets))
         if self._limit is not None and adapter.nbytes > self._limit:
             raise AdapterError(

@@ -24,6 +24,8 @@ exponential time would stop the engine."""
 REPEATS = re.compile(r"[*+{]")
 SLOW = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 """Repeated groups, references to groups, and groups with options."""
+MAX_BYTES, MAX_ALPHA = 1 << 20, 1_000_000
+"""Bytes of a config, and the highest alpha."""
 IGNORED = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
@@ -94,8 +96,10 @@ def read_config(directory: Path) -> AdapterConfig:
     """
     file = directory / ADAPTER_CONFIG
     try:
-        stated = read_json(file)
-    except (ModelError, OSError) as error:
+        if file.is_file() and file.stat().st_size > MAX_BYTES:
+            raise AdapterError(f"{file} has more than {MAX_BYTES} bytes")
+        stated = read_json(_regular(file))
+    except (ModelError, OSError, RecursionError) as error:
         raise AdapterError(f"{directory} is not an adapter in peft's format: {error}") from error
     if (kind := stated.get("peft_type")) != "LORA":
         raise AdapterError(f"{file}: peft_type is {kind!r}; Octavo serves LORA adapters alone")
@@ -103,7 +107,7 @@ def read_config(directory: Path) -> AdapterConfig:
     return AdapterConfig(
         rank=_rank(file, "r", stated.get("r", 8)),
         alpha=_number(file, "lora_alpha", stated.get("lora_alpha", 8)),
-        rslora=bool(stated.get("use_rslora")),
+        rslora=_switch(file, "use_rslora", stated.get("use_rslora")),
         ranks=_by_pattern(file, stated, "rank_pattern", _rank),
         alphas=_by_pattern(file, stated, "alpha_pattern", _number),
         base=str(stated.get("base_model_name_or_path") or ""),
@@ -166,6 +170,21 @@ def _rank(file: Path, name: str, value: object) -> int:
 
 
 def _number(file: Path, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise AdapterError(f"{file}: {name} must be a number; got {str(value)[:80]!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_ALPHA:
+        raise AdapterError(
+            f"{file}: {name} must be a number of at most {MAX_ALPHA:,}; got {str(value)[:80]!r}"
+        )
     return float(value)
+
+
+def _switch(file: Path, name: str, value: object) -> bool:
+    if not isinstance(value, bool | None):
+        raise AdapterError(f"{file}: {name} must be true or false; got {str(value)[:80]!r}")
+    return bool(value)
+
+
+def _regular(file: Path) -> Path:
+    """Return a file, or raise an OSError: reading a pipe would never end."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is no regular file")
+    return file

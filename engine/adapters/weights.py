@@ -104,7 +104,7 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
         tensors = dict(deserialize(content))  # type: ignore[no-untyped-call]
     except ModelError as error:
         raise AdapterError(str(error)) from error
-    except (SafetensorError, OSError, MemoryError) as error:
+    except (SafetensorError, OSError, MemoryError, RecursionError, ArithmeticError) as error:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     stated = (directory / ADAPTER_CONFIG).read_bytes()
     digest = hashlib.blake2b(stated + hashlib.blake2b(content).digest(), digest_size=16)

@@ -1,6 +1,7 @@
 """Adapters that are malicious, damaged or of another model are refused with a precise message."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -104,6 +105,8 @@ def test_scales_follow_patterns(adapter):
         ({"r": True}, "r must be an integer"),
         ({"r": 8}, r"lora_A of .*k_proj has shape \[4, 64\]; the model and rank 8"),
         ({"lora_alpha": "high"}, "lora_alpha must be a number"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number of at most 1,000,000"),
+        ({"use_rslora": "no"}, "use_rslora must be true or false"),
         ({"lora_alpha": float("inf")}, "lora_alpha must be a number"),
         ({"rank_pattern": [4]}, "rank_pattern must be an object"),
         ({"rank_pattern": {"(": 4}}, "no regular expression"),
@@ -170,6 +173,17 @@ def test_other_damage(adapter):
     (adapter / "adapter_config.json").unlink()
     assert "is not an adapter in peft's format" in refusal(adapter)
     assert "is not an adapter in peft's format" in refusal(adapter / "absent")
+
+
+def test_configs_that_would_hold_up_a_reader(adapter):
+    file = adapter / "adapter_config.json"
+    file.write_text("[" * 100_000)
+    assert "is not an adapter in peft's format" in refusal(adapter)
+    file.write_text(" " * (1 << 20) + "{}")
+    assert "has more than 1048576 bytes" in refusal(adapter)
+    file.unlink()
+    os.mkfifo(file)
+    assert "is no regular file" in refusal(adapter)
 
 
 def test_names_are_taken_once(adapter):
