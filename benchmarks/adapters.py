@@ -21,6 +21,7 @@ import torch
 import typer
 from safetensors.torch import save_file
 
+from octavo.common import logging
 from octavo.common.models.resolve import resolve
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.adapters.adapted_model import linear_layers
@@ -49,6 +50,7 @@ def main(
     compile_first: Annotated[bool, typer.Option(help="Compile before measuring.")] = True,
 ) -> None:
     """Run the benchmark and print a table."""
+    logging.configure("console", "error")
     with tempfile.TemporaryDirectory() as folder:
         paths = save_adapters(model, Path(folder), adapters, rank, targets.split(","))
         settings = EngineSettings(

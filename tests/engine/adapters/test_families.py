@@ -26,6 +26,9 @@ SLOW = {
     "phi3": set(),
     "qwen3_next": set(),
 }
+MLP = {"gate_proj", "up_proj", "down_proj"}
+NOT_BY_PEFT = {"deepseek_v3": MLP, "falcon_h1": {"out_proj"}, "qwen3_next": MLP}
+"""Layers that peft does not adapt: it takes names of an MLP for the experts."""
 FAMILIES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 LENGTH = 40
 
@@ -38,6 +41,7 @@ def test_log_probabilities_are_those_of_the_merged_model(family, tmp_path):
     engine = Stepper(build(EngineSettings(model=str(base), enable_lora=True, **settings)))
     registry = engine.parts.adapters
     layers = sorted(name for name in registry._targets.layers if "lm_head" not in name)
+    layers = [name for name in layers if name.split(".")[-1] not in NOT_BY_PEFT.get(family, ())]
     assert layers
     assert {name.split(".")[-1] for name in layers}.isdisjoint((QUICK | SLOW)[family])
     save_adapter(base, path, r=5, target_modules=layers, std=0.1)

@@ -55,7 +55,7 @@ def test_an_adapter_too_large_for_the_device_is_refused(engine, adapter_paths):
         AdapterRegistry(targets, "base", limit=1000).read("all", adapter_paths["all"])
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])
 def test_loads_and_unloads_leak_nothing(engine, adapter_paths, count):
     registry, path = engine.parts.adapters, adapter_paths["one-layer"]
     process = psutil.Process()
