@@ -76,6 +76,7 @@ def main(
         for name, own in ways.items():
             rate = run(core, parts, own, tokens, numbers)
             rates[name] += [rate] * (turn > 0)
+            print(f"turn {turn}: {name} {rate:.1f} tokens/s", flush=True)
         with uncompiled(parts):
             rate = run(core, parts, ways["base"], tokens, numbers)
         rates["base, uncompiled"] += [rate] * (turn > 0)
