@@ -41,6 +41,22 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
         info: engine_pb2.GetEngineInfoResponse = await answer
         return info
 
+    async def LoadAdapter(  # noqa: N802 - the contract's name
+        self, request: engine_pb2.EngineServiceLoadAdapterRequest, context: Context
+    ) -> engine_pb2.EngineServiceLoadAdapterResponse:
+        """Load an adapter."""
+        answer: Any = self._service().LoadAdapter(request, context)  # type: ignore[arg-type]
+        response: engine_pb2.EngineServiceLoadAdapterResponse = await answer
+        return response
+
+    async def UnloadAdapter(  # noqa: N802 - the contract's name
+        self, request: engine_pb2.EngineServiceUnloadAdapterRequest, context: Context
+    ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
+        """Unload an adapter."""
+        answer: Any = self._service().UnloadAdapter(request, context)  # type: ignore[arg-type]
+        response: engine_pb2.EngineServiceUnloadAdapterResponse = await answer
+        return response
+
     def _service(self) -> engine_pb2_grpc.EngineServiceServicer:
         """Return the loaded service.
 

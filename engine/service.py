@@ -15,6 +15,7 @@ import structlog
 from octavo.common.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
+from octavo.engine.adapter_service import AdapterService
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Event, Load, PrefixChange
@@ -45,6 +46,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     ) -> None:
         self._settings = settings
         self._parts = parts
+        self._adapters = AdapterService(parts.adapters, self._announce_adapters)
         self._sessions: dict[int, Session] = {}
         self._ids = count()
         metrics.sessions.set_function(lambda: len(self._sessions))
@@ -89,9 +91,12 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             session=number,
             limits=self._parts.limits,
             eos_token_ids=self._parts.eos_token_ids,
+            find_adapter=self._adapters.find,
         )
         session = Session(self.core, translate)
         self._sessions[number] = session
+        if self._parts.adapters is not None:
+            session.set_adapters(self._adapters.message())
         log.info("session opened", session=number, peer=context.peer())
         try:
             async for response in session.run(number, request_iterator):
@@ -123,6 +128,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 prefix_caching=settings.enable_prefix_caching,
                 beam_search=limits.beam_search,
                 constraints=limits.constraints,
+                adapters=parts.adapters is not None,
             ),
             version=version("octavo"),
             device=parts.device,
@@ -137,7 +143,30 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             numa_nodes=parts.threads.nodes,
             layer_groups=map(to_message, budget.groups),
             ranks=parts.ranks,
+            adapters=self._adapters.message().adapters,
         )
+
+    async def LoadAdapter(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.EngineServiceLoadAdapterRequest,
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.EngineServiceLoadAdapterResponse:
+        """Load an adapter beside the requests that run."""
+        adapter = await self._adapters.load(request.name, request.path)
+        return engine_pb2.EngineServiceLoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.EngineServiceUnloadAdapterRequest,
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
+        """Unload an adapter; requests that have it finish."""
+        self._adapters.unload(request.name)
+        return engine_pb2.EngineServiceUnloadAdapterResponse()
+
+    def _announce_adapters(self, adapters: engine_pb2.Adapters) -> None:
+        for session in self._sessions.values():
+            session.set_adapters(adapters)
 
     def close(self) -> None:
         """End all sessions once they have sent what the core published last."""

@@ -64,6 +64,12 @@ class Session:
             reader.cancel()
             self._core.send(CloseSession(session))
 
+    def set_adapters(self, adapters: engine_pb2.Adapters) -> None:
+        """Put the adapters that are loaded into the next message."""
+        self._pending.adapters.CopyFrom(adapters)
+        self._pending.load.CopyFrom(to_load(self._core.load))
+        self._ready.set()
+
     def close(self) -> None:
         """End the stream once what is pending has been sent: the engine stops."""
         self._closing = True

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from octavo.common.adapter_names import ADAPTER_NAME, ADAPTER_NAMES
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.ports import Listener, metrics_listener
@@ -119,6 +120,21 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     enable_prefix_caching: bool = Field(
         True, description="Share full KV-cache blocks between requests with a common prefix."
     )
+    enable_lora: bool = Field(
+        False,
+        description="Accept LoRA adapters while the engine runs. It keeps the model uncompiled too,"
+        " which runs the steps with adapters. --lora implies it.",
+    )
+    lora: list[str] = Field(
+        [],
+        description="LoRA adapter as NAME=PATH: a directory in peft's format, and the model name in"
+        " requests. May be given several times.",
+    )
+    adapter_memory: float = Field(
+        1.0,
+        gt=0,
+        description="GiB on a GPU for adapters; the least recently used stay in CPU memory.",
+    )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
         description="Defaults of sampling parameters that a request does not set. auto: those of"
@@ -166,6 +182,19 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
 
+    @field_validator("lora")
+    @classmethod
+    def _adapters(cls, adapters: list[str]) -> list[str]:
+        """Refuse malformed and repeated adapters."""
+        for text in adapters:
+            name, equals, path = text.partition("=")
+            if not (equals and path) or not ADAPTER_NAME.fullmatch(name):
+                raise ValueError(f"{text[:256]!r} is not NAME=PATH; {ADAPTER_NAMES}")
+        names = [text.partition("=")[0] for text in adapters]
+        if len(set(names)) != len(names):
+            raise ValueError("names an adapter twice")
+        return adapters
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         batched, seqs = self.max_num_batched_tokens, self.max_num_seqs
@@ -185,6 +214,15 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_need_one_rank(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.takes_adapters:
+            raise ValueError(
+                "--lora and --enable-lora do not work with --tensor-parallel-size"
+                f" {self.tensor_parallel_size}: adapters are not split over ranks yet"
+            )
+        return self
+
     @property
     def listeners(self) -> list[Listener]:
         """Where to listen; a default metrics port may be replaced, and is not among them."""
@@ -192,6 +230,17 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         if "metrics_port" in self.model_fields_set:
             found.append(metrics_listener(self.host, self.metrics_port))
         return found
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.lora)
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The directories of the adapters to load at the start, by name."""
+        pairs = (text.partition("=") for text in self.lora)
+        return {name: path for name, _, path in pairs}
 
     @property
     def model_name(self) -> str:

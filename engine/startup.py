@@ -20,6 +20,9 @@ from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.common.topology import format_list, read_nodes
 from octavo.engine import generation_config
+from octavo.engine.adapters.adapter import AdapterRegistry
+from octavo.engine.adapters.device_adapters import DeviceAdapters
+from octavo.engine.adapters.errors import AdapterError
 from octavo.engine.capacity import (
     StartupError,
     batch_size,
@@ -79,6 +82,7 @@ class Parts:
         read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
             constrained.
         leader: Tells the other ranks what to do; None if there are none.
+        adapters: The adapters that requests may name; None if the engine takes none.
     """
 
     scheduler: Scheduler
@@ -96,6 +100,7 @@ class Parts:
     threads: Threads
     read_tokens: Callable[[], TokenTable] | None
     leader: Leader | None = None
+    adapters: AdapterRegistry | None = None
 
     @property
     def ranks(self) -> int:
@@ -130,6 +135,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         compiled=loaded.compiled,
         seconds=round(time.perf_counter() - began, 2),
     )
+    adapters = _load_adapters(settings, loaded)
     max_num_seqs, batched = batch_size(settings, loaded.device)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
@@ -140,6 +146,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
     taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
     del probe
+    limit = _adapter_limit(settings, loaded.device)
+    taken += limit or 0
     num_blocks, num_swap_blocks = count_pool(settings, loaded, block_bytes, taken, place)
     if leader is not None:
         num_blocks, num_swap_blocks = leader.count(num_blocks, num_swap_blocks)
@@ -149,7 +157,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     if settings.max_model_len is None and max_model_len < most:
         log.warning("context limited by the cache", model=most, max_model_len=max_model_len)
     cache_tensors = _allocate(layout, loaded, num_blocks, num_swap_blocks, leader)
-    executor = Executor(loaded, cache_tensors, leader)
+    executor = Executor(loaded, cache_tensors, leader, _device_adapters(loaded, limit))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs and leader is None:
         _record_decodes(executor, max_num_seqs, max_model_len)
@@ -175,6 +183,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         PreemptionPolicy(settings.preemption),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
+        adapter_limit=limit,
     )
     shape = loaded.shape
     limits = Limits(
@@ -203,6 +212,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         if limits.constraints
         else None,
         leader=leader,
+        adapters=adapters,
     )
 
 
@@ -262,6 +272,39 @@ def count_pool(
     if settings.num_blocks is None and settings.cache_memory is None:
         blocks = blocks // ranks_here if loaded.device.type == "cpu" else blocks
     return blocks, swap
+
+
+def _load_adapters(settings: EngineSettings, loaded: LoadedStep) -> AdapterRegistry | None:
+    """Load the adapters of --lora.
+
+    Raises:
+        StartupError: One of them cannot be served.
+    """
+    if loaded.adapted is None:
+        return None
+    limit = _adapter_limit(settings, loaded.device)
+    registry = AdapterRegistry(loaded.adapted.targets, settings.model_name, limit)
+    for name, path in settings.adapters.items():
+        try:
+            registry.add(registry.read(name, Path(path)))
+        except AdapterError as error:
+            raise StartupError(f"--lora {name}: {error}") from error
+        log.info("adapter loaded", adapter=name, path=path)
+    return registry
+
+
+def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:
+    """Return the bytes that adapters may take on the device; None on a CPU, or if it takes none."""
+    if device.type == "cpu" or not settings.takes_adapters:
+        return None
+    return int(settings.adapter_memory * GIB)
+
+
+def _device_adapters(loaded: LoadedStep, limit: int | None) -> DeviceAdapters | None:
+    """Return what keeps adapters on the device; None if the engine takes none."""
+    if loaded.adapted is None:
+        return None
+    return DeviceAdapters(loaded.device, limit)
 
 
 def _has_tokenizer(model: Path) -> bool:

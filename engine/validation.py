@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import fields
 
 from google.protobuf.duration_pb2 import Duration
@@ -23,20 +23,36 @@ from octavo.common.limits import (
 from octavo.common.sampling_parameters import SamplingParams, set_values
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
-from octavo.engine.scheduling.request import BeamSearch, Request, Resumption
+from octavo.engine.scheduling.request import BeamSearch, Request, RequestAdapter, Resumption
 from octavo.v1 import engine_pb2, sampling_pb2
 
+FindAdapter = Callable[[str], RequestAdapter | None]
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 def to_request(
-    submit: engine_pb2.Submit, *, session: int, limits: Limits, eos_token_ids: Collection[int]
+    submit: engine_pb2.Submit,
+    *,
+    session: int,
+    limits: Limits,
+    eos_token_ids: Collection[int],
+    find_adapter: FindAdapter = lambda _: None,
 ) -> Request:
     """Checks a Submit and translates it.
+
+    Args:
+        submit: the message.
+        session: its router's session.
+        limits: the engine's.
+        eos_token_ids: the model's.
+        find_adapter: returns the loaded adapter of a name; None if there is none.
 
     Raises:
         RpcError: this engine can never serve it.
     """
+    adapter = find_adapter(submit.adapter) if submit.adapter else None
+    if submit.adapter and adapter is None:
+        raise rpc.not_found("model", f"model {submit.adapter[:128]!r} is not served here any more")
     check_request_id(submit.request_id)
     check_cache_salt(submit.cache_salt)
     check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
@@ -82,6 +98,7 @@ def to_request(
         },
         constraint=constraint,
         ignore_eos=stop.ignore_eos,
+        adapter=adapter,
     )
 
 

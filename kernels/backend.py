@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels import BACKENDS
+from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionPlan
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
@@ -46,6 +47,7 @@ class Backend(Protocol):
     swap_blocks: Callable[[Tensor, Tensor, Tensor], None]
     argmax: Callable[[Tensor], Tensor]
     mask_logits: Callable[[Tensor, np.ndarray, np.ndarray], None]
+    add_low_rank: Callable[[Tensor, Tensor, LowRankBatch, int], None]
     draw_tokens: Callable[[Tensor, SamplingTensors], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int], Scores]
     causal_conv: Callable[..., Tensor]

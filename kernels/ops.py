@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.backend import find_backend
 from octavo.kernels.gpu import E4M3_DTYPES
+from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
@@ -315,6 +316,35 @@ def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
         raise IndexError(f"a row is out of range [0, {len(logits)}): {numbers.tolist()}")
     backend = find_backend(logits.device.type)
     backend.mask_logits(logits, numbers, np.ascontiguousarray(masks))
+
+
+def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
+    """Add to each row of a linear layer's outputs the product of low rank of the row's adapter.
+
+    That is `scale * (x @ down.T) @ up`, with sums in float32.
+
+    Args:
+        out: `[num_rows, outputs]`, of the dtype of `x` or float32; changed in place. Rows must be
+            contiguous; they may be apart.
+        x: `[num_rows, inputs]`, of one of `DTYPES`, which the matrices have too; likewise.
+        batch: The rows that have an adapter, and the adapters' matrices.
+        layer: Index of the layer among `batch.records`.
+
+    Raises:
+        ValueError: The tensors do not fit each other.
+    """
+    if not len(x) == len(out) == batch.num_rows:
+        raise ValueError(
+            f"{batch.num_rows} rows have adapters or none, but the layer has {len(x)} inputs and"
+            f" {len(out)} outputs"
+        )
+    if x.stride(1) != 1 or out.stride(1) != 1 or out.dtype not in {x.dtype, torch.float32}:
+        raise ValueError(
+            f"rows must be contiguous, and outputs {x.dtype} or float32: strides are {x.stride()}"
+            f" and {out.stride()}, outputs are {out.dtype}"
+        )
+    if len(batch.tiles):
+        find_backend(x.device.type).add_low_rank(out, x, batch, layer)
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -264,6 +264,25 @@ def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
                 logits[row, token] = -math.inf
 
 
+def add_low_rank(
+    out: Tensor, x: Tensor, adapters: list[int], matrices: list[tuple[Tensor, Tensor, float] | None]
+) -> None:
+    """Add products of low rank, row by row; see `octavo.kernels.ops.add_low_rank`.
+
+    Args:
+        out: As there, like `x`.
+        x: Likewise.
+        adapters: Each row's adapter; -1 for none.
+        matrices: Of each adapter `[rank, inputs]`, `[outputs, rank]` and the scale; None if it
+            leaves the layer as it is.
+    """
+    for row, adapter in enumerate(adapters):
+        if adapter >= 0 and (own := matrices[adapter]) is not None:
+            down, up, scale = own
+            product = up.double() @ (down.double() @ x[row].double())
+            out[row] = (out[row].double() + scale * product).to(out.dtype)
+
+
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`.
 

@@ -1,4 +1,4 @@
-"""AdminService: engines added, drained and removed while the router runs."""
+"""AdminService: engines and adapters that come and go while the router runs."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import grpc.aio
 import structlog
 
 from octavo.common import rpc
+from octavo.common.adapter_names import check_adapter_name, check_adapter_path
+from octavo.router.engines.adapters import PoolAdapters
 from octavo.router.engines.link import EngineLink
 from octavo.router.engines.pool import EnginePool
 from octavo.router.settings import is_address
@@ -17,7 +19,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Changes which engines a pool has.
+    """Changes which engines a pool has, and which adapters they have.
 
     Args:
         pool: The engines.
@@ -25,6 +27,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
+        self._adapters = PoolAdapters(pool)
 
     async def ListEngines(  # noqa: N802 - the contract's name
         self,
@@ -67,6 +70,33 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._pool.remove(request.address)
         log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        """Load an adapter on one engine, or on all."""
+        check_adapter_name(request.name)
+        check_adapter_path(request.path)
+        timeout = context.time_remaining()
+        await self._adapters.load(request.name, request.path, request.address, timeout)
+        log.info("adapter loaded", adapter=request.name, path=request.path)
+        return admin_pb2.LoadAdapterResponse(adapter=self._adapters.status(request.name))
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        """Unload an adapter from one engine, or from all."""
+        await self._adapters.unload(request.name, request.address, context.time_remaining())
+        log.info("adapter unloaded", adapter=request.name)
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self,
+        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - says nothing
+        context: Context,  # noqa: ARG002
+    ) -> admin_pb2.ListAdaptersResponse:
+        """List the adapters that connected engines have."""
+        return admin_pb2.ListAdaptersResponse(adapters=self._adapters.loaded())
 
 
 def _status(link: EngineLink) -> admin_pb2.EngineStatus:

@@ -209,7 +209,9 @@ class Generator:
 
     def list_models(self, tenant: Tenant) -> generation_pb2.ListModelsResponse:
         """Return the models that are served now and that the tenant may use."""
-        served = sorted(filter(tenant.may_use, {e.info.model for e in self._pool.up()}))
+        served = sorted(
+            filter(tenant.may_use, {model for engine in self._pool.up() for model in engine.models})
+        )
         return generation_pb2.ListModelsResponse(
             models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
         )
@@ -274,13 +276,19 @@ class Generator:
         plan = self._plan(message, model, token_ids)
         if message.HasField("constraint"):
             check_constraint(message.constraint, limits)
+        adapter = self._pool.adapter(model)
         seeded = message.sampling.HasField("seed")
         request = Request(
             request_id=request_id,
             model=model,
             tenant=usage.tenant,
             message=message,
-            prompt=Prompt(token_ids, usage.tenant.salt(message.cache_salt)),
+            prompt=Prompt(
+                token_ids,
+                usage.tenant.salt(message.cache_salt),
+                "" if adapter is None else adapter.digest,
+            ),
+            adapter="" if adapter is None else adapter.name,
             max_tokens=validation.output_length(
                 message, len(token_ids), limits, defaults.max_tokens
             ),
@@ -349,7 +357,7 @@ class Generator:
         if state.migrations == self._settings.max_moves:
             return False
         if isinstance(error, EngineFaultError):
-            if state.failed_on is not None or not self._pool.has_other(engine):
+            if state.failed_on is not None or not self._pool.has_other(engine, state.request.model):
                 return False
             state.failed_on = engine
         return True

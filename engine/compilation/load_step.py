@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -38,6 +40,10 @@ float32, 6.7 GiB for 1.48 GiB."""
 COMPILER_SHARE = 0.75
 """Maximum share of the free memory for the compiler; the KV cache and swap space need the rest."""
 
+if TYPE_CHECKING:
+    from octavo.engine.adapters.adapted_model import AdaptedModel
+    from octavo.engine.models.load_model import LoadedModel
+
 log = structlog.get_logger(__name__)
 
 
@@ -52,6 +58,7 @@ class LoadedStep:
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where it runs.
         compiler: Compiles a faster step in the background; else None.
+        adapted: The uncompiled model for steps with adapters; None if it takes none.
     """
 
     shape: ModelShape
@@ -61,6 +68,7 @@ class LoadedStep:
     device: torch.device
     compiler: Compiler | None
     _step: Step
+    adapted: "AdaptedModel | None" = None
 
     @property
     def step(self) -> Step:
@@ -117,7 +125,8 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
     device = choose_device(settings.device)
     compiles = world is None and _compiles_ahead(settings, device) and _trusts_cache()
     artifact = locate(recipe) if compiles else None
-    if artifact and artifact.path.is_dir() and (compiled := _load_compiled(artifact)):
+    compiled = _load_compiled(artifact) if artifact and artifact.path.is_dir() else None
+    if compiled is not None and not settings.takes_adapters:
         return compiled
     # Imported here because transformers is slow to import, and a compiled step needs none of it.
     from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
@@ -139,6 +148,10 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
     )
     if world is not None:
         log.info("this rank's part loaded", gib=round(_size(loaded.model) / GIB, 3))
+    adapted = _adapted(loaded, model) if settings.takes_adapters else None
+    if compiled is not None:
+        compiled.adapted = adapted
+        return compiled
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
@@ -174,7 +187,18 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         loaded.device,
         compiler,
         step,
+        adapted,
     )
+
+
+def _adapted(loaded: "LoadedModel", path: str) -> "AdaptedModel":
+    """Let a model's layers take adapters."""
+    from octavo.engine.adapters.adapted_model import adapt  # noqa: PLC0415 - as `load`
+    from octavo.engine.models.quantization.checkpoints import find_format  # noqa: PLC0415
+    from octavo.engine.models.quantization.checkpoints.reader import read_config  # noqa: PLC0415
+
+    config = read_config(path, quantized=find_format(Path(path)) is not None)
+    return adapt(loaded.model, config, loaded.dtype)
 
 
 def compiled_for_gpu(step: EagerStep, device: torch.device, check: SelfCheck) -> Step:

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from octavo.engine.adapters.adapter import Adapter
+from octavo.engine.adapters.device_adapters import DeviceAdapters
+from octavo.engine.adapters.step import AppliedAdapters, applying
+from octavo.engine.adapters.weights import blank_weights
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation import CompiledStep
 from octavo.engine.compilation.background import CompileProgress
@@ -61,7 +66,11 @@ class Executor:
     """
 
     def __init__(
-        self, loaded: LoadedStep, cache: CacheTensors, leader: Leader | None = None
+        self,
+        loaded: LoadedStep,
+        cache: CacheTensors,
+        leader: Leader | None = None,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         """Set up the executor.
 
@@ -69,9 +78,12 @@ class Executor:
             loaded: the model, or this rank's part of it.
             cache: the cache's tensors.
             leader: tells other ranks what to compute, if there are any.
+            adapters: the adapters on the device, if the model takes any.
         """
         self.cache = cache
         self._leader = leader
+        self._adapters = adapters
+        self._adapted_steps = 0  # while the model was compiled
         self._loaded = loaded
         self._device = loaded.device
         self._decodes: DecodeGraphs | None = None
@@ -106,6 +118,9 @@ class Executor:
         arrays, inputs = make_inputs(
             batch, layout=self.cache.layout, device=self._device, planners=self._planners
         )
+        if self._adapters is not None:
+            spans = [(s.group.request.adapter, s.end - s.start) for s in batch.sequences]
+            inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
             wants_tokens = self._wants_tokens(batch, inputs, masks_ready=False)
             self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
@@ -191,7 +206,7 @@ class Executor:
     @property
     def eager_steps(self) -> int:
         """Steps since the start that ran uncompiled although the model is compiled."""
-        return self._loaded.eager_steps - self._eager_before
+        return self._loaded.eager_steps - self._eager_before + self._adapted_steps
 
     def take_copy_times(self) -> list[CopyTime]:
         """Return how long swaps took that have ended since the last call."""
@@ -201,8 +216,9 @@ class Executor:
     def warm_up(self, max_model_len: int) -> None:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        These are a decode alone, a decode beside a prompt's chunk, the sampling of their
-        tokens, and a copy of a block. Call it while the cache is empty.
+        These are a decode alone, a decode beside a prompt's chunk, each with an adapter of all
+        layers too, the sampling of their tokens, and a copy of a block. Call it while the cache is
+        empty.
 
         Args:
             max_model_len: most tokens of a sequence.
@@ -214,6 +230,11 @@ class Executor:
             inputs = to_inputs(
                 arrays, device=self._device, planners=self._planners, longest=max_model_len
             )
+            if self._loaded.adapted is not None and self._adapters is not None:
+                blank = Adapter("", Path(), blank_weights(self._loaded.adapted.targets))
+                spans = [(blank, count) for count in query_lens]
+                adapters = self._adapters.lay_out(spans, arrays.rows)
+                self._forward(replace(inputs, adapters=adapters))
             logits = self._forward(inputs).float()
             draw_tokens(
                 logits,
@@ -225,6 +246,7 @@ class Executor:
                 self._leader.copy(first)
             self.cache.apply(first)
         self._eager_before = self._loaded.eager_steps  # the lone decode
+        self._adapted_steps = 0
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
@@ -278,6 +300,8 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the wanted tokens."""
+        if inputs.adapters is not None:
+            return self._forward_adapted(inputs, inputs.adapters)
         if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
             return logits
         with self._attending(inputs):
@@ -290,6 +314,15 @@ class Executor:
         """
         masked = masks_ready and self._leader is None
         return inputs.take_greatest and (masked or not batch.constrained)
+
+    def _forward_adapted(self, inputs: StepInputs, adapters: AppliedAdapters) -> torch.Tensor:
+        """Return logits; uncompiled, as a compiled model does not take adapters."""
+        assert self._loaded.adapted is not None
+        self._adapted_steps += self._loaded.compiled
+        step = self._loaded.adapted.step
+        with self._attending(inputs), applying(adapters):
+            logits: torch.Tensor = step(inputs.token_ids, inputs.positions, inputs.logit_rows)
+        return logits
 
     def _most_likely(self, inputs: StepInputs) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""

@@ -3,10 +3,24 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Protocol
 
+from octavo.common.prefix import prefix_salt
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.constraint import Constraint
 from octavo.engine.constraints.matcher import EndRule
+
+
+class RequestAdapter(Protocol):
+    """The adapter of a request, as far as scheduling sees it."""
+
+    @property
+    def digest(self) -> str:
+        """The digest of its contents."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes on the device."""
 
 
 class FinishReason(IntEnum):
@@ -65,6 +79,7 @@ class Request:
         constraint: the form of every output, or None.
         ignore_eos: whether the client asked to go on past `eos_token_ids`; a constrained output
             ends by them where nothing else can follow.
+        adapter: what the model's layers add for it, or None.
         takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
     """
 
@@ -85,6 +100,7 @@ class Request:
     trace_context: Mapping[str, str] = field(default_factory=dict)
     constraint: Constraint | None = None
     ignore_eos: bool = False
+    adapter: RequestAdapter | None = None
     takes_greatest: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -95,6 +111,11 @@ class Request:
         """When the constraint may let an output end."""
         never = self.eos_token_ids if self.ignore_eos else frozenset[int]()
         return EndRule(self.min_tokens, self.stopping, never)
+
+    @property
+    def prefix_salt(self) -> str:
+        """The salt of its blocks in the prefix cache: adapters never share blocks."""
+        return prefix_salt(self.cache_salt, "" if self.adapter is None else self.adapter.digest)
 
     @property
     def stopping(self) -> frozenset[int]:

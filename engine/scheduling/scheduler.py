@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
 from octavo.engine.scheduling.fork_beams import advance_search
 from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
@@ -44,12 +45,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
+        adapter_limit: int | None = None,
     ) -> None:
         self.cache = cache
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_tokens = max_scored_tokens
+        self.adapter_limit = adapter_limit
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self.counters = Counters()
         self.waiting: list[SequenceGroup] = []
@@ -330,6 +333,10 @@ class Scheduler:
             blocks += slack + self._watermark
         return blocks <= self.cache.device.num_available
 
+    def _has_adapter_room(self, group: SequenceGroup) -> bool:
+        """Return whether the device has room for a group's adapter beside those that run."""
+        return adapters_fit(self.running, group, self.adapter_limit)
+
     def _swap_in(self, batch: Batch) -> None:
         while (group := _first_ready(self.swapped)) is not None:
             ends = self._prefill_ends(group)
@@ -337,7 +344,8 @@ class Scheduler:
             seqs, tokens = self._room(batch)
             blocks = self.cache.blocks_to_swap(ids) + self.cache.blocks_to_share(ids)
             blocks += sum(self.cache.blocks_to_reserve(s.id, end) for s, end in ends)
-            if group.num_slots > seqs or tokens < len(ids) or not self._fits(blocks, len(ids)):
+            fits = self._fits(blocks, len(ids)) and self._has_adapter_room(group)
+            if group.num_slots > seqs or tokens < len(ids) or not fits:
                 return
             self.swapped.remove(group)
             self.cache.swap_in(ids)
@@ -350,11 +358,12 @@ class Scheduler:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
             reuse = group.request.sampling.prompt_logprobs is None
-            salt = group.request.cache_salt
+            salt = group.request.prefix_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
-            if group.num_slots > seqs or tokens < 1 or not self._fits(blocks, 1 + own):
+            fits = self._fits(blocks, 1 + own) and self._has_adapter_room(group)
+            if group.num_slots > seqs or tokens < 1 or not fits:
                 return
             self.waiting.remove(group)
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)

@@ -38,6 +38,7 @@ causal_conv = _states.causal_conv
 ssd = _states.ssd
 gated_delta = _states.gated_delta
 selective_scan = _states.selective_scan
+add_low_rank = (fallback if _kernels is None else _kernels.low_rank).add_low_rank
 latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts

@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  # its usual name
 from torch import Tensor
 
 from octavo.kernels.cpu.fallback_draws import draw_tokens  # noqa: F401 - one of the operations
+from octavo.kernels.low_rank import LowRankBatch, matrix_at
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.scores import score_tokens  # noqa: F401 - likewise
 from octavo.kernels.widths import width_of_values
@@ -164,6 +165,19 @@ def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
     for row, forbidden in zip(rows.tolist(), torch.from_numpy(bits[:, :width]), strict=True):
         logits[row, :width].masked_fill_(forbidden, -math.inf)
         logits[row, width:] = -math.inf
+
+
+def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
+    """Add products of low rank; see `octavo.kernels.ops.add_low_rank`."""
+    records = batch.records[layer].tolist()
+    for adapter, begin, end in batch.tiles.tolist():
+        down, up, rank, bits = records[adapter]
+        if not rank:
+            continue
+        rows = batch.rows[begin:end].long()
+        inner = x[rows].float() @ matrix_at(down, (rank, x.shape[1]), x.dtype).float().t()
+        product = inner @ matrix_at(up, (rank, out.shape[1]), x.dtype).float()
+        out[rows] = (out[rows].float() + np.int64(bits).view(np.float64) * product).to(out.dtype)
 
 
 def pin_threads(_: Sequence[Sequence[int]]) -> bool:

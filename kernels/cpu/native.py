@@ -31,6 +31,7 @@ from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
+from octavo.kernels.cpu.low_rank import LowRankKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -332,6 +333,7 @@ class NativeKernels:
         self._score.restype = None
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
+        self.low_rank = LowRankKernels(library)
         self.linear = LinearKernels(library)
         self.states = StateKernels(library)
         self.latents = LatentKernels(self.linear)

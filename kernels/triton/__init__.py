@@ -8,6 +8,7 @@ from octavo.kernels.triton.causal_conv import causal_conv
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
 from octavo.kernels.triton.gated_delta import gated_delta
+from octavo.kernels.triton.low_rank import add_low_rank
 from octavo.kernels.triton.mask_logits import mask_logits
 from octavo.kernels.triton.paged_attention import paged_attention
 from octavo.kernels.triton.plan import plan_attention
@@ -48,6 +49,7 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
 
 
 __all__ = [
+    "add_low_rank",
     "argmax",
     "causal_conv",
     "check_device",

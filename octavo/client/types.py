@@ -212,6 +212,7 @@ class Model:
     Attributes:
         default_sampling: The model's own defaults, by the option of `generate`.
         ranks: Processes that its engines have together; 0 if unknown.
+        base_model: The model that it adapts, if it is a LoRA adapter; else empty.
     """
 
     name: str
@@ -235,6 +236,7 @@ class Model:
     compiling: bool = False
     kernels: tuple[str, ...] = ()
     ranks: int = 0
+    base_model: str = ""
 
     @property
     def used_blocks(self) -> int:

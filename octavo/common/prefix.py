@@ -4,7 +4,10 @@ import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
 
+from octavo.common.limits import MAX_CACHE_SALT
+
 ROOT_KEY = b""
+SEPARATOR = "\0" * (MAX_CACHE_SALT + 1)
 
 
 def root_key(salt: str) -> bytes:
@@ -12,6 +15,18 @@ def root_key(salt: str) -> bytes:
     if not salt:
         return ROOT_KEY
     return hashlib.blake2b(salt.encode(), digest_size=32, person=b"octavo.salt").digest()
+
+
+def prefix_salt(salt: str, adapter: str) -> str:
+    """Return the salt of requests of an adapter.
+
+    It is longer than a request's own salt can be, so it is nobody else's.
+
+    Args:
+        salt: The request's own.
+        adapter: Digest of the adapter, of a fixed length; empty if it has none.
+    """
+    return f"{adapter}{SEPARATOR}{salt}" if adapter else salt
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:

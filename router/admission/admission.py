@@ -131,6 +131,8 @@ class Admission(Generic[E]):
         Called whenever an engine may have got room, or may be gone.
         """
         queue = self._queues[model]
+        if not queue.waiters:
+            return
         try:
             engines = self._engines(queue, model)
         except rpc.RpcError as error:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from octavo.common.prefix import reusable_keys, short_key
+from octavo.common.prefix import prefix_salt, reusable_keys, short_key
 
 
 class Prompt:
@@ -11,13 +11,15 @@ class Prompt:
     Args:
         token_ids: The tokens.
         salt: What caches know its blocks by, beside the tokens.
+        adapter: Digest of the request's adapter, by which they know them too.
     """
 
-    __slots__ = ("_keys", "salt", "token_ids")
+    __slots__ = ("_adapter", "_keys", "salt", "token_ids")
 
-    def __init__(self, token_ids: Sequence[int], salt: str = "") -> None:
+    def __init__(self, token_ids: Sequence[int], salt: str = "", adapter: str = "") -> None:
         self.token_ids = token_ids
         self.salt = salt
+        self._adapter = adapter
         self._keys: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
@@ -26,6 +28,7 @@ class Prompt:
     def keys(self, block_size: int) -> list[int]:
         """Return the keys, as engines publish them, of the blocks that a cache can have."""
         if block_size not in self._keys:
-            keys = reusable_keys(self.token_ids, block_size, self.salt)
+            salt = prefix_salt(self.salt, self._adapter)
+            keys = reusable_keys(self.token_ids, block_size, salt)
             self._keys[block_size] = [short_key(key) for key in keys]
         return self._keys[block_size]

@@ -1,7 +1,7 @@
 """The connection to one engine's address: connect, learn what it serves, notice its loss."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class Engine:
         claims: The requests given to it that have not ended.
         budget: Its blocks, and what requests need of them.
         prefixes: What its prefix cache is believed to hold.
+        stub: For calls besides the session.
+        adapters: The LoRA adapters that it has loaded, by name.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
     """
@@ -55,8 +57,19 @@ class Engine:
     session: Session
     claims: Claims
     budget: BlockBudget
+    stub: "engine_pb2_grpc.EngineServiceAsyncStub"
+    adapters: dict[str, engine_pb2.Adapter]
     prefixes: Prefixes = field(default_factory=Prefixes)
     up: bool = False
+
+    @property
+    def models(self) -> list[str]:
+        """The models that requests may name: its own, and its adapters."""
+        return [self.info.model, *self.adapters]
+
+    def serves(self, model: str) -> bool:
+        """Return whether requests may name a model here."""
+        return model == self.info.model or model in self.adapters
 
     @property
     def sequences(self) -> int:
@@ -171,7 +184,7 @@ class EngineLink:
             finally:
                 was_up, engine.up = engine.up, False
                 if was_up:
-                    self._on_change(engine.info.model)
+                    self._changed(engine.models)
         if not was_up:
             raise _DisconnectedError(reason)
         if not engine.load.draining:
@@ -221,12 +234,17 @@ class EngineLink:
         )
         budget = to_budget(info, info.load.total_blocks)
         claims = Claims(budget)
-        engine = Engine(self.address, info, tokenizer, info.load, session, claims, budget)
+        adapters = {adapter.name: adapter for adapter in info.adapters}
+        engine = Engine(
+            *(self.address, info, tokenizer, info.load, session, claims, budget, stub, adapters)
+        )
         return engine
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
         """Update an engine by its own report."""
         engine.prefixes.apply(response.prefixes)
+        if response.HasField("adapters"):
+            self.set_adapters(engine, response.adapters.adapters)
         if not response.HasField("load"):
             return
         drains = response.load.draining and not engine.load.draining
@@ -235,9 +253,22 @@ class EngineLink:
             self._use(engine)
         elif drains:
             log.info("engine draining", engine=self.address)
-            self._on_change(engine.info.model)
+            self._changed(engine.models)
         else:
-            self._on_load(engine.info.model)
+            for model in engine.models:
+                self._on_load(model)
+
+    def set_adapters(self, engine: Engine, adapters: Iterable[engine_pb2.Adapter]) -> None:
+        """Note which adapters an engine has now; requests that wait for a new one may go there."""
+        before = engine.adapters
+        engine.adapters = {adapter.name: adapter for adapter in adapters}
+        if engine.up and before != engine.adapters:
+            self._changed({*before, *engine.adapters})
+
+    def _changed(self, models: Iterable[str]) -> None:
+        """Call `on_change` for each of an engine's models."""
+        for model in models:
+            self._on_change(model)
 
     def _fault(self, engine: Engine) -> None:
         """Prefer other engines for a while: a step failed on this one."""
@@ -249,7 +280,7 @@ class EngineLink:
     def _change_when_closed(self, engine: Engine) -> None:
         """Call `on_change` when the breaker closes: requests that wait may come here then."""
         loop = asyncio.get_running_loop()
-        loop.call_later(self.breaker.remaining, self._on_change, engine.info.model)
+        loop.call_later(self.breaker.remaining, self._changed, engine.models)
 
     def _use(self, engine: Engine) -> None:
         """Let requests go to an engine that has sent its first message."""
@@ -267,9 +298,9 @@ class EngineLink:
         engine.up = True
         self.breaker.connected()
         before, self.engine = self.engine, engine
-        if before is not None and before.info.model != engine.info.model:
-            self._on_change(before.info.model)
-        self._on_change(engine.info.model)
+        if before is not None:
+            self._changed(set(before.models) - set(engine.models))
+        self._changed(engine.models)
         if self.breaker.remaining:
             self._change_when_closed(engine)
 

@@ -83,7 +83,7 @@ class EnginePool:
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
         """
-        link = self._link(address)
+        link = self.link(address)
         link.draining = True
         self._changed(link)
         return link
@@ -94,7 +94,7 @@ class EnginePool:
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
         """
-        link = self._link(address)
+        link = self.link(address)
         task = self._tasks.pop(address)
         del self._links[address]
         await end(task)
@@ -107,17 +107,23 @@ class EnginePool:
     def up(self, model: str | None = None) -> list[Engine]:
         """Return the engines that are connected, of one model or of all."""
         engines = (link.up for link in self._links.values())
-        return [e for e in engines if e and model in {None, e.info.model}]
+        return [e for e in engines if e and (model is None or e.serves(model))]
 
     def models(self) -> list[str]:
         """Return the names of the models that engines serve, or served when last seen."""
-        return sorted({link.engine.info.model for link in self.links if link.engine})
+        engines = [link.engine for link in self.links if link.engine]
+        return sorted({model for engine in engines for model in engine.models})
+
+    def adapter(self, model: str) -> engine_pb2.Adapter | None:
+        """Return the adapter that a resolved model is; None if it is a model of its own."""
+        engine = min(self._known(model), key=lambda engine: engine.address)
+        return None if engine.info.model == model else engine.adapters[model]
 
     def resolve(self, name: str, among: Collection[str] | None = None) -> str:
         """Return the model that a request's `model` means.
 
         Args:
-            name: What it says; empty: the only one.
+            name: What it says; empty: the only one that is no adapter, if there is one.
             among: Models that there are for who asks; None: all.
 
         Raises:
@@ -127,9 +133,11 @@ class EnginePool:
         models = [model for model in self.models() if among is None or model in among]
         if not models:
             raise self._none_up("")
-        if not name and len(models) == 1:
-            return models[0]
         served = ", ".join(models)
+        own = {link.engine.info.model for link in self.links if link.engine}
+        unnamed = [model for model in models if model in own] or models
+        if not name and len(unnamed) == 1:
+            return unnamed[0]
         if not name:
             raise rpc.invalid("model", f"model must be set, as several are served: {served}")
         if name not in models:
@@ -148,16 +156,16 @@ class EnginePool:
         taking = [
             (engine, link.doubtful)
             for link in self._links.values()
-            if (engine := link.taking) is not None and engine.info.model == model
+            if (engine := link.taking) is not None and engine.serves(model)
         ]
         if not taking:
             raise self._none_up(model)
         return [engine for engine, doubtful in taking if not doubtful] or [e for e, _ in taking]
 
-    def has_other(self, engine: Engine) -> bool:
-        """Return whether another engine of the same model takes requests."""
+    def has_other(self, engine: Engine, model: str) -> bool:
+        """Return whether another engine of a model takes requests."""
         taking = (link.taking for link in self._links.values())
-        return any(e and e is not engine and e.info.model == engine.info.model for e in taking)
+        return any(e and e is not engine and e.serves(model) for e in taking)
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Return the tokenizer of a resolved model."""
@@ -219,6 +227,7 @@ class EnginePool:
             ranks=sum(info.ranks or 1 for info in infos),
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
+            base_model=infos[0].model if infos[0].model != model else "",
         )
 
     def _known(self, model: str) -> list[Engine]:
@@ -228,12 +237,17 @@ class EnginePool:
             rpc.RpcError: UNAVAILABLE if there are none.
         """
         engines = [link.engine for link in self.links if link.engine]
-        known = self.up(model) or [e for e in engines if e.info.model == model]
+        known = self.up(model) or [e for e in engines if e.serves(model)]
         if not known:  # it was removed a moment ago
             raise self._none_up(model)
         return known
 
-    def _link(self, address: str) -> EngineLink:
+    def link(self, address: str) -> EngineLink:
+        """Return the link to an address.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is none.
+        """
         if address not in self._links:
             there = ", ".join(sorted(self._links)) or "none"
             raise rpc.not_found(
@@ -244,7 +258,8 @@ class EnginePool:
     def _changed(self, link: EngineLink) -> None:
         """Call `on_change`: an engine takes requests again, or no more."""
         if link.engine is not None:
-            self._on_change(link.engine.info.model)
+            for model in link.engine.models:
+                self._on_change(model)
 
     def _on_change(self, model: str) -> None:
         """Tell that an engine of `model` came, went or drains; log if its engines disagree."""

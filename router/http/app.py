@@ -215,6 +215,7 @@ class Api:
             "object": "model",
             "created": self._created,
             "owned_by": "octavo",
+            "parent": card.base_model or None,
             "max_model_len": card.max_model_len,
             "default_sampling": default_sampling(card),
             "default_max_tokens": (

@@ -1,6 +1,6 @@
 """The engines' load, as last reported."""
 
-from collections.abc import Collection
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from octavo.router.engines.link import EngineLink
@@ -11,7 +11,7 @@ from octavo.v1 import engine_pb2
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 
 
-def status(pool: EnginePool, generator: Generator, models: Collection[str]) -> dict[str, Any]:
+def status(pool: EnginePool, generator: Generator, models: AbstractSet[str]) -> dict[str, Any]:
     """Return the figures of the engines of `models` that are connected, and of the router.
 
     Addresses are left out: they are the operator's business, and AdminService has them.
@@ -20,7 +20,9 @@ def status(pool: EnginePool, generator: Generator, models: Collection[str]) -> d
         "requests": generator.in_flight,
         "output_tokens": generator.metrics.total_output_tokens,
         "engines": [
-            _engine(link) for link in pool.links if link.up and link.up.info.model in models
+            _engine(link)
+            for link in pool.links
+            if link.up and not models.isdisjoint(link.up.models)
         ],
     }
 

@@ -26,6 +26,7 @@ class Request:
         deadline: When the client gives up, by the same clock; None for never.
         plan: How its outputs are read; None: all of them is text.
         seed: The client's seed or a random one: either way another engine can draw the same tokens.
+        adapter: The LoRA adapter that `model` names; empty if it is a model of its own.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Request:
     deadline: float | None = None
     seed: int = 0
     plan: OutputPlan | None = None
+    adapter: str = ""
 
     @property
     def num_outputs(self) -> int:
@@ -77,6 +79,7 @@ class Request:
             output=message.output,
             priority=message.priority,
             cache_salt=self.prompt.salt,
+            adapter=self.adapter,
         )
         if message.HasField("constraint"):
             submit.constraint.CopyFrom(message.constraint)

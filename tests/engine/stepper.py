@@ -49,6 +49,7 @@ class Stepper:
         beam=None,
         resume=None,
         priority=0,
+        adapter=None,
         **sampling,
     ):
         request = Request(
@@ -64,8 +65,13 @@ class Stepper:
             beam=beam,
             priority=priority,
             resume={} if resume is None else resume,
+            adapter=adapter,
         )
         return submit(self.core, request)
+
+    def adapter(self, name):
+        """Return a loaded adapter by its name; None for none."""
+        return None if name is None else self.parts.adapters.find(name)
 
     def step(self):
         """Compute a step; without async scheduling, return its batch."""

@@ -9,6 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from octavo.kernels.gpu import Gpu
+from octavo.kernels.low_rank import RECORD, TILE_ROWS
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
 from octavo.kernels.triton.experts import (
@@ -18,6 +19,9 @@ from octavo.kernels.triton.experts import (
     _up_kernel,
     choose_expert_tiles,
 )
+from octavo.kernels.triton.low_rank import COLUMNS, DEPTH, RANKS
+from octavo.kernels.triton.low_rank import _down_kernel as low_rank_down
+from octavo.kernels.triton.low_rank import _up_kernel as low_rank_up
 from octavo.kernels.triton.mask_logits import _TOKENS, _WORD_BITS, _mask_logits_kernel
 from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.paged_attention import (
@@ -274,6 +278,22 @@ def compile_masks(gpu: Gpu, dtype: torch.dtype = FP32) -> CompiledKernel:
         {"TOKENS": _TOKENS, "WORD_BITS": _WORD_BITS},
         aligned=("logits", "rows", "masks", "row_stride", "vocab_size"),
     )
+
+
+def compile_low_rank(gpu: Gpu, dtype: torch.dtype = BF16) -> list[CompiledKernel]:
+    """Compile both products of low rank."""
+    types = {"rows": "*i32", "tiles": "*i32", "records": "*i64", "inner": "*fp32"}
+    types |= dict.fromkeys(("x", "out"), "*" + NAMES[dtype])
+    shared = {"ROWS": TILE_ROWS, "RANKS": RANKS, "RECORD": RECORD}
+    made = []
+    for kernel, own, size in (
+        (low_rank_down, {"DEPTH": DEPTH, "UPCAST": False}, "inputs"),
+        (low_rank_up, {"COLUMNS": COLUMNS}, "outputs"),
+    ):
+        kinds = {name: kind for name, kind in types.items() if name in kernel.arg_names}
+        aligned = (*kinds, size, "row_stride")
+        made.append(compile_for(gpu, kernel, kinds, shared | own, aligned=aligned))
+    return made
 
 
 def compile_experts(gpu: Gpu, rows: int, dtype: torch.dtype = BF16) -> list[CompiledKernel]:

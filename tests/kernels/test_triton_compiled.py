@@ -30,6 +30,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_copies,
     compile_draws,
     compile_experts,
+    compile_low_rank,
     compile_masks,
     compile_merges,
     compile_rotation,
@@ -143,6 +144,7 @@ def test_the_others(gpu, tmp_path):
     made = compile_merges(gpu) + compile_merges(gpu, 512)
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]
     made += [compile_rotation(gpu), compile_copies(gpu), compile_masks(gpu)]
+    made += compile_low_rank(gpu)
     assert [resources(kernel, tmp_path / "cubin")["STACK"] for kernel in made] == [0] * len(made)
 
 

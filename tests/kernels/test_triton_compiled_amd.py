@@ -30,6 +30,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_copies,
     compile_draws,
     compile_experts,
+    compile_low_rank,
     compile_masks,
     compile_merges,
     compile_rotation,
@@ -185,6 +186,7 @@ def test_the_others(gpu, record_property):
         compile_rotation(gpu),
         compile_copies(gpu),
         compile_masks(gpu),
+        *compile_low_rank(gpu),
     ]
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2, gpu.e4m3) if dtype is not None]
     codes = [read(kernel) for kernel in made]

@@ -34,7 +34,10 @@ def run_interpreted(*tests, marks="not slow"):
 
 
 def test_kernels():
-    run_interpreted("kernels/test_triton.py", "kernels/test_triton_experts.py")
+    run_interpreted(
+        *("kernels/test_triton.py", "kernels/test_triton_experts.py"),
+        "kernels/test_triton_low_rank.py",
+    )
 
 
 def test_kernels_of_states():

@@ -29,7 +29,7 @@ def tensor_types(directory: Path) -> dict[str, str]:
         raise ModelError(f"{directory} {no_weights(names)}")
     types: dict[str, str] = {}
     for file in files:
-        types |= _check_size(file)
+        types |= check_file(file)
     return types
 
 
@@ -79,8 +79,8 @@ def names_in_index(index: Path) -> list[str]:
         raise ModelError(f"{index} is not an index of safetensors files: {error!r}") from error
 
 
-def _check_size(file: Path) -> dict[str, str]:
-    """Return a file's tensors with their types.
+def check_file(file: Path) -> dict[str, str]:
+    """Return a safetensors file's tensors with their types, by its header.
 
     Raises:
         ModelError: Its size is not what its header states.

@@ -1,0 +1,5 @@
+"""The error of an adapter that cannot be served."""
+
+
+class AdapterError(Exception):
+    """An adapter cannot be read, or does not fit the model. The message says what and why."""

@@ -1,0 +1,99 @@
+"""Products of low rank for the rows of a batch, as LoRA adapters have them (Hu et al. 2021).
+
+Rows of different adapters share a batch. They are sorted by adapter and cut into tiles of few rows
+of one adapter, so that a kernel reads an adapter's matrices once for a tile (Punica, Chen et al.
+2023; S-LoRA, Sheng et al. 2023).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.kernels.host import to_device
+
+TILE_ROWS = 16
+"""Most rows of a tile; the least that a GPU's matrix instructions take."""
+RECORD = 4
+"""Numbers of a record; see `make_record`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankBatch:
+    """The rows of a batch that have an adapter.
+
+    Attributes:
+        rows: `[n]` int32: these rows, sorted by adapter.
+        tiles: `[tiles, 3]` int32: an adapter's number, and its first row and the one after its
+            last among `rows`.
+        records: `[layers, adapters, RECORD]` int64: of each layer and adapter, `make_record`.
+        num_rows: Rows of the whole batch.
+        max_rank: The highest rank of an adapter.
+        owners: What holds the matrices in memory.
+    """
+
+    rows: Tensor
+    tiles: Tensor
+    records: Tensor
+    num_rows: int
+    max_rank: int
+    owners: Sequence[Tensor]
+
+
+def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
+    """Return what a kernel reads of an adapter's layer, `[RECORD]` int64.
+
+    Args:
+        down: Address of the matrix `[rank, inputs]`.
+        up: Address of the matrix `[rank, outputs]`.
+        rank: 0 if the adapter leaves the layer as it is.
+        scale: Factor of the product; its bits as a float64 are stored.
+    """
+    return np.array([down, up, rank, np.float64(scale).view(np.int64)], np.int64)
+
+
+def sort_rows(
+    adapters: np.ndarray, records: Tensor, max_rank: int, owners: Sequence[Tensor]
+) -> LowRankBatch:
+    """Sort the rows of a batch by adapter.
+
+    Args:
+        adapters: `[num_rows]`: each row's adapter; -1 for none.
+        records: As `LowRankBatch.records`.
+        max_rank: Likewise.
+        owners: Likewise.
+    """
+    rows = np.argsort(adapters, kind="stable").astype(np.int32)
+    rows = rows[np.searchsorted(adapters[rows], 0) :]
+    tiles = _tiles(adapters[rows])
+    device = records.device
+    return LowRankBatch(
+        to_device(rows, device),
+        to_device(np.array(tiles, np.int32).reshape(-1, 3), device),
+        records,
+        len(adapters),
+        max_rank,
+        owners,
+    )
+
+
+def _tiles(adapters: np.ndarray) -> Sequence[tuple[int, int, int]]:
+    """Return the tiles of sorted rows."""
+    starts = [0, *(np.flatnonzero(np.diff(adapters)) + 1).tolist(), len(adapters)]
+    return [
+        (int(adapters[first]), begin, min(begin + TILE_ROWS, end))
+        for first, end in itertools.pairwise(starts)
+        for begin in range(first, end, TILE_ROWS)
+    ]
+
+
+def matrix_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the matrix at an address of this process' memory, without a copy."""
+    from ctypes import c_char  # noqa: PLC0415 - for kernels in plain PyTorch only
+
+    count = shape[0] * shape[1]
+    memory = (c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

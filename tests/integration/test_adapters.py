@@ -1,0 +1,200 @@
+"""Adapters as models: two engines, a router, and clients over gRPC and HTTP."""
+
+import asyncio
+import itertools
+import json
+import time
+import urllib.request
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+import octavo
+from benchmarks.fixture import make_model
+from octavo.common.ports import free_port
+from octavo.v1 import admin_pb2, admin_pb2_grpc
+from tests.integration.harness import wait_until
+from tests.peft_adapters import greedy, merged, save_adapter
+
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+FLAGS = (
+    *("--dtype", "float32", "--compile", "off", "--num-blocks", "512", "--max-model-len", "1024"),
+    *("--swap-space", "0", "--served-model-name", "base"),
+)
+PROMPT = list(range(40, 70))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, launch_shared):
+    """Two engines with an adapter "first", their router, and the paths of two adapters."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = make_model(folder / "model")
+    paths = {
+        name: save_adapter(model, folder / name, seed=seed, r=8 * seed, target_modules=TARGETS)
+        for seed, name in enumerate(("first", "second"), 1)
+    }
+    lora = ("--lora", f"first={paths['first']}")
+    engines = [launch_shared("engine", "--model", model, *FLAGS, *lora) for _ in range(2)]
+    admin, http = free_port(), free_port()
+    addresses = [flag for engine in engines for flag in ("--engine", engine.address)]
+    router = launch_shared(
+        *("router", "--admin-port", str(admin), "--http-port", str(http), *addresses),
+        *("--failover-timeout", "2"),
+    )
+    for server in (*engines, router):
+        server.wait_ready()
+    with grpc.insecure_channel(f"127.0.0.1:{admin}") as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        wait_until(lambda: len(stub.ListAdapters(admin_pb2.ListAdaptersRequest()).adapters) == 1)
+        yield SimpleNamespace(
+            router=router, engines=engines, admin=stub, http=http, model=model, paths=paths
+        )
+
+
+def load(cluster, name, path, address=""):
+    request = admin_pb2.LoadAdapterRequest(name=name, path=str(path), address=address)
+    return cluster.admin.LoadAdapter(request, timeout=60).adapter
+
+
+def unload(cluster, name):
+    cluster.admin.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name), timeout=60)
+
+
+def refused(call, *arguments):
+    with pytest.raises(grpc.RpcError) as error:
+        call(*arguments)
+    return error.value.code(), error.value.details()
+
+
+async def tokens_of(client, model, count=24, **options):
+    options = {"temperature": 0, "ignore_eos": True, "token_ids": True} | options
+    done = await client.generate(PROMPT, model=model, max_tokens=count, **options).complete()
+    return list(done.outputs[0].token_ids)
+
+
+def models(cluster):
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.http}/v1/models") as answer:
+        return {card["id"]: card["parent"] for card in json.load(answer)["data"]}
+
+
+async def test_adapters_are_models(cluster):
+    expected = greedy(merged(cluster.model, cluster.paths["first"]), PROMPT, 24)
+    async with octavo.AsyncClient(cluster.router.address) as client:
+        cards = {card.name: card.base_model for card in await client.list_models()}
+        assert cards == {"base": "", "first": "base"}
+        assert models(cluster) == {"base": None, "first": "base"}
+        of_adapter, of_base, unnamed = await asyncio.gather(
+            *(tokens_of(client, model) for model in ("first", "base", ""))
+        )
+        assert of_adapter == expected != of_base == unnamed
+        with pytest.raises(octavo.Error) as unknown:
+            await tokens_of(client, "second")
+        assert unknown.value.code is grpc.StatusCode.NOT_FOUND
+        assert "'second' is not served; there is: base, first" in str(unknown.value)
+
+
+async def test_loading_and_unloading_while_streams_run(cluster):
+    expected = greedy(merged(cluster.model, cluster.paths["second"]), PROMPT, 24)
+    async with octavo.AsyncClient(cluster.router.address) as client:
+        running = [
+            asyncio.create_task(tokens_of(client, model, 300, seed=seed, temperature=0.7))
+            for seed, model in enumerate(["first", "base"] * 6)
+        ]
+        await asyncio.sleep(0.1)
+        loaded = await asyncio.to_thread(load, cluster, "second", cluster.paths["second"])
+        assert len(loaded.addresses) == 2
+        assert loaded.base_model == "base"
+        assert await tokens_of(client, "second") == expected
+        late = asyncio.create_task(tokens_of(client, "second", 400))
+        while not sum(map(active, cluster.engines)):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(unload, cluster, "second")
+        assert models(cluster) == {"base": None, "first": "base"}
+        assert len(await late) == 400  # a request that runs keeps its adapter
+        assert (await late)[:24] == expected
+        assert [len(tokens) for tokens in await asyncio.gather(*running)] == [300] * 12
+
+
+def active(engine):
+    return engine.metric("octavo_engine_groups", state="running")
+
+
+def test_adapters_that_are_refused(cluster, tmp_path):
+    first = cluster.paths["first"]
+    code, message = refused(load, cluster, "first", first)
+    assert code is grpc.StatusCode.ALREADY_EXISTS
+    assert "unload it first" in message
+    assert refused(load, cluster, "base", first)[0] is grpc.StatusCode.ALREADY_EXISTS
+    code, message = refused(load, cluster, "x", tmp_path / "absent")
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "is not an adapter in peft's" in message
+    assert refused(load, cluster, "a name", first)[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused(load, cluster, "x", "")[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused(load, cluster, "x", first, "h:1")[0] is grpc.StatusCode.NOT_FOUND
+    code, message = refused(unload, cluster, "x")
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert "no engine has an adapter 'x'" in message
+    listed = cluster.admin.ListAdapters(admin_pb2.ListAdaptersRequest()).adapters
+    assert [entry.adapter.name for entry in listed] == ["first"]
+
+
+async def test_requests_migrate_with_their_adapter(cluster):
+    """Last, as it kills an engine: requests go where an adapter is, and migrate with its name."""
+    one, other = cluster.engines
+    await asyncio.to_thread(load, cluster, "second", cluster.paths["second"], one.address)
+    expected = greedy(merged(cluster.model, cluster.paths["first"]), PROMPT, 400)
+    async with octavo.AsyncClient(cluster.router.address) as client:
+        before = other.metric("octavo_engine_output_tokens_total")
+        await asyncio.gather(*(tokens_of(client, "second") for _ in range(4)))
+        assert other.metric("octavo_engine_output_tokens_total") == before
+        running = [asyncio.create_task(tokens_of(client, "first", 400)) for _ in range(8)]
+        while not (active(one) and active(other)):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(one.kill)
+        assert await asyncio.gather(*running) == [expected] * 8
+        with pytest.raises(octavo.Error) as gone:
+            await tokens_of(client, "second")
+        assert gone.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.slow  # it measures times
+async def test_loading_stalls_no_stream(launch, tmp_path):
+    model = make_model(tmp_path / "model")
+    large = {"r": 256, "target_modules": "all-linear"}
+    paths = [save_adapter(model, tmp_path / str(seed), seed=seed, **large) for seed in range(8)]
+    engine = launch("engine", "--model", model, *FLAGS, "--enable-lora").wait_ready()
+    admin = free_port()
+    router = launch("router", "--engine", engine.address, "--admin-port", str(admin)).wait_ready()
+    times = [[] for _ in range(32)]
+
+    async def stream(client, seen):
+        options = {"max_tokens": 900, "ignore_eos": True, "token_ids": True, "temperature": 0.5}
+        async for _ in client.generate(PROMPT, **options):
+            seen.append(time.monotonic())
+
+    async with octavo.AsyncClient(router.address) as client:
+        running = [asyncio.create_task(stream(client, seen)) for seen in times]
+        while not all(len(seen) > 100 for seen in times):
+            await asyncio.sleep(0.05)
+        with grpc.insecure_channel(f"127.0.0.1:{admin}") as channel:
+            stub = admin_pb2_grpc.AdminServiceStub(channel)
+            began = time.monotonic()
+            for number, path in enumerate(paths):
+                request = admin_pb2.LoadAdapterRequest(name=f"large-{number}", path=str(path))
+                await asyncio.to_thread(stub.LoadAdapter, request, timeout=60)
+            ended = time.monotonic()
+        await asyncio.gather(*running)
+
+    def longest(first, last):
+        return max(
+            after - before
+            for seen in times
+            for before, after in itertools.pairwise(seen)
+            if first <= before < last
+        )
+
+    quiet = longest(max(seen[50] for seen in times), began)
+    loading = longest(began, ended)
+    print(f"longest gap {1000 * quiet:.0f} ms, while loading {1000 * loading:.0f} ms")
+    assert loading < quiet + 0.1

@@ -1,0 +1,36 @@
+"""Adapters that peft saves, and what peft computes with them."""
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+
+def save_adapter(base, path, *, seed=0, std=0.15, **config):
+    """Save an adapter for a base model with random weights of both of its matrices."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(**{"lora_alpha": 16} | config))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    adapted.save_pretrained(path, save_embedding_layers=False)
+    return path
+
+
+def merged(base, path):
+    """Return the base model in float32 with an adapter merged into its weights, by peft."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return PeftModel.from_pretrained(model, path).merge_and_unload().eval()
+
+
+def greedy(model, prompt, count):
+    """Return the tokens that transformers generates."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
