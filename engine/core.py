@@ -340,6 +340,9 @@ class EngineCore:
                     sequence.finish_reason if last else None,
                 )
             )
+            if last and sequence.drafted_tokens:
+                event = self._events[-1]
+                event.drafted_tokens, event.accepted_tokens = sequence.take_draft_counts()
             if not group.decoding:
                 started.append(group)
             if group.state is GroupState.FINISHED:
@@ -416,6 +419,8 @@ class EngineCore:
             step_seconds=self._step_seconds,
             draining=self._draining,
             compiling=self._executor.compiling,
+            drafted_tokens=scheduler.counters.drafted_tokens,
+            accepted_tokens=scheduler.counters.accepted_tokens,
         )
 
     # Commands.

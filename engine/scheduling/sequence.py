@@ -38,7 +38,7 @@ class Sequence:
         finish_reason: set once the output is complete.
         matcher: of a constrained output: its place in the grammar, and what may come next.
         drafting: what drafts tokens for it know of it, once some were drafted.
-        drafted_tokens: how many of its tokens were drafted.
+        drafted_tokens: tokens drafted for it that no event has told yet.
         accepted_tokens: how many of these were right.
     """
 
@@ -78,6 +78,12 @@ class Sequence:
     def num_known_output(self) -> int:
         """Tokens of the output without placeholders."""
         return self.num_known - self.num_prompt
+
+    def take_draft_counts(self) -> tuple[int, int]:
+        """Return the drafted and the accepted tokens since the last call."""
+        counts = self.drafted_tokens, self.accepted_tokens
+        self.drafted_tokens = self.accepted_tokens = 0
+        return counts
 
     def append_placeholder(self) -> None:
         """Append a token that a launched step samples."""

@@ -5,6 +5,7 @@ sequences of a batch may have a draft and which drafted tokens were right.
 """
 
 from octavo.engine.speculation.method import DraftState, Method
+from octavo.engine.speculation.methods import METHODS, make_speculation
 from octavo.engine.speculation.speculation import Speculation
 
-__all__ = ["DraftState", "Method", "Speculation"]
+__all__ = ["METHODS", "DraftState", "Method", "Speculation", "make_speculation"]

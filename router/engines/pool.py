@@ -219,6 +219,8 @@ class EnginePool:
             ranks=sum(info.ranks or 1 for info in infos),
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
+            drafted_tokens=sum(load.drafted_tokens for load in loads),
+            accepted_tokens=sum(load.accepted_tokens for load in loads),
         )
 
     def _known(self, model: str) -> list[Engine]:
