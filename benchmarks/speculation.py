@@ -5,12 +5,12 @@
 
 Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
 `copy`, `edit`, `summary` and `json` have the text in the prompt that the answer is made of, and are
-greedy; `open` text is sampled with a seed at temperature 0.8. These are one request at a time; `mix`
-is 48 requests at once, of all kinds. No prefix is cached, and what is learnt from outputs is forgotten
-between rounds, as every round has a salt of its own. Tokens per second are of whole requests, prefill
-included. The last column counts the outputs that are the same, token for token, as without drafts: in
-16 bits, rounding may choose between two tokens that are nearly as likely, and steps of several tokens
-round otherwise than steps of one.
+greedy; `open` text is sampled with a seed at temperature 0.8. These are one request at a time.
+`mix` is 48 requests at once, of all kinds. No prefix is cached, and every round has a salt of its
+own, so that nothing is drafted from the outputs of another round. Tokens per second are of whole
+requests, prefill included. The last column counts the outputs that are the same, token for token,
+as without drafts: in 16 bits, rounding may choose between two tokens that are nearly as likely, and
+steps of several tokens round otherwise than steps of one.
 """
 
 import argparse
@@ -27,38 +27,39 @@ from octavo.common.models.resolve import resolve
 from octavo.engine.speculation import make_speculation
 
 TEXTS = (
-    "The harbour of Lindau lies on an island in the eastern part of the lake. Its entrance is guarded"
-    " by a lighthouse of 33 metres and by a marble lion. The lighthouse was built between 1853 and"
-    " 1856, when the railway reached the island. Until then, ships found the harbour by the light of"
-    " the old Mang tower, which still stands at the quay. Today the harbour serves ferries and sailing"
-    " boats, and some two million visitors come every year.",
-    "Dear Ms. Okafor, thank you for your order of 24 April. The two oak shelves left our warehouse in"
-    " Leeds on Monday and will reach you by Thursday afternoon. The desk lamp is out of stock until"
-    " the middle of May; we have refunded its price of 48 pounds to your card. Please check the"
-    " parcels for damage before you sign for them. If anything is missing, write to us within seven"
-    " days and we will send a replacement. With kind regards, Peter Hale, customer service.",
-    "A heat pump moves heat from a cold place to a warm one. A compressor presses a refrigerant until"
-    " it is hot. The hot gas gives its heat to the water of the heating system and becomes liquid. An"
-    " expansion valve lowers the pressure, the liquid becomes cold, and it takes up heat from the air"
-    " outside. For each kilowatt hour of electricity, a good heat pump delivers three to four kilowatt"
-    " hours of heat. On very cold days it delivers less, as it must pump the heat further up.",
+    """The harbour of Lindau lies on an island in the eastern part of the lake. Its entrance is
+guarded by a lighthouse of 33 metres and by a marble lion. The lighthouse was built between 1853 and
+1856, when the railway reached the island. Until then, ships found the harbour by the light of the
+old Mang tower, which still stands at the quay. Today the harbour serves ferries and sailing boats,
+and some two million visitors come every year.""",
+    """Dear Ms. Okafor, thank you for your order of 24 April. The two oak shelves left our warehouse
+in Leeds on Monday and will reach you by Thursday afternoon. The desk lamp is out of stock until the
+middle of May; we have refunded its price of 48 pounds to your card. Please check the parcels for
+damage before you sign for them. If anything is missing, write to us within seven days and we will
+send a replacement. With kind regards, Peter Hale, customer service.""",
+    """A heat pump moves heat from a cold place to a warm one. A compressor presses a refrigerant
+until it is hot. The hot gas gives its heat to the water of the heating system and becomes liquid.
+An expansion valve lowers the pressure, the liquid becomes cold, and it takes up heat from the air
+outside. For each kilowatt hour of electricity, a good heat pump delivers three to four kilowatt
+hours of heat. On very cold days it delivers less, as it must pump the heat further up.""",
 )
 RECORDS = (
-    "name: Ada Lovelace, born: 1815, field: mathematics, city: London\n"
-    "name: Emmy Noether, born: 1882, field: algebra, city: Erlangen\n"
-    "name: Grace Hopper, born: 1906, field: computing, city: New York",
-    "item: bread, price: 3.20, count: 2, aisle: bakery\n"
-    "item: milk, price: 1.15, count: 6, aisle: dairy\n"
-    "item: apples, price: 2.80, count: 1, aisle: fruit",
+    """name: Ada Lovelace, born: 1815, field: mathematics, city: London
+name: Emmy Noether, born: 1882, field: algebra, city: Erlangen
+name: Grace Hopper, born: 1906, field: computing, city: New York""",
+    """item: bread, price: 3.20, count: 2, aisle: bakery
+item: milk, price: 1.15, count: 6, aisle: dairy
+item: apples, price: 2.80, count: 1, aisle: fruit""",
 )
+TASKS = {
+    "copy": "Repeat the following text word for word.",
+    "edit": "Rewrite the following text. Change its first number to 77, and keep every other word.",
+    "summary": "Summarize the following text.",
+}
 PROMPTS = {
-    "copy": [f"Repeat the following text word for word.\n\n{text}" for text in TEXTS],
-    "edit": [
-        f"Rewrite the following text. Change only the first number in it to 77, and keep every other"
-        f" word.\n\n{text}"
-        for text in TEXTS
-    ],
-    "summary": [f"Summarize the following text.\n\n{text}" for text in TEXTS],
+    kind: [f"{task}\n\n{text.replace(chr(10), ' ')}" for text in TEXTS]
+    for kind, task in TASKS.items()
+} | {
     "json": [
         f"Write these records as a JSON list of objects with the same keys and values.\n\n{records}"
         for records in RECORDS

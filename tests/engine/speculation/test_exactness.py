@@ -3,12 +3,15 @@
 import random
 
 import pytest
+from transformers import MambaConfig
 
+from octavo.engine.capacity import StartupError
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from octavo.engine.settings import EngineSettings
-from octavo.engine.speculation import Method, Speculation
+from octavo.engine.speculation import Method, Speculation, make_speculation
 from octavo.engine.startup import build
 from tests.engine.conftest import STOPPING
+from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
 VOCABULARY = 500
@@ -158,3 +161,44 @@ def test_drafts_that_are_sometimes_wrong(run, asked, expected, echo, preemption,
     assert 0.3 < counters.accepted_tokens / counters.drafted_tokens < 0.9
     assert (counters.preemptions_swap > 10) is (preemption == "swap")
     assert (counters.preemptions_recompute > 10) is (preemption == "recompute")
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix", "auto"])
+def test_every_method(run, asked, expected, name):
+    engine, outputs = run(asked, make_speculation(name, 6), preemption="recompute", num_blocks=32)
+    assert outputs == expected
+    counters = engine.scheduler.counters
+    assert counters.accepted_tokens > 50
+    assert counters.preemptions_recompute > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_requests(run):
+    asked = requests(200)
+    _, expected = run(asked)
+    for name in ("ngram", "suffix", "auto"):
+        for preemption in ("swap", "recompute"):
+            for async_scheduling in (False, True):
+                engine, outputs = run(
+                    asked,
+                    make_speculation(name, 8),
+                    async_scheduling=async_scheduling,
+                    preemption=preemption,
+                    num_blocks=SCARCE,
+                )
+                assert outputs == expected
+                counters = engine.scheduler.counters
+                assert counters.accepted_tokens > 200
+                assert counters.preemptions_swap + counters.preemptions_recompute > 30
+
+
+def test_a_model_with_states_is_not_drafted_for(tmp_path):
+    config = MambaConfig(
+        vocab_size=100, hidden_size=32, state_size=8, num_hidden_layers=2, eos_token_id=2
+    )
+    save_random_model(config, tmp_path, 0.1)
+    settings = {"model": str(tmp_path), "dtype": "float32", "num_blocks": 64}
+    with pytest.raises(StartupError, match=r"keep states .* which cannot be rolled back"):
+        build(EngineSettings(speculation="ngram", **settings))
+    assert build(EngineSettings(speculation="auto", **settings)).scheduler.speculation is None
