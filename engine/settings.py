@@ -10,7 +10,7 @@ from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
-from octavo.engine.speculation import METHODS
+from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # mypy cannot read a computed Literal
 else:
     Device = Literal[("auto", *BACKENDS)]
     Quantization = Literal[("none", *SCHEMES)]
-    SpeculationMode = Literal[("off", *METHODS, "auto")]
+    SpeculationMode = Literal[("off", *METHOD_TEXTS, "auto")]
 
 
 class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
@@ -141,7 +141,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         "off",
         description="Speculative decoding: draft tokens and verify them in one step. Outputs do not"
         " change."
-        + "".join(f" {name}: {text}." for name, (_, text) in METHODS.items())
+        + "".join(f" {name}: {text}." for name, text in METHOD_TEXTS.items())
         + " auto: as suffix, but only for requests and batches where it is measured to pay.",
     )
     num_speculative_tokens: int = Field(

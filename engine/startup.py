@@ -52,7 +52,8 @@ from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
-from octavo.engine.speculation import Speculation, make_speculation
+from octavo.engine.speculation.methods import make_speculation
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.threads import Threads, choose_threads
 from octavo.kernels.ops import device_warning, kernel_path
 

@@ -14,7 +14,7 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, SampledToken
 from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculation.speculation import Speculation
 
 DRAFT_SHARE = 0.5
 """Maximum share of a step's tokens, beside those of decodes, that are drafted: prefills go on."""

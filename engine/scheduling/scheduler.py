@@ -18,7 +18,7 @@ from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
-from octavo.engine.speculation import Speculation
+from octavo.engine.speculation.speculation import Speculation
 
 PREFILL_SHARE = 0.5
 """A step measures the speed of prefill if more than this share of its tokens is prefill."""

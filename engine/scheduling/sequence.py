@@ -8,7 +8,7 @@ from octavo.common.priority import effective_arrival
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
-from octavo.engine.speculation import DraftState
+from octavo.engine.speculation.method import DraftState
 
 PLACEHOLDER = -1
 """Token id of a token that is not known yet: a step that was launched samples it."""

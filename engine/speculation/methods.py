@@ -8,11 +8,8 @@ from octavo.engine.speculation.prompt_lookup import PromptLookup
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.speculation.suffix_lookup import SuffixLookup
 
-METHODS: dict[str, tuple[Callable[[], Method], str]] = {
-    "ngram": (PromptLookup, "what followed the same tokens in the request's prompt or output"),
-    "suffix": (SuffixLookup, "what most often followed them there or in earlier outputs"),
-}
-"""Each method's class and what it drafts, by its name."""
+METHODS: dict[str, Callable[[], Method]] = {"ngram": PromptLookup, "suffix": SuffixLookup}
+"""Each method's class by its name, as in `method_names.py`."""
 AUTO_METHOD = "suffix"
 """The method of `auto`."""
 
@@ -27,5 +24,5 @@ def make_speculation(name: str, num_tokens: int) -> Speculation | None:
     if name == "off":
         return None
     if name == "auto":
-        return Speculation(METHODS[AUTO_METHOD][0](), num_tokens, DraftPolicy(num_tokens))
-    return Speculation(METHODS[name][0](), num_tokens)
+        return Speculation(METHODS[AUTO_METHOD](), num_tokens, DraftPolicy(num_tokens))
+    return Speculation(METHODS[name](), num_tokens)

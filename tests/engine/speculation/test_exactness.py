@@ -8,7 +8,9 @@ from transformers import MambaConfig
 from octavo.engine.capacity import StartupError
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from octavo.engine.settings import EngineSettings
-from octavo.engine.speculation import Method, Speculation, make_speculation
+from octavo.engine.speculation.method import Method
+from octavo.engine.speculation.methods import make_speculation
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
 from tests.engine.conftest import STOPPING
 from tests.engine.random_model import save_random_model

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from octavo.engine.speculation import METHODS, make_speculation, suffix_lookup
+from octavo.engine.speculation import suffix_lookup
 from octavo.engine.speculation.history import History
 from octavo.engine.speculation.matches import LONGEST, find_matches
+from octavo.engine.speculation.method_names import METHOD_TEXTS
+from octavo.engine.speculation.methods import METHODS, make_speculation
 from octavo.engine.speculation.policy import LONGEST_PAUSE, DraftPolicy, StepTimes
 from octavo.engine.speculation.prompt_lookup import PromptLookup
 from octavo.engine.speculation.suffix_lookup import SuffixLookup
@@ -44,9 +46,13 @@ def test_a_history_is_its_sequence(parts):
         assert grown.output.tolist() == tokens[2:]
 
 
+def test_each_method_has_its_name():
+    assert METHODS.keys() == METHOD_TEXTS.keys()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_what_followed_before_is_drafted(name):
-    method = METHODS[name][0]()
+    method = METHODS[name]()
     assert method.draft(history([5, 6, 7, 8, 9, 1, 5, 6]), 3) == [7, 8, 9]
     longer = [4, 5, 6, 7, 8, 3, 5, 6, 9, 9, 4, 5, 6]  # three tokens say more than two
     assert method.draft(history(longer), 2) == [7, 8]
