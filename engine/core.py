@@ -8,7 +8,7 @@ threads send it commands, which it handles between steps, and receive events thr
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, zip_longest
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
@@ -67,8 +67,6 @@ HEARTBEAT_SECONDS = 1.0
 """An idle core publishes its load this often: a longer silence means that it hangs."""
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the core ends, by default."""
-PREFILL_SHARE = 0.5
-"""A step measures the speed of prefill if more than this share of its tokens is prefill."""
 
 
 class EngineFailedError(Exception):
@@ -245,7 +243,7 @@ class EngineCore:
     def _can_overlap(self, batch: Batch) -> bool:
         """Return whether a step can be launched before the tokens of the one before are known."""
         masks = self._scheduler.can_recompute or not batch.constrained
-        return batch.can_overlap and masks
+        return batch.can_overlap and masks and not self._scheduler.waits_to_draft(batch)
 
     def _sample(self, model: LaunchedModel) -> PendingStep:
         """Sample a step's tokens, of those sequences whose masks are ready."""
@@ -325,10 +323,13 @@ class EngineCore:
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
         """Make an event for each new token, and forget the groups that are finished."""
         started, finished = list[SequenceGroup](), list[SequenceGroup]()
-        for group, sequence, token_id, logprob in output.tokens:
+        for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
+            group, sequence, token_id, logprob = sampled
+            last = following is None or following.sequence is not sequence
             request, scores = group.request, list[TokenLogprob]()
             if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
                 scores = group.prompt_logprobs
+            counts = sequence.take_draft_counts() if last and sequence.drafted_tokens else (0, 0)
             self._events.append(
                 OutputEvent(
                     request.session,
@@ -337,7 +338,9 @@ class EngineCore:
                     [token_id],
                     logprob,
                     scores,
-                    sequence.finish_reason,
+                    sequence.finish_reason if last else None,
+                    None,
+                    *counts,
                 )
             )
             if not group.decoding:
@@ -385,10 +388,7 @@ class EngineCore:
         policy = self._scheduler.policy
         for copied in self._executor.take_copy_times():
             policy.observe_transfer(copied.blocks, copied.seconds)
-        swapped = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
-        prefill = batch.num_tokens - len(batch.sequences)
-        if not swapped and prefill > PREFILL_SHARE * batch.num_tokens:
-            policy.observe_prefill(batch.num_tokens, self._step_seconds)
+        self._scheduler.observe_step(batch, self._step_seconds)
         self._metrics.observe_step(
             batch,
             self._step_seconds,
@@ -419,6 +419,8 @@ class EngineCore:
             step_seconds=self._step_seconds,
             draining=self._draining,
             compiling=self._executor.compiling,
+            drafted_tokens=scheduler.counters.drafted_tokens,
+            accepted_tokens=scheduler.counters.accepted_tokens,
         )
 
     # Commands.

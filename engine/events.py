@@ -35,7 +35,8 @@ class Started:
 class OutputEvent:
     """New tokens of one output; the last ones if `finish_reason` is set.
 
-    A beam search gives all of each output when it ends, best first, with a score.
+    A beam search gives all of each output when it ends, best first, with a score. Drafted tokens,
+    and those of them that were right, are counted since the event before.
     """
 
     session: int
@@ -46,6 +47,8 @@ class OutputEvent:
     prompt_logprobs: list[TokenLogprob]
     finish_reason: FinishReason | None
     score: float | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class Load:
         step_running_seconds: how long the current step has run, in a load published while it
             runs; else 0.
         compiling: the progress of the compilation in the background; None if there is none.
+        drafted_tokens: tokens drafted since the start.
+        accepted_tokens: of these, those that were right.
     """
 
     running: int
@@ -102,3 +107,5 @@ class Load:
     draining: bool
     step_running_seconds: float = 0.0
     compiling: CompileProgress | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -47,6 +47,8 @@ class EngineMetrics:
             "cached_tokens", "Prompt tokens of admitted requests found in the prefix cache."
         )
         self.output_tokens = counter("output_tokens", "Tokens drawn.")
+        self.drafted_tokens = counter("drafted_tokens", "Tokens drafted for outputs.")
+        self.accepted_tokens = counter("accepted_tokens", "Drafted tokens that were right.")
         self.preemptions = counter("preemptions", "Sequence groups preempted, by mode.", "mode")
         for mode in ("swap", "recompute"):
             self.preemptions.labels(mode)  # 0, not absent, until the first
@@ -165,7 +167,7 @@ class EngineMetrics:
         show(self.swap_blocks.labels("free"), lambda load: load.cache.free_swap_blocks)
 
     def observe_counters(self, scheduler: Scheduler) -> None:
-        """Count preemptions and prefix copies since the last call."""
+        """Count preemptions, drafted tokens and prefix copies since the last call."""
         seen, now = self._seen, scheduler.counters
         if now != seen:
             self.preemptions.labels("swap").inc(now.preemptions_swap - seen.preemptions_swap)
@@ -173,6 +175,8 @@ class EngineMetrics:
                 now.preemptions_recompute - seen.preemptions_recompute
             )
             self.swap_space_full.inc(now.swap_space_full - seen.swap_space_full)
+            self.drafted_tokens.inc(now.drafted_tokens - seen.drafted_tokens)
+            self.accepted_tokens.inc(now.accepted_tokens - seen.accepted_tokens)
             self._seen = replace(now)
         before, cache = self._seen_cache, scheduler.cache.counters
         if cache != before:

@@ -157,6 +157,9 @@ def _add_tokens(output: engine_pb2.SequenceOutput, event: OutputEvent) -> None:
         output.prompt_logprobs.extend(map(_to_logprob, event.prompt_logprobs))
     if event.score is not None:
         output.score = event.score
+    if event.drafted_tokens:
+        output.drafted_tokens += event.drafted_tokens
+        output.accepted_tokens += event.accepted_tokens
     if event.finish_reason is not None:
         output.finish_reason = sampling_pb2.FinishReason.ValueType(event.finish_reason)
 
@@ -185,4 +188,6 @@ def to_load(load: Load) -> engine_pb2.Load:
         step_running_seconds=load.step_running_seconds,
         compiling_seconds=load.compiling.seconds if load.compiling else 0.0,
         compiling_estimate_seconds=load.compiling.estimate if load.compiling else 0.0,
+        drafted_tokens=load.drafted_tokens,
+        accepted_tokens=load.accepted_tokens,
     )

@@ -11,14 +11,17 @@ from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
+from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     Device = str
     Quantization = str
+    SpeculationMode = str
 else:
     Device = Literal[("auto", *BACKENDS)]
     Quantization = Literal[("none", *SCHEMES)]
+    SpeculationMode = Literal[("off", *METHOD_TEXTS, "auto")]
 
 
 class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
@@ -149,6 +152,16 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         ge=1,
         description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU.",
+    )
+    speculation: SpeculationMode = Field(
+        "off",
+        description="Speculative decoding: draft tokens and verify them in one step. Outputs do not"
+        " change."
+        + "".join(f" {name}: {text}." for name, text in METHOD_TEXTS.items())
+        + " auto: as suffix, but only for requests and batches where it is measured to pay.",
+    )
+    num_speculative_tokens: int = Field(
+        8, ge=1, le=64, description="Maximum drafted tokens of a sequence per step."
     )
     constraint_timeout: float = Field(
         5.0,

@@ -55,6 +55,8 @@ from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS, Scheduler
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
+from octavo.engine.speculation.methods import make_speculation
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.threads import Threads, choose_threads
 from octavo.kernels.ops import device_warning, kernel_path
 
@@ -184,6 +186,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         adapter_limit=limit,
+        speculation=_speculation(settings, layout),
     )
     shape = loaded.shape
     limits = Limits(
@@ -305,6 +308,22 @@ def _device_adapters(loaded: LoadedStep, limit: int | None) -> DeviceAdapters | 
     if loaded.adapted is None:
         return None
     return DeviceAdapters(loaded.device, limit)
+
+
+def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation | None:
+    """Return what drafts tokens.
+
+    Raises:
+        StartupError: Drafted tokens of this model could not be rolled back.
+    """
+    if settings.speculation == "off" or not any(group.state_blocks for group in layout.groups):
+        return make_speculation(settings.speculation, settings.num_speculative_tokens)
+    why = "layers of this model keep states (Mamba, gated delta rules, convolutions), which cannot"
+    why += " be rolled back to before a wrong draft"
+    if settings.speculation != "auto":
+        raise StartupError(f"--speculation must be off or auto; got {settings.speculation}: {why}")
+    log.info("no tokens are drafted", why=why)
+    return None
 
 
 def _has_tokenizer(model: Path) -> bool:

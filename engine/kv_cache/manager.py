@@ -609,6 +609,15 @@ class KVCacheManager:
                 self.device.release(blocks.pop())
         table.num_tokens = min(table.num_tokens, num_tokens)
 
+    def roll_back(self, sequence_id: int, num_tokens: int) -> None:
+        """Forget what was computed after a sequence's first `num_tokens` tokens: a rejected draft.
+
+        What their blocks hold is overwritten. A state cannot be rolled back.
+        """
+        assert not any(layers.state_blocks for layers in self.groups)
+        self.trim(sequence_id, num_tokens)
+        self._tables[sequence_id].computed = num_tokens
+
     def free(self, sequence_id: int) -> None:
         """Release all blocks of a sequence, on the device or in swap space."""
         table = self._tables.pop(sequence_id)

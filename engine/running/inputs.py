@@ -91,12 +91,13 @@ def make_inputs(
     beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
     for i, scheduled in enumerate(batch.sequences):
-        group, sequence, start, end, _, drawing = scheduled
+        group, sequence, start, end, _, drawing, draft = scheduled
         if end == start + 1:
             tokens.append(sequence.token_ids[start])
             positions.append(start)
         else:
             tokens += sequence.token_ids[start:end]
+            tokens += draft
             positions += range(start, end)
         starts.append(len(tokens))
         ends.append(end)
@@ -107,7 +108,10 @@ def make_inputs(
             drawn = beams if group.beam is not None else sampled
             for each in drawing:
                 drawn.append(SamplingRow(group, each, len(rows)))
-            rows.append(len(tokens) - 1)
+            rows.append(len(tokens) - 1 - len(draft))
+            for drafted in range(1, len(draft) + 1):
+                drawn.append(SamplingRow(group, sequence, len(rows), draft[:drafted]))
+                rows.append(len(tokens) - 1 - len(draft) + drafted)
     slots = [
         [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
         for group, layers in enumerate(layout.groups)

@@ -45,7 +45,7 @@ class PendingStep:
         places, rows, end = [], [], 0
         for scheduled in batch.sequences:
             end += scheduled.end - scheduled.start
-            if scheduled.end > scheduled.sequence.num_known:
+            if scheduled.end - len(scheduled.draft) > scheduled.sequence.num_known:
                 places.append(end - 1)
                 rows.append(row_of[scheduled.sequence.id])
         if places:

@@ -29,16 +29,29 @@ class SamplingRow(NamedTuple):
         group: the sequence's group.
         sequence: the sequence.
         row: the row of the step's logits to sample from.
+        draft: drafted tokens behind the sequence's own, which this one is to follow.
     """
 
     group: SequenceGroup
     sequence: Sequence
     row: int
+    draft: Rows[int] = ()
 
     @property
     def params(self) -> SamplingParams:
         """The request's sampling parameters."""
         return self.group.request.sampling
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that the sampled one follows."""
+        own = self.sequence.token_ids
+        return [*own, *self.draft] if self.draft else own
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the output before the sampled one."""
+        return self.sequence.num_output + len(self.draft)
 
 
 class PendingTokens:
@@ -202,8 +215,8 @@ def _moves_logits(row: SamplingRow) -> bool:
 
 def _masks_stop_tokens(row: SamplingRow) -> bool:
     """Return whether an output is too short to stop; a constraint's mask has that already."""
-    sequence, least = row.sequence, row.group.request.min_tokens
-    return least > 0 and sequence.num_output < least and sequence.matcher is None
+    least = row.group.request.min_tokens
+    return least > 0 and row.num_output < least and row.sequence.matcher is None
 
 
 # Changes to the logits, in place.
@@ -227,14 +240,14 @@ def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
         return
     flat, chosen = logits.view(-1), [rows[i] for i in penalized]
     starts = [i * logits.shape[1] for i in penalized]
-    anywhere = _Occurrences(flat, starts, [row.sequence.token_ids for row in chosen])
+    anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen])
     repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
     before = flat[anywhere.places]
     # Where a token occurs twice, the same is written twice. The smallest penalties would
     # make logits infinite, and those have no softmax.
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
-    in_output = [row.sequence.token_ids[row.sequence.num_prompt :] for row in chosen]
+    in_output = [row.token_ids[row.sequence.num_prompt :] for row in chosen]
     outputs = _Occurrences(flat, starts, in_output)
     flat[outputs.places] -= outputs.each([row.params.presence_penalty for row in chosen])
     frequency = outputs.each([row.params.frequency_penalty for row in chosen])
@@ -291,7 +304,7 @@ def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:
     keys = (
         [p.seed for p in params],
         [row.sequence.index for row in rows],
-        [row.sequence.num_output for row in rows],
+        [row.num_output for row in rows],
     )
     return SamplingTensors(
         temperatures=np.array([p.temperature for p in params]),

@@ -1,6 +1,7 @@
 """A step's input and output: `Batch` and `SamplerOutput`."""
 
 import time
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogp
 
 
 class ScheduledSequence(NamedTuple):
-    """The tokens [start, end) of one sequence, computed in one step.
+    """The tokens [start, end) of one sequence, computed in one step; the last ones may be drafted.
 
     Attributes:
         group: the sequence's group.
@@ -21,6 +22,8 @@ class ScheduledSequence(NamedTuple):
         sampled: sequences whose next token is sampled from the logits of token `end - 1`:
             none within a prefill, the sequence itself at its end, all siblings where they
             share the prompt.
+        draft: drafted tokens at its end: what may follow the last known one. The logits of that
+            token and of each drafted one are sampled, so `sampled` is the sequence itself.
     """
 
     group: SequenceGroup
@@ -29,6 +32,7 @@ class ScheduledSequence(NamedTuple):
     end: int
     tables: list[list[int]]
     sampled: list[Sequence]
+    draft: Tokens[int] = ()
 
     @property
     def scored(self) -> range:
@@ -59,15 +63,25 @@ class Batch:
         return sum(scheduled.end - scheduled.start for scheduled in self.sequences)
 
     @property
+    def num_drafted(self) -> int:
+        """Tokens to compute that are drafted."""
+        return sum(len(scheduled.draft) for scheduled in self.sequences)
+
+    @property
     def can_overlap(self) -> bool:
         """Whether the next step can be scheduled before this step's tokens are known.
 
-        Penalties and beams depend on which tokens these are. A prompt that is scored must know
-        how far it has been scored. Constraints depend on them too, but only to sample.
+        Penalties and beams depend on which tokens these are, and how many a draft yields. A prompt
+        that is scored must know how far it has been scored. Constraints depend on them too, but
+        only to sample.
         """
         return not any(
-            group.beam or group.request.sampling.penalised or group.wants_prompt_logprobs
-            for group in (scheduled.group for scheduled in self.sequences)
+            group.beam
+            or group.request.sampling.penalised
+            or group.wants_prompt_logprobs
+            or scheduled.draft
+            for scheduled in self.sequences
+            for group in (scheduled.group,)
         )
 
     @property

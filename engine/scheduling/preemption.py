@@ -12,12 +12,14 @@ from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 @dataclass(slots=True)
 class Counters:
-    """Preemptions since the start, for metrics and tests."""
+    """Preemptions and drafted tokens since the start, for metrics and tests."""
 
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
     swap_space_full: int = 0
     swap_ins: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:

@@ -13,12 +13,16 @@ from operator import attrgetter
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
+from octavo.engine.scheduling.drafting import Drafts, accept, make_drafts, waits_to_draft
 from octavo.engine.scheduling.fork_beams import advance_search
 from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+from octavo.engine.speculation.speculation import Speculation
 
+PREFILL_SHARE = 0.5
+"""A step measures the speed of prefill if more than this share of its tokens is prefill."""
 MAX_SCORED_TOKENS = 1024
 """Most prompt tokens with log-probabilities in a step, all requests together. Each takes a row
 of logits, of the vocabulary's size: this bounds a step's memory, and its time on a CPU."""
@@ -46,8 +50,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         adapter_limit: int | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.cache = cache
+        self.speculation = speculation
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -113,7 +119,8 @@ class Scheduler:
         """
         size = self.cache.block_size
         for scheduled in batch.sequences:
-            group, sequence, start, end, _, sampled = scheduled
+            group, sequence, start, end, _, sampled, draft = scheduled
+            end -= len(draft)  # of which `update` counts what was right
             ended = sequence.finish_reason is not None or group.state is GroupState.FINISHED
             if ended or sequence.id in left_out:
                 continue
@@ -138,11 +145,16 @@ class Scheduler:
             batch.sequences[i].group.prompt_logprobs.extend(logprobs)
         self._advance_searches(batch, output)
         used = []
-        for sampled in output.tokens:
+        for sampled in accept(batch, output.tokens):
             group, sequence, token_id, _ = sampled
             if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
                 continue
             used.append(sampled)
+            if not sequence.num_placeholders:  # the token before it was drafted, and right
+                sequence.append_placeholder()
+                sequence.num_computed += 1
+                if sequence.num_computed % self.cache.block_size == 0:
+                    self._publish_prefix(sequence)
             sequence.fill_placeholder(token_id)
             known = sequence.num_known
             reason = group.request.finish_reason(token_id, known - sequence.num_prompt)
@@ -150,7 +162,42 @@ class Scheduler:
                 self.finish(group, sequence, reason)
             elif sequence.num_computed >= known:  # the next step is launched already
                 self._publish_late(group, sequence)
+        if self.speculation is not None:
+            self._end_drafts(batch, self.speculation)
         return used
+
+    def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
+        """Count the drafted tokens that were right; roll the others back."""
+        for group, sequence, start, end, _, _, draft in batch.sequences:
+            if not draft:
+                continue
+            # A token was sampled behind the last right one; none if the output was aborted.
+            accepted = max(0, sequence.num_known - start - 2)
+            sequence.drafted_tokens += len(draft)
+            sequence.accepted_tokens += accepted
+            self.counters.drafted_tokens += len(draft)
+            self.counters.accepted_tokens += accepted
+            if sequence.drafting is not None:
+                speculation.end_draft(sequence.drafting, len(draft), accepted)
+            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
+                continue  # its blocks are free
+            if sequence.num_computed < end:
+                self.cache.roll_back(sequence.id, sequence.num_computed)
+
+    def observe_step(self, batch: Batch, seconds: float) -> None:
+        """Take note of how long a step took, for what decides by that."""
+        moved = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
+        if moved:
+            return
+        prefill = batch.num_tokens - batch.num_drafted - len(batch.sequences)
+        if prefill > PREFILL_SHARE * batch.num_tokens:
+            self.policy.observe_prefill(batch.num_tokens, seconds)
+        elif not prefill and batch.sequences and self.speculation is not None:
+            self.speculation.observe_step(batch.num_tokens, seconds)
+
+    def waits_to_draft(self, batch: Batch) -> bool:
+        """Return whether tokens are to be drafted once those of a launched step are known."""
+        return self.speculation is not None and waits_to_draft(self.speculation, batch)
 
     def _advance_searches(self, batch: Batch, output: SamplerOutput) -> None:
         for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam):
@@ -174,6 +221,9 @@ class Scheduler:
         """End one output and free its blocks; the last output ends the group."""
         sequence.finish_reason = reason
         sequence.drop_placeholders()
+        if self.speculation is not None and sequence.drafting is not None:
+            self.speculation.end(sequence.drafting, sequence.token_ids)
+            sequence.drafting = None
         if self.cache.holds(sequence.id):
             self.cache.free(sequence.id)
         if not group.live:
@@ -220,24 +270,46 @@ class Scheduler:
         ]
         decodes = sum(count == 1 for group_counts in counts for _, count in group_counts)
         budget = self.max_num_batched_tokens - decodes
+        drafts: Drafts = {}
+        if self.speculation is not None and decodes:
+            drafts = make_drafts(
+                self.speculation, self.running, self.cache, decodes=decodes, budget=budget
+            )
+            budget -= sum(map(len, drafts.values()))
         preempted = False
         position = 0
         while position < len(self.running):
             group, decoder = self.running[position], decoders[position]
-            if decoder is not None and self._add_in_place(batch, group, decoder):
+            drafted = bool(drafts) and any(s.id in drafts for s in group.live)
+            if decoder is not None and not drafted and self._add_in_place(batch, group, decoder):
                 position += 1
                 continue
             spans, used = self._next_spans(counts[position], budget)
             try:
-                self.cache.extend(spans)
+                if not drafted or not self._add_drafted(batch, group, spans, drafts):
+                    self.cache.extend(spans)
+                    self._add(batch, group, spans)
             except OutOfBlocksError:
                 self._preempt(choose_victim(self.running))
                 preempted = True
                 continue
             budget -= used
-            self._add(batch, group, spans)
             position += 1
         return preempted
+
+    def _add_drafted(
+        self, batch: Batch, group: SequenceGroup, spans: list[Span], drafts: Drafts
+    ) -> bool:
+        """Schedule a group's tokens with those drafted behind them, if there are blocks for all."""
+        longer = [
+            span._replace(end=span.end + len(drafts.get(span.sequence_id, ()))) for span in spans
+        ]
+        try:
+            self.cache.extend(longer)
+        except OutOfBlocksError:
+            return False  # nobody is preempted for what may be wrong
+        self._add(batch, group, spans, drafts)
+        return True
 
     def _preempt(self, group: SequenceGroup) -> None:
         self.running.remove(group)
@@ -289,14 +361,18 @@ class Scheduler:
         others = group.request.max_tokens - 1
         return [(s, min(s.num_tokens, s.num_prompt + others)) for s in sequences]
 
-    def _add(self, batch: Batch, group: SequenceGroup, spans: list[Span]) -> None:
+    def _add(
+        self, batch: Batch, group: SequenceGroup, spans: list[Span], drafts: Drafts | None = None
+    ) -> None:
         by_id = {sequence.id: sequence for sequence in group.sequences}
         siblings = [s for s in group.live if not self.cache.holds(s.id)]
         for id_, start, end in spans:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
-            tables = self.cache.table(id_)
-            batch.sequences.append(ScheduledSequence(group, sequence, start, end, tables, sampled))
+            tables, draft = self.cache.table(id_), drafts.get(id_, ()) if drafts else ()
+            batch.sequences.append(
+                ScheduledSequence(group, sequence, start, end + len(draft), tables, sampled, draft)
+            )
 
     def _add_in_place(self, batch: Batch, group: SequenceGroup, decoder: Sequence) -> bool:
         """Schedule the last token of a group's only sequence, if no block table changes for it."""

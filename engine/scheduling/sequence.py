@@ -8,6 +8,7 @@ from octavo.common.priority import effective_arrival
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
+from octavo.engine.speculation.method import DraftState
 
 PLACEHOLDER = -1
 """Token id of a token that is not known yet: a step that was launched samples it."""
@@ -36,6 +37,9 @@ class Sequence:
         num_placeholders: number of tokens, at the end, that are `PLACEHOLDER`.
         finish_reason: set once the output is complete.
         matcher: of a constrained output: its place in the grammar, and what may come next.
+        drafting: what drafts tokens for it know of it, once some were drafted.
+        drafted_tokens: tokens drafted for it that no event has told yet.
+        accepted_tokens: how many of these were right.
     """
 
     id: int
@@ -46,6 +50,9 @@ class Sequence:
     num_placeholders: int = 0
     finish_reason: FinishReason | None = None
     matcher: Matcher | None = None
+    drafting: DraftState | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -71,6 +78,12 @@ class Sequence:
     def num_known_output(self) -> int:
         """Tokens of the output without placeholders."""
         return self.num_known - self.num_prompt
+
+    def take_draft_counts(self) -> tuple[int, int]:
+        """Return the drafted and the accepted tokens since the last call."""
+        counts = self.drafted_tokens, self.accepted_tokens
+        self.drafted_tokens = self.accepted_tokens = 0
+        return counts
 
     def append_placeholder(self) -> None:
         """Append a token that a launched step samples."""

@@ -60,7 +60,8 @@ def _view(client: Client) -> RenderableType:
     head = f"[bold]{escape(client.address)}[/] {health}"
     if not models:
         return Group(head, "[dim]no engine is up[/]")
-    return Group(head, requests(models), "", memory(models), *map(warning, warnings(models)))
+    tables: list[RenderableType] = [requests(models), "", memory(models), *drafts(models)]
+    return Group(head, *tables, *map(warning, warnings(models)))
 
 
 def warnings(models: tuple[Model, ...]) -> list[str]:
@@ -79,6 +80,16 @@ def requests(models: tuple[Model, ...]) -> Table:
         processes = model.engines, model.ranks or model.engines
         table.add_row(escape(model.name), *map(str, processes), escape(kernels), *map(str, numbers))
     return table
+
+
+def drafts(models: tuple[Model, ...]) -> list[Table]:
+    """Return a table of drafted tokens, one row per model that has some; nothing without any."""
+    table = _table("model", "drafted tokens", "accepted")
+    for model in models:
+        if model.drafted_tokens:
+            share = f"{model.accepted_tokens / model.drafted_tokens:.0%}"
+            table.add_row(escape(model.name), f"{model.drafted_tokens:,}", share)
+    return [table] if table.row_count else []
 
 
 def memory(models: tuple[Model, ...]) -> Table:

@@ -153,6 +153,8 @@ def _finished(finished: pb.Finished) -> Finished:
             usage.cached_tokens,
             usage.output_tokens,
             usage.reasoning_tokens,
+            usage.drafted_tokens,
+            usage.accepted_tokens,
         ),
         stop_string=finished.stop_string or None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,

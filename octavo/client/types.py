@@ -82,12 +82,16 @@ class Usage:
         cached_tokens: Of these, those that were in the prefix cache.
         output_tokens: Generated.
         reasoning_tokens: Of these, those within reasoning.
+        drafted_tokens: Drafted by engines (speculative decoding).
+        accepted_tokens: Of these, those that are the output's own.
     """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,9 @@ class Completion:
         first = self.outputs[0].usage
         sampled = sum(output.usage.output_tokens for output in self.outputs)
         reasoned = sum(output.usage.reasoning_tokens for output in self.outputs)
-        return Usage(first.prompt_tokens, first.cached_tokens, sampled, reasoned)
+        drafted = sum(output.usage.drafted_tokens for output in self.outputs)
+        accepted = sum(output.usage.accepted_tokens for output in self.outputs)
+        return Usage(first.prompt_tokens, first.cached_tokens, sampled, reasoned, drafted, accepted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +243,8 @@ class Model:
     kernels: tuple[str, ...] = ()
     ranks: int = 0
     base_model: str = ""
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def used_blocks(self) -> int:

@@ -228,6 +228,8 @@ class EnginePool:
             default_sampling=defaults.sampling,
             default_max_tokens=defaults.max_tokens,
             base_model=infos[0].model if infos[0].model != model else "",
+            drafted_tokens=sum(load.drafted_tokens for load in loads),
+            accepted_tokens=sum(load.accepted_tokens for load in loads),
         )
 
     def _known(self, model: str) -> list[Engine]:

@@ -176,6 +176,8 @@ class Answer:
                 used.output_tokens += len(response.delta.token_ids)
             case "finished":
                 used.reasoning_tokens += response.finished.usage.reasoning_tokens
+                used.drafted_tokens += response.finished.usage.drafted_tokens
+                used.accepted_tokens += response.finished.usage.accepted_tokens
                 if not self._request.usage_chunks:
                     used.output_tokens += response.finished.usage.output_tokens
 

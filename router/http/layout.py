@@ -90,12 +90,16 @@ def usage(usages: Sequence[Usage]) -> dict[str, Any]:
     """Return OpenAI's form of what the Generate calls of a request used together."""
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
+    drafted = sum(usage.drafted_tokens for usage in usages)
+    accepted = sum(usage.accepted_tokens for usage in usages)
+    drafts = {"drafted_tokens": drafted, "accepted_tokens": accepted} if drafted else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "completion_tokens_details": {
-            "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)
+            "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
+            **drafts,
         },
     }

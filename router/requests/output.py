@@ -38,6 +38,8 @@ class Output:
         token_ids: All tokens drawn, the one that ended it included.
         reason: Why it ended; UNSPECIFIED until then.
         score: A beam search's score; None otherwise.
+        drafted_tokens: Tokens that engines drafted for it.
+        accepted_tokens: Of these, those that were right.
         first_time: When its first token came, by the monotonic clock.
         last_time: When its last one came.
     """
@@ -60,6 +62,8 @@ class Output:
         "_taken",
         "_text",
         "_visible",
+        "accepted_tokens",
+        "drafted_tokens",
         "first_time",
         "index",
         "last_time",
@@ -81,6 +85,7 @@ class Output:
         self.reason: Reason = NOT_ENDED
         self.score: float | None = None
         self.first_time = self.last_time = 0.0
+        self.drafted_tokens = self.accepted_tokens = 0
         self._pieces = pieces
         self._parser = None if plan is None else plan.parser()
         self._visible: frozenset[int] = frozenset()
@@ -174,6 +179,8 @@ class Output:
                 cached_tokens=cached_tokens,
                 output_tokens=len(self.token_ids),
                 reasoning_tokens=self._reasoning_tokens,
+                drafted_tokens=self.drafted_tokens,
+                accepted_tokens=self.accepted_tokens,
             ),
             stop_string=self._stop_strings.found or "",
             stop_token_id=self.token_ids[-1] if self._stopped else None,

@@ -190,6 +190,8 @@ class RequestState:
             self._accept()
         if tokens.HasField("score"):
             output.score = tokens.score
+        output.drafted_tokens += tokens.drafted_tokens
+        output.accepted_tokens += tokens.accepted_tokens
         now = time.monotonic()
         first = not output.token_ids
         self._count(output, len(tokens.token_ids), now)

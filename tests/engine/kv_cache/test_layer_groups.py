@@ -250,6 +250,35 @@ class Contents(RuleBasedStateMachine):
             self.computed[id_] = end
             self.cache.publish(id_, self.tokens[id_], end)
 
+    @rule(
+        data=st.data(),
+        draft=st.lists(st.integers(0, 1), min_size=1, max_size=STEP - 1),
+        right=st.integers(0, STEP),
+    )
+    @precondition(lambda self: len(self.tokens) > len(self.swapped))
+    def verify(self, data, draft, right):
+        """A step computes drafted tokens; those from the first wrong one on are rolled back."""
+        id_ = self.pick(data)[0]
+        tokens, start = self.tokens[id_], self.computed[id_]
+        if len(tokens) > start + 1 or any(layers.state_blocks for layers in self.groups):
+            return
+        before = [*tokens, 1][: start + 1]
+        span = Span(id_, start, start + 1 + len(draft))
+        try:
+            self.cache.extend([span])
+        except OutOfBlocksError:
+            return
+        self.transfer()
+        self.check_reads(span)
+        self.tokens[id_] = [*before, *draft]
+        self.write(span)
+        kept = min(start + 1 + right, span.end)
+        del self.tokens[id_][kept:]
+        self.computed[id_] = kept
+        self.cache.roll_back(id_, kept)
+        self.cache.publish(id_, self.tokens[id_], kept)
+        event(f"drafted tokens are rolled back: {kept < span.end}")
+
     def check_reads(self, span):
         """What the span's first token attends to, and its state, are as they were written."""
         tokens = self.tokens[span.sequence_id]

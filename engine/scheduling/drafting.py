@@ -1,0 +1,114 @@
+"""Drafted tokens of a batch: which sequences get some, and which of them were right.
+
+Speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023): a step computes a sequence's
+last token and some drafted ones behind it, and samples a token from the logits of each. What is
+sampled depends on a sequence's tokens and a random number of its own position, never on the batch.
+So a drafted token is right if it is the one that was sampled in its place: the output is what it
+would be without drafts, whether greedy or random.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Tokens
+
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.scheduling.batch import Batch, SampledToken
+from octavo.engine.scheduling.preemption import with_blocks
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.engine.speculation.speculation import Speculation
+
+DRAFT_SHARE = 0.5
+"""Maximum share of a step's tokens, beside those of decodes, that are drafted: prefills go on."""
+
+Drafts = dict[int, Tokens[int]]
+"""Drafted tokens by sequence id."""
+
+
+def may_draft(group: SequenceGroup) -> bool:
+    """Return whether tokens can ever be drafted for a group.
+
+    Beams branch where their tokens do not decide it. Masks of a constraint are those of the next
+    token alone.
+    """
+    return group.beam is None and group.request.constraint is None
+
+
+def make_drafts(
+    speculation: Speculation,
+    groups: Iterable[SequenceGroup],
+    cache: KVCacheManager,
+    *,
+    decodes: int,
+    budget: int,
+) -> Drafts:
+    """Draft tokens for the sequences of running groups that decode.
+
+    Args:
+        speculation: drafts them.
+        groups: running groups.
+        cache: holds their blocks.
+        decodes: sequences that decode in this step.
+        budget: tokens that the step can compute beside these.
+    """
+    left = int(DRAFT_SHARE * budget)
+    drafts: Drafts = {}
+    if not left or not speculation.begin_step(decodes):
+        return drafts
+    for group in groups:
+        if not may_draft(group) or group.wants_prompt_logprobs:
+            continue
+        if len(group.sequences) > 1 and len(with_blocks(group, cache)) < len(group.live):
+            continue  # the lead still computes the prompt
+        for sequence in group.live:
+            most = min(left, group.request.max_tokens - 1 - sequence.num_output)
+            if most < 1 or not _decodes(sequence):
+                continue
+            if sequence.drafting is None:
+                salt = group.request.cache_salt
+                sequence.drafting = speculation.begin(sequence.num_prompt, salt)
+            if draft := speculation.draft(sequence.drafting, sequence.token_ids, most):
+                drafts[sequence.id] = draft
+                left -= len(draft)
+    return drafts
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Return whether a sequence has all but its last token computed, and that one is known."""
+    return (
+        sequence.num_uncomputed == 1 and sequence.num_output > 0 and not sequence.num_placeholders
+    )
+
+
+def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
+    """Return whether tokens are to be drafted behind those that a step is about to sample.
+
+    Then the next step is not scheduled before they are known.
+    """
+    return speculation.begin_step(len(batch.sequences)) and any(
+        speculation.wants(each.drafting)
+        for scheduled in batch.sequences
+        if may_draft(scheduled.group)
+        for each in scheduled.sampled
+    )
+
+
+def accept(batch: Batch, tokens: list[SampledToken]) -> list[SampledToken]:
+    """Return a step's sampled tokens up to the first of each sequence that its draft has not.
+
+    What follows that one was computed from a wrong token.
+
+    Args:
+        batch: the step.
+        tokens: of each sequence in order, one more than it has drafted tokens.
+    """
+    drafts = {s.sequence.id: iter(s.draft) for s in batch.sequences if s.draft}
+    if not drafts:
+        return tokens
+    accepted, rejected = list[SampledToken](), set[int]()
+    for sampled in tokens:
+        id_ = sampled.sequence.id
+        if id_ in rejected:
+            continue
+        accepted.append(sampled)
+        if next(drafts.get(id_, iter(())), None) != sampled.token_id:
+            rejected.add(id_)
+    return accepted

@@ -1,0 +1,41 @@
+"""The tokens of one sequence as an array that grows with it."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+
+class History:
+    """A sequence's prompt and output, as far as they are known.
+
+    Attributes:
+        num_prompt: tokens of the prompt, at the front.
+        salt: what is learnt from sequences of another salt must not show here.
+    """
+
+    def __init__(self, num_prompt: int, salt: str = "") -> None:
+        self.num_prompt = num_prompt
+        self.salt = salt
+        self._tokens = np.empty(0, np.int32)
+        self._length = 0
+
+    def update(self, token_ids: list[int]) -> None:
+        """Append what `token_ids`, the whole sequence, has more than was seen so far."""
+        length = len(token_ids)
+        if length > len(self._tokens):
+            grown = np.empty(max(64, length + length // 2), np.int32)
+            grown[: self._length] = self.tokens
+            self._tokens = grown
+        self._tokens[self._length : length] = token_ids[self._length :]
+        self._length = length
+
+    @property
+    def tokens(self) -> Tokens:
+        """`[n]` int32: prompt and output."""
+        return self._tokens[: self._length]
+
+    @property
+    def output(self) -> Tokens:
+        """`[n]` int32: the output alone."""
+        return self.tokens[self.num_prompt :]

@@ -1,0 +1,60 @@
+"""Find where the last tokens of a sequence occur before."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.engine.speculation.history import Tokens
+
+LONGEST = 32
+"""Maximum tokens that are compared: a longer match says no more."""
+FEW = 32
+"""Places that are compared at most, the latest ones."""
+
+
+class Matches(NamedTuple):
+    """The places where the most of the last tokens occur before.
+
+    Attributes:
+        length: how many of the last tokens are the same there, up to `LONGEST`; 0 if none are.
+        ends: `[n]` int64, one past each place, rising.
+    """
+
+    length: int
+    ends: NDArray[np.int64]
+
+
+NOWHERE = Matches(0, np.empty(0, np.int64))
+
+
+def find_matches(tokens: Tokens) -> Matches:
+    """Find the earlier occurrences of a sequence's end.
+
+    Args:
+        tokens: `[n]` int32, the sequence.
+    """
+    if len(tokens) < 2:
+        return NOWHERE
+    ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
+    return longest_of(tokens, ends, tokens[-LONGEST:], 1)
+
+
+def longest_of(tokens: Tokens, ends: NDArray[np.int64], tail: Tokens, length: int) -> Matches:
+    """Return those of some places before which the longest end of `tail` is found.
+
+    Args:
+        tokens: `[n]` int32, where to look.
+        ends: `[m]` int64, one past each place, rising; the last `length` tokens are the same there.
+        tail: `[k]` int32, the tokens to find.
+        length: how many of them are known to match.
+    """
+    if not len(ends):
+        return NOWHERE
+    while length < len(tail):
+        before = ends[ends > length]
+        same = before[tokens[before - length - 1] == tail[-length - 1]]
+        if not len(same):
+            break
+        ends, length = same, length + 1
+    return Matches(length, ends[-FEW:])

@@ -1,0 +1,35 @@
+"""What every method of drafting has: `Method`, and `DraftState`, what is kept for a sequence."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from octavo.engine.speculation.history import History
+
+
+@dataclass(slots=True, eq=False)
+class DraftState:
+    """What is known of one sequence.
+
+    Attributes:
+        history: its tokens.
+        acceptance: the estimated probability that a drafted token is right if those before it are.
+        pause: tokens to sample before the next draft.
+        last_pause: how long the last pause was; 0 if the last draft paid.
+    """
+
+    history: History
+    acceptance: float
+    pause: int = 0
+    last_pause: int = 0
+
+
+class Method(ABC):
+    """Drafts tokens from those that were seen."""
+
+    @abstractmethod
+    def draft(self, history: History, most: int) -> list[int]:
+        """Return what may follow a sequence's tokens: at most `most` tokens, maybe none."""
+
+    @abstractmethod
+    def learn(self, history: History) -> None:
+        """Take note of an output that ended."""

@@ -1,0 +1,7 @@
+"""The names of the methods of drafting: settings need them without their code."""
+
+METHOD_TEXTS = {
+    "ngram": "what followed the same tokens in the request's prompt or output",
+    "suffix": "what most often followed them there or in earlier outputs",
+}
+"""What each method drafts."""

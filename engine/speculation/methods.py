@@ -1,0 +1,28 @@
+"""The methods of drafting by name, and what `--speculation` makes of them."""
+
+from collections.abc import Callable
+
+from octavo.engine.speculation.method import Method
+from octavo.engine.speculation.policy import DraftPolicy
+from octavo.engine.speculation.prompt_lookup import PromptLookup
+from octavo.engine.speculation.speculation import Speculation
+from octavo.engine.speculation.suffix_lookup import SuffixLookup
+
+METHODS: dict[str, Callable[[], Method]] = {"ngram": PromptLookup, "suffix": SuffixLookup}
+"""Each method's class by its name, as in `method_names.py`."""
+AUTO_METHOD = "suffix"
+"""The method of `auto`."""
+
+
+def make_speculation(name: str, num_tokens: int) -> Speculation | None:
+    """Return what drafts tokens under a value of `--speculation`; None for `off`.
+
+    Args:
+        name: `off`, `auto` or a method's name.
+        num_tokens: the most tokens of a draft.
+    """
+    if name == "off":
+        return None
+    if name == "auto":
+        return Speculation(METHODS[AUTO_METHOD](), num_tokens, DraftPolicy(num_tokens))
+    return Speculation(METHODS[name](), num_tokens)

@@ -1,0 +1,29 @@
+"""Prompt look-up: what followed the same tokens before, in the prompt or in the output.
+
+As in "Prompt Lookup Decoding" (Saxena, 2023), with the longest match, not one of fixed length.
+"""
+
+import numpy as np
+
+from octavo.engine.speculation.history import History
+from octavo.engine.speculation.matches import find_matches
+from octavo.engine.speculation.method import Method
+
+SHORTEST = 2
+"""Minimum tokens that must be the same."""
+
+
+class PromptLookup(Method):
+    """Drafts what followed the latest of the longest matches."""
+
+    def draft(self, history: History, most: int) -> list[int]:
+        """See `Method`. A match that overlaps the end is a repetition, and goes on as one."""
+        tokens = history.tokens
+        matches = find_matches(tokens)
+        if matches.length < SHORTEST:
+            return []
+        following: list[int] = np.resize(tokens[matches.ends[-1] :], most).tolist()
+        return following
+
+    def learn(self, history: History) -> None:
+        """Drop an output that ended: only a sequence's own tokens are looked up."""

@@ -1,0 +1,75 @@
+"""Decides for each sequence whether to draft, and how many tokens."""
+
+from octavo.engine.speculation.history import History
+from octavo.engine.speculation.method import DraftState, Method
+from octavo.engine.speculation.policy import DraftPolicy
+
+
+class Speculation:
+    """A method of drafting, and the rule for when to use it.
+
+    Attributes:
+        num_tokens: the most tokens of a draft.
+    """
+
+    def __init__(self, method: Method, num_tokens: int, policy: DraftPolicy | None = None) -> None:
+        """Set up for all sequences of an engine.
+
+        Args:
+            method: drafts tokens.
+            num_tokens: the most tokens of a draft.
+            policy: says where drafts pay; None: every sequence has one whenever the method has.
+        """
+        self.num_tokens = num_tokens
+        self._method = method
+        self._policy = policy
+
+    def begin_step(self, decodes: int) -> bool:
+        """Return whether any draft can pay in a step of so many decoding sequences."""
+        return self._policy is None or self._policy.begin_step(decodes)
+
+    def begin(self, num_prompt: int, salt: str) -> DraftState:
+        """Return the state of a sequence whose prompt has `num_prompt` tokens.
+
+        What is learnt from its output is used for sequences of the same `salt` alone.
+        """
+        acceptance = 1.0 if self._policy is None else self._policy.acceptance
+        return DraftState(History(num_prompt, salt), acceptance)
+
+    def draft(self, state: DraftState, token_ids: list[int], most: int) -> list[int]:
+        """Return drafted tokens for a sequence in this step, maybe none.
+
+        Args:
+            state: the sequence's.
+            token_ids: its prompt and output, all known.
+            most: the most tokens to draft.
+        """
+        most = min(most, self.num_tokens)
+        if self._policy is not None:
+            most = min(most, self._policy.length(state))
+        if most < 1:
+            return []
+        state.history.update(token_ids)
+        draft = self._method.draft(state.history, most)
+        if draft and self._policy is not None:
+            self._policy.drafted(len(draft))
+        return draft
+
+    def wants(self, state: DraftState | None) -> bool:
+        """Return whether a sequence may have a draft in the step after next; `begin_step` first."""
+        return self._policy is None or state is None or state.pause <= 1
+
+    def end_draft(self, state: DraftState, drafted: int, accepted: int) -> None:
+        """Take note of how many drafted tokens of a sequence were right."""
+        if self._policy is not None:
+            self._policy.observe_draft(state, drafted, accepted)
+
+    def end(self, state: DraftState, token_ids: list[int]) -> None:
+        """Take note of an output that ended; `token_ids` has no placeholders."""
+        state.history.update(token_ids)
+        self._method.learn(state.history)
+
+    def observe_step(self, tokens: int, seconds: float) -> None:
+        """Take note of how long a step took that computed `tokens` tokens, without a prefill."""
+        if self._policy is not None:
+            self._policy.observe_step(tokens, seconds)
