@@ -69,6 +69,16 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
         assert own_tokens(group) == expected(name, group.request.prompt, 10), name
 
 
+def test_drafts_are_verified_by_each_request_s_adapter(make_engine, expected):
+    engine = make_engine(num_blocks=400, speculation="suffix")
+    prompt = prompt_of(8, 6) * 5
+    groups = [(name, engine.submit(prompt, 24, adapter=engine.adapter(name))) for name in CONFIGS]
+    engine.run()
+    assert engine.scheduler.counters.drafted_tokens > engine.scheduler.counters.accepted_tokens > 0
+    for name, group in groups:
+        assert own_tokens(group) == expected(name, group.request.prompt, 24), name
+
+
 def test_logprobs_are_those_of_merged_models(make_engine, references):
     engine = make_engine(num_blocks=400, max_num_batched_tokens=48, max_num_seqs=16)
     groups = {
