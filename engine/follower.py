@@ -19,6 +19,7 @@ from octavo.engine.compilation.load_step import load_step
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.ranks.place import Place, RankError, given_place
+from octavo.engine.ranks.stop_signals import StopSignals
 from octavo.engine.running.ranks import Follower
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import allocate, count_pool, join_ranks, set_threads
@@ -57,7 +58,7 @@ def run(settings: EngineSettings) -> NoReturn:
 def follow(settings: EngineSettings, place: Place) -> None:
     """Do what rank 0 says until it stops the engine.
 
-    Once the model is loaded, signals to stop are ignored: rank 0 drains first.
+    Once the model is loaded, a signal to stop makes rank 0 drain first.
 
     Raises:
         StartupError: As for `build`, like the others.
@@ -80,10 +81,13 @@ def follow(settings: EngineSettings, place: Place) -> None:
 
     if loaded.device.type == "cpu":
         cpu.pin_threads(threads.places)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    signals = StopSignals()
     Follower(
-        world, loaded, lambda blocks, swap: allocate(layout, loaded, blocks, swap), count
+        world,
+        loaded,
+        lambda blocks, swap: allocate(layout, loaded, blocks, swap),
+        count,
+        signals.came,
     ).run()
     log.info("rank stopped")
 

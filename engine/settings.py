@@ -59,7 +59,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         " that sets RANK and WORLD_SIZE has. More than 1 runs uncompiled.",
     )
     rank_timeout: float = Field(
-        8.0,
+        7.0,
         ge=2,
         description="Seconds that a rank may be silent before the engine ends with an error.",
     )

@@ -34,10 +34,10 @@ class Place:
         return dict(zip(NAMES, map(str, numbers), strict=True))
 
     def share_of(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Return this rank's share of a machine's cores; all of them if they are too few."""
+        """Return this rank's share of a machine's cores: at least one, which others may share."""
         cores = [(node, core) for node in nodes for core in node.cores]
         first, end = (len(cores) * i // self.local_size for i in self._ends)
-        own = cores[first:end] or cores
+        own = cores[first : max(end, first + 1)]
         found = []
         for node in nodes:
             kept = tuple(core for home, core in own if home is node)

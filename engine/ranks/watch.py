@@ -3,9 +3,14 @@
 Once a second all ranks meet in a collective of a group of its own. A rank whose process is stopped
 does not come, and one that died breaks its connections. Either ends the others within the group's
 timeout, as their next step would never end. The engine's router then moves its requests.
+
+In the same collective a rank says that it was told to stop. Then rank 0 is told so too: it drains.
 """
 
+import os
+import signal
 import threading
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -28,10 +33,12 @@ class Watch:
 
     Args:
         world: The ranks.
+        told_to_stop: Returns whether this rank was, by a signal.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, told_to_stop: Callable[[], bool] = lambda: False) -> None:
         self._world = world
+        self._told_to_stop = told_to_stop
         self._closing = threading.Event()
         start_thread(self._run, "rank-watch")
 
@@ -42,7 +49,7 @@ class Watch:
     def _run(self) -> None:
         while not self._closing.wait(PERIOD_SECONDS):
             try:
-                dist.all_reduce(torch.ones(1), group=self._world.watch)
+                self._meet()
             except Exception as error:  # noqa: BLE001 - gloo raises several types
                 if self._closing.wait(GRACE_SECONDS):
                     return
@@ -52,3 +59,10 @@ class Watch:
                     error=str(error).splitlines()[0],
                 )
                 exit_at_once(EXIT_CODE)
+
+    def _meet(self) -> None:
+        """Wait for all ranks; if one was told to stop, tell rank 0 as a signal would."""
+        told = torch.tensor([int(self._told_to_stop())])
+        dist.all_reduce(told, group=self._world.watch)
+        if int(told) and not self._world.rank:
+            os.kill(os.getpid(), signal.SIGTERM)

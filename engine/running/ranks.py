@@ -149,6 +149,7 @@ class Follower:
         loaded: This rank's part of the model.
         allocate: Returns a cache of some blocks on the device and in swap space.
         count: Returns how many this rank has room for; called with its latest cache.
+        told_to_stop: Returns whether this rank was, by a signal.
     """
 
     def __init__(
@@ -157,11 +158,13 @@ class Follower:
         loaded: LoadedStep,
         allocate: Callable[[int, int], CacheTensors],
         count: Callable[[CacheTensors], tuple[int, int]],
+        told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._world = world
         self._loaded = loaded
         self._allocate = allocate
         self._count = count
+        self._told_to_stop = told_to_stop
         self._cache = allocate(1, 0)
         self._planners = self._cache.layout.planners(
             loaded.dtype, loaded.cache_dtype, loaded.device
@@ -180,7 +183,7 @@ class Follower:
                         watch.close()
                     return
                 case Kind.WATCH:
-                    watch = Watch(self._world)
+                    watch = Watch(self._world, self._told_to_stop)
                 case Kind.ALLOCATE:
                     self._cache = self._allocate(*rest.tolist())
                 case Kind.COUNT:

@@ -86,7 +86,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
         assert router.metric("octavo_router_migrations_total") > 0
 
 
-async def test_a_drain_ends_all_ranks(launch, model):
+async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model):
     engine = launch("engine", "--model", model, *SMALL, *RANKS)
     router = launch("router", "--engine", engine.address)
     for server in (engine, router):
@@ -96,7 +96,8 @@ async def test_a_drain_ends_all_ranks(launch, model):
         running = asyncio.create_task(outputs(client))
         while engine.metric("octavo_engine_output_tokens_total") < STREAMS:
             await asyncio.sleep(0.02)
-        code = await asyncio.to_thread(engine.terminate)
+        other_rank(engine).terminate()
+        code = await asyncio.to_thread(engine.process.wait, 60)
         assert all(len(tokens) == OPTIONS["max_tokens"] for tokens in await running)
     assert code == 0, engine.logs()
     assert_nothing_left(children)

@@ -39,6 +39,8 @@ def test_ranks_of_a_machine_divide_its_cores():
     cpus = [[core.cpus[0] for node in share for core in node.cores] for share in shares]
     assert sorted(cpu for own in cpus for cpu in own) == list(range(8))
     assert {len(own) for own in cpus} == {2, 3}
+    few = [Place(rank, 9, rank, 9).share_of(nodes) for rank in range(9)]
+    assert all(len(share) == len(share[0].cores) == 1 for share in few)
     assert Place(1, 2, 1, 2).share_of((Node(0, (Core((0,)),)),))[0].cores == (Core((0,)),)
 
 

@@ -46,7 +46,7 @@ def submit_all(engine):
         own = shared + prompt(i)
         yield engine.submit(own, 16, temperature=0.8, top_p=0.9, top_k=40, seed=i)
     for i in range(8):
-        yield engine.submit(prompt(9 + i), 12, temperature=1.0, seed=i, n=4, logprobs=2)
+        yield engine.submit(prompt(9 + i), 12, temperature=1.0, top_k=40, seed=i, n=4, logprobs=2)
     for i in range(4):
         yield engine.submit(prompt(11 + i), 8, beam=BeamSearch(width=3))
 
