@@ -107,7 +107,7 @@ async def test_loading_and_unloading_while_streams_run(cluster):
         assert loaded.base_model == "base"
         assert await tokens_of(client, "second") == expected
         options = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "token_ids": True}
-        late = client.generate(PROMPT, model="second", **options)
+        late = aiter(client.generate(PROMPT, model="second", **options))
         tokens = list((await anext(late)).token_ids)
         await asyncio.to_thread(unload, cluster, "second")
         assert models(cluster) == {"base": None, "first": "base"}
