@@ -77,7 +77,7 @@ MAX_TOKENS = 160
 
 @dataclass
 class Figures:
-    """What was measured of a kind under a mode.
+    """The measurements of one kind of work with one value of `--speculation`.
 
     Attributes:
         tokens: of outputs.

@@ -9,9 +9,9 @@ import structlog
 from octavo.common import rpc
 from octavo.common.adapter_names import check_adapter_name, check_adapter_path
 from octavo.common.background import call_in_thread
+from octavo.common.thread_priority import lower_priority
 from octavo.engine.adapters.adapter import Adapter, AdapterRegistry
 from octavo.engine.adapters.errors import AdapterError
-from octavo.engine.constraints.priority import lower_priority
 from octavo.v1 import engine_pb2
 
 log = structlog.get_logger(__name__)

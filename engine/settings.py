@@ -246,7 +246,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether requests may have adapters."""
+        """Whether the engine accepts LoRA adapters."""
         return self.enable_lora or bool(self.lora)
 
     @property

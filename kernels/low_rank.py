@@ -91,7 +91,7 @@ def _tiles(adapters: np.ndarray) -> Sequence[tuple[int, int, int]]:
 
 
 def matrix_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the matrix at an address of this process' memory, without a copy."""
+    """Return a view of the matrix at a memory address of this process."""
     from ctypes import c_char  # noqa: PLC0415 - for kernels in plain PyTorch only
 
     count = shape[0] * shape[1]

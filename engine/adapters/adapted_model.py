@@ -44,7 +44,7 @@ class AdaptedModel:
 
 
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> AdaptedModel:
-    """Let a loaded model's layers take adapters.
+    """Make a loaded model's linear layers apply LoRA adapters.
 
     Layers that it does not call for every token, such as those of experts, are left out, as are
     layers whose weights became part of something else.

@@ -122,7 +122,7 @@ def blank_weights(targets: Targets) -> AdapterWeights:
 
 
 def _absent(directory: Path) -> str:
-    """Return why a directory has no weights that can be read."""
+    """Return the reason why the weights of a directory cannot be read."""
     held = sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
     if pickled := [name for name in held if name.endswith(PICKLED)]:
         return (

@@ -192,7 +192,7 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
 
 
 def _adapted(loaded: "LoadedModel", path: str) -> "AdaptedModel":
-    """Let a model's layers take adapters."""
+    """Make a model's linear layers apply LoRA adapters."""
     from octavo.engine.adapters.adapted_model import adapt  # noqa: PLC0415 - as `load`
     from octavo.engine.models.quantization.checkpoints import find_format  # noqa: PLC0415
     from octavo.engine.models.quantization.checkpoints.reader import read_config  # noqa: PLC0415

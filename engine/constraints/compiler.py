@@ -16,10 +16,10 @@ from llguidance import LLMatcher, LLTokenizer
 
 from octavo.common.background import keep_thread_running
 from octavo.common.models.errors import ModelError
+from octavo.common.thread_priority import lower_priority, run_when_idle
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import WORD_BITS, EndRule, Matcher
-from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.sandbox_process import Sandbox, TrialTooSlowError
 from octavo.engine.constraints.token_table import TokenTable
 

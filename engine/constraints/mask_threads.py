@@ -9,8 +9,8 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from octavo.common.background import keep_thread_running
+from octavo.common.thread_priority import lower_priority, run_when_idle
 from octavo.engine.constraints.matcher import Matcher
-from octavo.engine.constraints.priority import lower_priority, run_when_idle
 
 GRACE_SECONDS = 0.005
 """Longest time that a step waits for masks."""

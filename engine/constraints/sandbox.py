@@ -17,8 +17,8 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
+from octavo.common.thread_priority import lower_priority, run_when_idle
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
-from octavo.engine.constraints.priority import lower_priority, run_when_idle
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.trial import MAX_MASK_SECONDS, try_constraint
 

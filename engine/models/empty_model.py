@@ -24,6 +24,20 @@ LARGE = 1 << 22
 """Elements of a result that is itself one zero."""
 
 
+def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return a model whose weights and buffers have shapes, but no numbers: it cannot run.
+
+    Args:
+        config: The model's.
+        dtype: Of its weights.
+    """
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    return model
+
+
 def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with empty weights, and buffers as transformers computes them.
 
@@ -31,10 +45,7 @@ def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         config: The model's.
         dtype: Of its weights.
     """
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+    model: Any = make_on_meta(config, dtype)
     for module in model.modules():
         for name, buffer in module._buffers.items():  # noqa: SLF001 - as torch offers no other way
             if buffer is not None:

@@ -308,7 +308,7 @@ class Executor:
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _wants_tokens(self, batch: Batch, inputs: StepInputs, *, masks_ready: bool) -> bool:
-        """Return whether a step is for tokens, not for logits.
+        """Return whether a step computes greedy tokens instead of logits.
 
         With several ranks, rank 0 says so before the masks are ready; the others have no masks.
         """

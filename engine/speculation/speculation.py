@@ -29,7 +29,7 @@ class Speculation:
         return self._policy is None or self._policy.begin_step(decodes)
 
     def begin(self, num_prompt: int, salt: str) -> DraftState:
-        """Return the state of a sequence whose prompt has `num_prompt` tokens.
+        """Return the draft state of a new sequence, whose prompt has `num_prompt` tokens.
 
         What is learnt from its output is used for sequences of the same `salt` alone.
         """

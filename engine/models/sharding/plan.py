@@ -7,15 +7,15 @@ plans here, for families that it has none for.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import METHODS
+from octavo.engine.models.empty_model import make_on_meta
 
 COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
 HEAD = "colwise_gather_output"
@@ -83,10 +83,7 @@ def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
     Raises:
         UnsupportedModelError: It cannot be; the message names the module, or the sizes that fit.
     """
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False
-        )
+    model = make_on_meta(config, torch.bfloat16)
     kind = config.get_text_config(decoder=True).model_type
     styles = _styles(model, kind)
     _refuse_by_name(model, kind, styles)
