@@ -1,5 +1,6 @@
 """Decides for each sequence whether to draft, and how many tokens."""
 
+from octavo.engine.speculation.guess import NO_GUESS, Guess
 from octavo.engine.speculation.history import History
 from octavo.engine.speculation.method import DraftState, Method
 from octavo.engine.speculation.policy import DraftPolicy
@@ -36,8 +37,8 @@ class Speculation:
         acceptance = 1.0 if self._policy is None else self._policy.acceptance
         return DraftState(History(num_prompt, salt), acceptance)
 
-    def draft(self, state: DraftState, token_ids: list[int], most: int) -> list[int]:
-        """Return drafted tokens for a sequence in this step, maybe none.
+    def guess(self, state: DraftState, token_ids: list[int], most: int) -> Guess:
+        """Return what may follow a sequence, and how many drafted tokens may pay.
 
         Args:
             state: the sequence's.
@@ -48,12 +49,14 @@ class Speculation:
         if self._policy is not None:
             most = min(most, self._policy.length(state))
         if most < 1:
-            return []
+            return NO_GUESS
         state.history.update(token_ids)
-        draft = self._method.draft(state.history, most)
-        if draft and self._policy is not None:
-            self._policy.drafted(len(draft))
-        return draft
+        return Guess(self._method.draft(state.history, most), most)
+
+    def begin_draft(self, count: int) -> None:
+        """Take note that a sequence has `count` drafted tokens in this step."""
+        if self._policy is not None:
+            self._policy.drafted(count)
 
     def wants(self, state: DraftState | None) -> bool:
         """Return whether a sequence may have a draft in the step after next; `begin_step` first."""
