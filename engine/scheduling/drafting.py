@@ -9,6 +9,7 @@ would be without drafts, whether greedy or random.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from typing import NamedTuple, Protocol
 
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, SampledToken
@@ -24,6 +25,30 @@ Drafts = dict[int, Tokens[int]]
 """Drafted tokens by sequence id."""
 
 
+class Wanted(NamedTuple):
+    """A sequence to draft tokens for.
+
+    Attributes:
+        group: the sequence's group.
+        sequence: the sequence; all its tokens are known.
+        most: the most tokens to draft, at least one.
+    """
+
+    group: SequenceGroup
+    sequence: Sequence
+    most: int
+
+
+class DraftModel(Protocol):
+    """A model that drafts tokens for many sequences at once."""
+
+    def draft(self, wanted: list[Wanted]) -> list[list[int]]:
+        """Return what may follow each sequence, maybe nothing."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Take note that a sequence ended, which may not be known."""
+
+
 def may_draft(group: SequenceGroup) -> bool:
     """Return whether tokens can ever be drafted for a group: beams branch by what is not theirs."""
     return group.beam is None
@@ -36,6 +61,7 @@ def make_drafts(
     *,
     decodes: int,
     budget: int,
+    model: DraftModel | None = None,
 ) -> Drafts:
     """Draft tokens for the sequences of running groups that decode.
 
@@ -45,7 +71,9 @@ def make_drafts(
         cache: holds their blocks.
         decodes: sequences that decode in this step.
         budget: tokens that the step can compute beside these.
+        model: drafts in place of the method that `speculation` has.
     """
+    wanted: list[Wanted] = []
     left = int(DRAFT_SHARE * budget)
     drafts: Drafts = {}
     if not left or not speculation.begin_step(decodes):
@@ -59,14 +87,21 @@ def make_drafts(
             most = min(left, _room(group, sequence))
             if most < 1 or not _decodes(sequence):
                 continue
-            if group.request.constraint is None:
-                draft = guess(speculation, group, sequence, most).token_ids
-            else:
+            if group.request.constraint is not None:
                 draft = _constrained_draft(sequence, most)
+            else:
+                guessed = guess(speculation, group, sequence, most)
+                draft = guessed.token_ids
+                if model is not None and guessed.most > 0:
+                    wanted.append(Wanted(group, sequence, guessed.most))
+                    left -= guessed.most
             if draft:
                 speculation.begin_draft(len(draft))
                 drafts[sequence.id] = draft
                 left -= len(draft)
+    if model is not None and wanted:
+        found = zip(wanted, model.draft(wanted), strict=True)
+        drafts |= {each.sequence.id: draft for each, draft in found if draft}
     return drafts
 
 

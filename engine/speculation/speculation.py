@@ -13,11 +13,13 @@ class Speculation:
         num_tokens: the most tokens of a draft.
     """
 
-    def __init__(self, method: Method, num_tokens: int, policy: DraftPolicy | None = None) -> None:
+    def __init__(
+        self, method: Method | None, num_tokens: int, policy: DraftPolicy | None = None
+    ) -> None:
         """Set up for all sequences of an engine.
 
         Args:
-            method: drafts tokens.
+            method: drafts tokens; None where a model does.
             num_tokens: the most tokens of a draft.
             policy: says where drafts pay; None: every sequence has one whenever the method has.
         """
@@ -50,6 +52,8 @@ class Speculation:
             most = min(most, self._policy.length(state))
         if most < 1:
             return NO_GUESS
+        if self._method is None:
+            return Guess((), most)
         state.history.update(token_ids)
         return Guess(self._method.draft(state.history, most), most)
 
@@ -69,8 +73,9 @@ class Speculation:
 
     def end(self, state: DraftState, token_ids: list[int]) -> None:
         """Take note of an output that ended; `token_ids` has no placeholders."""
-        state.history.update(token_ids)
-        self._method.learn(state.history)
+        if self._method is not None:
+            state.history.update(token_ids)
+            self._method.learn(state.history)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """Take note of how long a step took that computed `tokens` tokens, without a prefill."""
