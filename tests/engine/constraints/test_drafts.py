@@ -28,7 +28,6 @@ ORDER = {
     "additionalProperties": False,
 }
 NO_RULE = EndRule()
-MODES = ["forced", "oracle", "suffix", "auto"]
 
 
 def asked():
@@ -89,22 +88,13 @@ class Oracle(Method):
 
 
 def run(runner):
-    """Return the tokens, ends and log-probabilities of all requests, and the steps they took."""
+    """Return the tokens, ends and log-probabilities of all requests."""
     ids = [runner.submit(*texts, **way) for texts, way in asked()]
     outputs = []
     for request_id in ids:
         ended = runner.wait(request_id)
         assert ended.failure is None
-        outputs.append(
-            (
-                dict(ended.tokens),
-                ended.reasons,
-                {
-                    index: pytest.approx(values, abs=1e-4)
-                    for index, values in ended.logprobs.items()
-                },
-            )
-        )
+        outputs.append((dict(ended.tokens), ended.reasons, dict(ended.logprobs)))
     runner.settle()
     return outputs
 
@@ -128,14 +118,21 @@ def speculation_of(mode, expected):
     return make_speculation(mode, 6)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("preemption", "async_scheduling"), [("swap", False), ("recompute", False), ("swap", True)]
+    ("mode", "preemption", "async_scheduling"),
+    [
+        ("forced", "swap", False),
+        ("oracle", "recompute", False),
+        ("suffix", "swap", True),
+        ("auto", "recompute", True),
+    ],
 )
 def test_the_same_tokens_with_and_without(crowded, expected, mode, preemption, async_scheduling):
     runner = crowded(preemption=preemption, async_scheduling=async_scheduling)
     runner.parts.scheduler.speculation = speculation_of(mode, expected)
-    assert run(runner) == expected
+    for found, (tokens, reasons, logprobs) in zip(run(runner), expected, strict=True):
+        assert found[:2] == (tokens, reasons)
+        assert {i: pytest.approx(values, abs=1e-4) for i, values in found[2].items()} == logprobs
     counters = runner.parts.scheduler.counters
     assert getattr(counters, f"preemptions_{preemption}") > 0
     assert counters.accepted_tokens > (0 if mode == "auto" else 100)
@@ -171,11 +168,11 @@ def matcher(engine):
 @pytest.mark.parametrize(
     ("guess", "draft"),
     [
-        ("", "ead b"),
-        ("ead and", "ead b"),
+        ("", "ead bl"),
+        ("ead and", "ead bl"),
         ("ead blue", "ead blue"),
         ("ead blue!", "ead blue"),
-        ("xyz", "ead b"),
+        ("xyz", "ead bl"),
     ],
 )
 def test_a_draft_is_what_is_forced_or_the_longer_guess(matcher, guess, draft):

@@ -12,7 +12,7 @@ from tests.engine.random_model import save_random_model
 from tests.engine.speculation.test_exactness import AMPLE, SCARCE, given, requests
 from tests.engine.stepper import Stepper
 
-DRAFTED = 4
+DRAFTED = 3
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def run(decided_model):
             EngineSettings(
                 model=str(decided_model),
                 dtype="float32",
+                compile="off",
                 block_size=8,
                 max_num_seqs=12,
                 swap_space=0.1,
@@ -61,7 +62,7 @@ def run(decided_model):
 
 @pytest.fixture(scope="module")
 def asked():
-    return requests(40)
+    return requests(24)
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +78,23 @@ def test_a_model_that_is_often_right(run, asked, expected, nearly, preemption, a
     engine, outputs = run(asked, nearly, async_scheduling=async_scheduling, **memory)
     assert outputs == expected
     counters = engine.scheduler.counters
-    assert counters.drafted_tokens > 300
+    assert counters.drafted_tokens > 150
     assert 0.1 < counters.accepted_tokens / counters.drafted_tokens < 0.95
     if preemption is not None:
-        assert getattr(counters, f"preemptions_{preemption}") > 5
+        assert getattr(counters, f"preemptions_{preemption}") > 2
 
 
 def test_the_model_itself_is_always_right(run, asked, expected, decided_model):
     engine, outputs = run(asked, decided_model)
     assert outputs == expected
     counters = engine.scheduler.counters
-    assert counters.accepted_tokens == counters.drafted_tokens > 500
+    assert counters.accepted_tokens == counters.drafted_tokens > 200
 
 
 def test_few_blocks_draft_less_and_change_nothing(run, asked, expected, decided_model):
     engine, outputs = run(asked, decided_model, num_blocks=30)
     assert outputs == expected
-    assert engine.scheduler.counters.accepted_tokens > 100
+    assert engine.scheduler.counters.accepted_tokens > 50
 
 
 def test_an_error_of_the_draft_model_ends_no_request(run, asked, expected, nearly, monkeypatch):
@@ -111,13 +112,16 @@ def test_an_error_of_the_draft_model_ends_no_request(run, asked, expected, nearl
     engine, outputs = run(asked, nearly)
     assert outputs == expected
     assert len(calls) == 20
-    assert 0 < engine.scheduler.counters.drafted_tokens < 300
+    assert 0 < engine.scheduler.counters.drafted_tokens < 150
 
 
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1), "100 tokens"),
+        (
+            LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+            "100 tokens",
+        ),
         (
             MambaConfig(vocab_size=500, hidden_size=32, state_size=8, num_hidden_layers=1),
             "keep states",
@@ -130,6 +134,7 @@ def test_models_that_cannot_draft(tmp_path, decided_model, config, why):
     settings = EngineSettings(
         model=str(decided_model),
         dtype="float32",
+        compile="off",
         num_blocks=64,
         speculation="draft",
         draft_model=str(tmp_path),
