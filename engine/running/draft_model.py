@@ -145,8 +145,8 @@ class DraftModel:
         if not batch.sequences:
             return []
         batch.transfers = self._cache.take_transfers()
-        for sampled in self._executor.execute(batch).tokens:
-            sampled.sequence.token_ids.append(sampled.token_id)
+        for drawn in self._executor.execute(batch).tokens:
+            drawn.sequence.token_ids.append(drawn.token_id)
         return [
             self._shadows[scheduled.sequence.id]
             for scheduled in batch.sequences
