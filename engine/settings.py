@@ -56,7 +56,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         le=64,
         description="Ranks that each hold a part of the model and of the KV cache, as processes of"
         " their own. The engine starts them on this machine, unless torchrun or another launcher"
-        " that sets RANK and WORLD_SIZE has.",
+        " that sets RANK and WORLD_SIZE has. On GPUs, more than 1 runs uncompiled.",
     )
     rank_timeout: float = Field(
         7.0,
