@@ -182,15 +182,16 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
-    size = _size(loaded.model)
+    size, ranks_here = _size(loaded.model), 1 if world is None else world.place.local_size
     # A compiled step calls the kernels, and needs their compiler.
     compiles = _on_all(
         artifact is not None
         and settings.compile != "off"
         and device_warning(loaded.device) is None
-        and _room_to_compile(size * (1 if world is None else world.place.local_size)),
+        and _room_to_compile(size, ranks_here),
         world,
     )
+    needed = ranks_here * compiler_bytes(size)
     eager = EagerStep(loaded.model)
     if world is not None:
         found = LoadedStep(
@@ -203,13 +204,13 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
             RankStep(eager, world, loaded.shape.vocab_size),
         )
         if artifact and compiles:
-            found.rank_compiler = compile_part(loaded, artifact, size, compiler_bytes(size), world)
+            found.rank_compiler = compile_part(loaded, artifact, size, needed, world)
         if found.rank_compiler and settings.compile == "wait":
             found.rank_compiler.join()
             if found.can_switch:  # on all ranks or on none
                 found.switch()
         return found
-    compiler = Compiler(artifact, size, compiler_bytes(size)) if artifact and compiles else None
+    compiler = Compiler(artifact, size, needed) if artifact and compiles else None
     if compiler and settings.compile == "wait":
         compiler.join()
     jit = loaded.device.type == "cuda" and settings.compile != "off"
@@ -263,18 +264,19 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
     return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
 
 
-def _room_to_compile(size: int) -> bool:
+def _room_to_compile(size: int, processes: int = 1) -> bool:
     """Return whether the free memory suffices to compile a model; log a warning if it does not.
 
     Args:
-        size: The bytes of its weights.
+        size: The bytes of its weights, or of a rank's.
+        processes: How many processes of this machine compile at once.
     """
-    available = resources.memory().available
-    if compiler_bytes(size) <= COMPILER_SHARE * available:
+    available, needed = resources.memory().available, processes * compiler_bytes(size)
+    if needed <= COMPILER_SHARE * available:
         return True
     log.warning(
         "too little memory to compile the model, which stays slower",
-        needed_gib=round(compiler_bytes(size) / COMPILER_SHARE / GIB, 1),
+        needed_gib=round(needed / COMPILER_SHARE / GIB, 1),
         available_gib=round(available / GIB, 1),
         hint="give this process more memory, or set --compile off",
     )

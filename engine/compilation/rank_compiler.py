@@ -37,7 +37,7 @@ class RankCompiler(Compiler):
     Args:
         artifact: As for `Compiler`, like those below.
         size: Likewise.
-        needed_bytes: Likewise.
+        needed_bytes: Likewise, of all ranks of this machine.
         captured: Likewise.
         stack: Removes that directory.
         world: The ranks, all of which make one.
@@ -110,7 +110,7 @@ def compile_part(
         loaded: The part.
         artifact: As for `Compiler`, like those below.
         size: Likewise.
-        needed_bytes: Likewise.
+        needed_bytes: Likewise, of all ranks of this machine.
         world: The ranks, all of which call this.
 
     Returns:

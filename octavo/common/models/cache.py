@@ -86,6 +86,7 @@ def scratch(name: str) -> Iterator[Path]:
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _locked(target, thread_local=False):
         work = _work(target)
+        shutil.rmtree(work, ignore_errors=True)  # of a killed process that had this one's number
         work.mkdir()
         try:
             yield work

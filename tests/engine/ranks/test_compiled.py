@@ -55,6 +55,18 @@ def test_compiled_ranks_in_bfloat16_say_what_uncompiled_ones_say(settings, tmp_p
 
 
 @pytest.mark.slow
+def test_ranks_without_a_compiler_run_translated(tmp_path):
+    models = save_models(["wide"], tmp_path)
+    given = {"work": "scored", "dtype": "bfloat16"}
+    eager = run_ranks(2, cases(models, compile="off", **given), tmp_path)
+    none = {rank: {"CXX": "/bin/false"} for rank in (0, 1)}
+    translated = run_ranks(2, cases(models, compile="wait", **given), tmp_path, none)
+    (model,) = models
+    assert translated[model]["compiled"] == [True, True]
+    assert abs(score_errors(translated[model], eager[model])).max() < 0.1
+
+
+@pytest.mark.slow
 def test_ranks_begin_to_run_compiled_in_the_middle_of_streams(tmp_path):
     models = save_models(["llama"], tmp_path)
     alone = run_ranks(1, cases(models, work="long"), tmp_path)
