@@ -83,6 +83,13 @@ def again(engine):
         engine.run()
 
 
+def features(engine):
+    """All of these, one after another."""
+    for work in (masked, repetitive, again, scored):
+        yield from work(engine)
+        engine.run()
+
+
 def long(engine):
     """The requests of `through_a_switch`, once each."""
     for prompt in prompts(4):
@@ -102,10 +109,7 @@ def through_a_switch(engine):
     raise AssertionError("the model was not compiled")
 
 
-WORKS = {
-    work.__name__: work
-    for work in (mixed, scored, masked, repetitive, again, long, through_a_switch)
-}
+WORKS = {work.__name__: work for work in (mixed, scored, features, long, through_a_switch)}
 
 
 def run(case, place):
