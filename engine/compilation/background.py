@@ -25,6 +25,8 @@ from octavo.engine.models.step import Step
 
 log = structlog.get_logger(__name__)
 
+MODULE = "octavo.engine.compilation.export"
+"""What the process runs."""
 LOAD_ERRORS = (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError)
 """What `CompiledStep` raises for an artifact that cannot be used."""
 NICENESS = 10
@@ -103,7 +105,7 @@ class Compiler:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.common.leash"),
-                "octavo.engine.compilation.export",
+                MODULE,
                 *(json.dumps(asdict(artifact.recipe)), artifact.name),
                 *([] if captured is None else [str(captured)]),
             ],

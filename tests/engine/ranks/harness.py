@@ -55,16 +55,14 @@ def save_models(names, folder):
     return paths
 
 
-def run_ranks(size, cases, folder, of_rank=None):
+def run_ranks(size, cases, folder):
     """Run the workload on `size` ranks; return what rank 0 printed.
 
     Args:
         size: How many ranks.
         cases: By name; see `workload.py`.
         folder: For the ranks to find each other.
-        of_rank: Further environment variables, by rank.
     """
-    of_rank = {} if of_rank is None else of_rank
     places = [Place(rank, size, rank, size) for rank in range(size)]
     command = [sys.executable, "-m", "tests.engine.ranks.workload", str(size), json.dumps(cases)]
     own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{uuid.uuid4()}")}
@@ -72,10 +70,7 @@ def run_ranks(size, cases, folder, of_rank=None):
     processes = [
         subprocess.Popen(
             command,
-            env=environment
-            | own
-            | (place.variables() if size > 1 else {})
-            | of_rank.get(place.rank, {}),
+            env=environment | own | (place.variables() if size > 1 else {}),
             stdout=subprocess.PIPE if not place.rank else None,
         )
         for place in places

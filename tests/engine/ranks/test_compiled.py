@@ -19,21 +19,33 @@ def cases(models, work="mixed", **settings):
     return {model: {"model": model, "work": work, "settings": settings} for model in models}
 
 
-def test_ranks_without_a_compiler_run_translated(tmp_path):
-    """The second engine loads what the first has translated, and serves with it from the start."""
-    models = save_models(["wide"], tmp_path)
-    given = {"work": "scored", "dtype": "bfloat16"}
-    modes = {"off": "off", "first": "wait", "second": "auto"}
-    started = {
-        name: next(iter(cases(models, compile=mode, **given).values()))
-        for name, mode in modes.items()
+TRANSLATE = "tests.engine.ranks.translating_export"
+
+
+def test_all_ranks_run_translated_or_none_does(tmp_path):
+    """Rank 1 fails at first. The last engine loads what the one before has translated."""
+    (model,) = save_models(["wide"], tmp_path)
+    both = {"0": TRANSLATE, "1": TRANSLATE}
+    given = {
+        name: {
+            "model": model,
+            "work": "scored",
+            "settings": {"dtype": "bfloat16", "compile": mode},
+            "compilers": compilers,
+        }
+        for name, mode, compilers in [
+            ("off", "off", {}),
+            ("one cannot", "wait", both | {"1": "no.such.module"}),
+            ("first", "wait", both),
+            ("second", "auto", both),
+        ]
     }
-    without = {rank: {"CXX": "/bin/false"} for rank in (0, 1)}
-    found = run_ranks(2, started, tmp_path, without)
-    assert [one["compiled"] for one in found.values()] == [[False] * 2, [True] * 2, [True] * 2]
+    found = run_ranks(2, given, tmp_path)
+    assert [one["compiled"][0] for one in found.values()] == [False, False, True, True]
+    assert found["one cannot"]["scores"] == found["off"]["scores"]
     assert abs(score_errors(found["first"], found["off"])).max() < 0.1
-    assert found["second"]["tokens"] == found["first"]["tokens"]
-    assert found["second"]["scores"] == found["first"]["scores"]
+    for result in ("tokens", "scores"):
+        assert found["second"][result] == found["first"][result]
 
 
 @pytest.mark.slow  # compiles for a minute
@@ -81,15 +93,3 @@ def test_ranks_begin_to_run_compiled_in_the_middle_of_streams(tmp_path):
     assert found[model]["compiled"] == [False, True]
     for i, tokens in enumerate(found[model]["tokens"]):
         assert tokens == alone[model]["tokens"][i % 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
-def test_no_rank_runs_compiled_if_one_cannot(failing, tmp_path):
-    """Without a compiler, weights of float16 cannot be translated either."""
-    models = save_models(["qwen3"], tmp_path)
-    given = cases(models, work="long", compile="wait", dtype="float16")
-    found = run_ranks(2, given, tmp_path, {failing: {"CXX": "/bin/false"}})
-    (model,) = models
-    assert found[model]["compiled"] == [False, False]
-    assert all(len(tokens) == 40 for (tokens,) in found[model]["tokens"])

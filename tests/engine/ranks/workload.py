@@ -2,7 +2,8 @@
 
 python -m tests.engine.ranks.workload SIZE CASES
 
-CASES is JSON: each has the function that submits requests, a model and further settings.
+CASES is JSON: each has the function that submits requests, a model, further settings, and for each
+rank the module that compiles its step, if it is not the usual one.
 """
 
 import json
@@ -11,6 +12,7 @@ import random
 import sys
 
 from octavo.common import logging
+from octavo.engine.compilation import background
 from octavo.engine.follower import follow
 from octavo.engine.ranks.place import given_place
 from octavo.engine.scheduling.request import BeamSearch
@@ -160,12 +162,15 @@ def main():
     place = given_place(os.environ, size)
     logging.configure(log_level="error")
     found = {}
+    rank = 0 if place is None else place.rank
+    usual = background.MODULE
     for name, case in cases.items():
-        if place is not None and place.rank:
+        background.MODULE = case.get("compilers", {}).get(str(rank), usual)
+        if rank:
             follow(settings_of(case, place), place)
         else:
             found[name] = run(case, place)
-    if place is None or not place.rank:
+    if not rank:
         print(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # other ranks' threads may be in a collective
