@@ -43,7 +43,7 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
     peak_memory,
 )
-from octavo.engine.models.device import choose_device
+from octavo.engine.models.device import choose_device, keeps_blocks
 from octavo.engine.ranks.place import Place as RankPlace
 from octavo.engine.ranks.world import World, join
 from octavo.engine.running.cuda_graphs import cuda_recorder
@@ -125,7 +125,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """
     began = time.perf_counter()
     threads = set_threads(place)
-    model = resolve(settings.model)
+    model = resolve(settings.model, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
     has_tokenizer = _has_tokenizer(Path(model))
     world = None if place is None else join_ranks(settings, place)
