@@ -15,8 +15,6 @@ namespace {
 
 constexpr int kMostFewRows = 8;
 
-enum Elements { kNarrow, kWideOutputs, kWide };  // of rows and outputs; as in blocks.py
-
 struct alignas(64) Line {
   uint32_t words[kLineWords];
 };
@@ -121,9 +119,9 @@ extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_st
   with_format(format, [&](auto own) {
     using K = decltype(own);
     const auto* narrow = static_cast<const uint16_t*>(x);
-    if (elements == kNarrow)
+    if (elements == kNarrowBlocks)
       multiply<K>(narrow, rows, row_stride, *layer, static_cast<uint16_t*>(y), threads);
-    else if (elements == kWideOutputs)
+    else if (elements == kWideOutputBlocks)
       multiply<K>(narrow, rows, row_stride, *layer, static_cast<float*>(y), threads);
     else
       multiply_with_many<K, Singles>({static_cast<const uint32_t*>(x), rows, row_stride},

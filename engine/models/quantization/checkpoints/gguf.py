@@ -46,6 +46,7 @@ class Gguf(Format):
     """Weights in GGUF's blocks."""
 
     endings: ClassVar = {".blocks": "blocks"}
+    packs_ends: ClassVar = True
 
     def __init__(self, settings: Settings) -> None:
         known(settings, ALLOWED)
