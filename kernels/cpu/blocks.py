@@ -212,11 +212,13 @@ class BlockKernels:
         parts = [_of_panels(part, panels).transpose(2, 3).flatten(2) for part in small]
         units = torch.cat([*parts, lanes], -1).reshape(panels, fields.scale.shape[1], -1)
         halves = [part for part in (fields.scale, fields.least) if part is not None]
-        outer = [_of_panels(part.contiguous().view(torch.uint8).unflatten(1, (-1, 2)), panels)
-                 for part in halves]
+        outer = [
+            _of_panels(part.contiguous().view(torch.uint8).unflatten(1, (-1, 2)), panels)
+            for part in halves
+        ]
         return torch.cat([*(part.flatten(2) for part in outer), units], -1).contiguous()
 
-    def linear(  # noqa: PLR0917 - as the operator
+    def linear(
         self,
         x: Tensor,
         outputs: int,
@@ -328,5 +330,3 @@ def _lanes(codes: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(each, dtype=torch.uint8)[:, None] * (bits - 4)
     spread = high.unflatten(-2, (-1, each)) << shifts
     return torch.cat([low, spread.sum(-2, dtype=torch.uint8)], -2)
-
-

@@ -52,7 +52,8 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 FLAGS_OF = dict.fromkeys(
-    ("linear.cpp", "linear_int4.cpp", "linear_blocks.cpp", "experts.cpp", "latent_attention.cpp"), ("-fno-tree-ter",)
+    ("linear.cpp", "linear_int4.cpp", "linear_blocks.cpp", "experts.cpp", "latent_attention.cpp"),
+    ("-fno-tree-ter",),
 )
 """A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
 them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""

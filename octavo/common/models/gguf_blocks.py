@@ -53,7 +53,7 @@ def keep_blocks(directory: Path, reader: Any, dtype: Any) -> None:  # noqa: ANN4
         kinds[layer], stored[layer + ENDING] = kind, rows
     for name, weight in weights.items():
         if name.removesuffix(WEIGHT) not in kinds:
-            stored[name] = weight if weight.dim() < 2 else weight.to(dtype)  # noqa: PLR2004
+            stored[name] = weight if weight.dim() < 2 else weight.to(dtype)
     made = directory / f"{WHOLE}.new"
     save_file(stored, made, metadata={"format": "pt"})
     del weights, matrices
@@ -78,7 +78,7 @@ def _find_blocks(reader: Any, matrices: Mapping[str, Any]) -> dict[str, tuple[st
     found: dict[str, tuple[str, Any]] = {}
     for tensor in reader.tensors:
         kind = tensor.tensor_type.name
-        if kind not in BLOCK_TYPES or len(tensor.shape) != 2:  # noqa: PLR2004
+        if kind not in BLOCK_TYPES or len(tensor.shape) != 2:
             continue
         exact = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
         own = _row_hashes(exact)

@@ -75,7 +75,7 @@ class Gguf(Format):
         need_parts(layer, parts, ("blocks",))
         need(layer in self._kinds, layer, "has a type that the config does not say")
         own, header = self._kinds[layer], parts["blocks"]
-        need(len(header.shape) == 2, layer, f"has blocks of shape {list(header.shape)}")  # noqa: PLR2004
+        need(len(header.shape) == 2, layer, f"has blocks of shape {list(header.shape)}")
         need_header(layer, "blocks", header, ["U8"], header.shape)
         outputs, size = header.shape
         whole = size > 0 and size % own.unit_bytes == 0
