@@ -17,13 +17,13 @@ from octavo.engine.capacity import (
     batch_size,
     count_blocks,
     count_swap_blocks,
+    keeps_blocks,
     longest_sequence,
 )
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import GIB, memory_of
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.checks.model_class import check_model_class
-from octavo.engine.models.device import keeps_blocks
 from octavo.engine.models.load_model import EmptyModel, load_empty
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.models.weights_size import weight_bytes

@@ -28,6 +28,7 @@ from octavo.engine.capacity import (
     batch_size,
     count_blocks,
     count_swap_blocks,
+    keeps_blocks,
     longest_sequence,
 )
 from octavo.engine.compilation.load_step import LoadedStep, load_step
@@ -43,7 +44,7 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
     peak_memory,
 )
-from octavo.engine.models.device import choose_device, keeps_blocks
+from octavo.engine.models.device import choose_device
 from octavo.engine.ranks.place import Place as RankPlace
 from octavo.engine.ranks.world import World, join
 from octavo.engine.running.cuda_graphs import cuda_recorder

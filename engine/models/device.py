@@ -3,7 +3,6 @@
 import torch
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.engine.settings import EngineSettings
 from octavo.kernels import BACKENDS
 
 
@@ -19,12 +18,3 @@ def choose_device(name: str) -> torch.device:
             f"--device {name}: torch finds no such device; use {' or '.join(available)}"
         )
     return torch.device(available[0] if name == "auto" else name)
-
-
-def keeps_blocks(settings: EngineSettings) -> bool:
-    """Return whether the weights of a GGUF file stay in its blocks: on one CPU's kernels."""
-    return (
-        settings.quantization == "none"
-        and settings.tensor_parallel_size == 1
-        and choose_device(settings.device).type == "cpu"
-    )

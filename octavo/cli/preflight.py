@@ -67,7 +67,7 @@ def check_model(settings: EngineSettings) -> Path:
 def _keeps_blocks(settings: EngineSettings) -> bool:
     if not Path(settings.model).expanduser().is_file():
         return False
-    from octavo.engine.models.device import keeps_blocks  # noqa: PLC0415 - imports PyTorch
+    from octavo.engine.capacity import keeps_blocks  # noqa: PLC0415 - imports PyTorch
 
     return keeps_blocks(settings)
 
