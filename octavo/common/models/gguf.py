@@ -34,7 +34,7 @@ TYPES = {
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 }
 """The types of tensors that are read."""
-UNKNOWN_TYPE = re.compile(r"(\d+) is not a valid GGMLQuantizationType")
+UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
 def prepare(path: Path, *, packed: bool | None = False) -> Path:

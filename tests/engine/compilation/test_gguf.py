@@ -27,7 +27,7 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [("bfloat16", 0.1), pytest.param("float32", 1e-3, marks=pytest.mark.slow)],
+    [("bfloat16", 0.3), pytest.param("float32", 1e-3, marks=pytest.mark.slow)],
 )
 def test_translated(file, dtype, tolerance, monkeypatch, tmp_path):
     for module in (artifact, background, export):
@@ -48,4 +48,4 @@ def test_compiled(file):
     expected = outputs(engine(file, "off", "bfloat16"))
     stepper = engine(file, "wait", "bfloat16")
     assert stepper.parts.executor.compiled
-    check(outputs(stepper), expected, 0.1)
+    check(outputs(stepper), expected, 0.3)
