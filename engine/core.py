@@ -38,6 +38,7 @@ from octavo.engine.events import (
     Failure,
     FailureCode,
     Load,
+    NumberedTokens,
     OutputEvent,
     PrefixChange,
     Started,
@@ -45,7 +46,7 @@ from octavo.engine.events import (
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor, LaunchedModel
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -323,6 +324,8 @@ class EngineCore:
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
         """Make an event for each new token, and forget the groups that are finished."""
         started, finished = list[SequenceGroup](), list[SequenceGroup]()
+        columns: dict[int, NumberedTokens] = {}
+        events: list[Event] = []
         for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
             group, sequence, token_id, logprob = sampled
             last = following is None or following.sequence is not sequence
@@ -330,23 +333,19 @@ class EngineCore:
             if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
                 scores = group.prompt_logprobs
             counts = sequence.take_draft_counts() if last and sequence.drafted_tokens else (0, 0)
-            self._events.append(
-                OutputEvent(
-                    request.session,
-                    request.request_id,
-                    sequence.index,
-                    [token_id],
-                    logprob,
-                    scores,
-                    sequence.finish_reason if last else None,
-                    None,
-                    *counts,
-                )
-            )
+            reason = sequence.finish_reason if last else None
+            if request.first_number and not (logprob or scores or counts[0] or reason is not None):
+                column = columns.setdefault(request.session, NumberedTokens(request.session))
+                column.numbers.append(request.first_number + sequence.index)
+                column.token_ids.append(token_id)
+            else:
+                events.append(_output_event(sampled, scores, reason, counts))
             if not group.decoding:
                 started.append(group)
             if group.state is GroupState.FINISHED:
                 finished.append(group)
+        self._events += columns.values()  # first: what ends an output follows its tokens
+        self._events += events
         for group in dict.fromkeys(started):
             group.decoding = True
             group.record(GroupEvent.DECODE)
@@ -607,6 +606,29 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+def _output_event(
+    sampled: SampledToken,
+    scores: list[TokenLogprob],
+    reason: FinishReason | None,
+    draft_counts: tuple[int, int],
+) -> OutputEvent:
+    """Return the event of a token of which there may be more to say."""
+    group, sequence, token_id, logprob = sampled
+    request = group.request
+    return OutputEvent(
+        request.session,
+        request.request_id,
+        sequence.index,
+        [token_id],
+        logprob,
+        scores,
+        reason,
+        None,
+        *draft_counts,
+        number=request.first_number + sequence.index if request.first_number else 0,
+    )
 
 
 @contextmanager

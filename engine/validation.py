@@ -99,6 +99,7 @@ def to_request(
         constraint=constraint,
         ignore_eos=stop.ignore_eos,
         adapter=adapter,
+        first_number=submit.first_number,
     )
 
 
