@@ -38,6 +38,7 @@ from octavo.engine.events import (
     Failure,
     FailureCode,
     Load,
+    NumberedTokens,
     OutputEvent,
     PrefixChange,
     Started,
@@ -45,8 +46,9 @@ from octavo.engine.events import (
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor, LaunchedModel
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.drafting import guess_constrained
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import (
@@ -273,9 +275,14 @@ class EngineCore:
     def _request_masks(self, batch: Batch) -> None:
         """Have the masks computed that follow the tokens which a step has sampled.
 
-        Where a token cannot be computed again, or beams would advance without one of them, the next
-        step waits for masks before it is scheduled.
+        Where a token cannot be computed again, beams would advance without one of them, or drafts
+        are made with the masks, the next step waits for these before it is scheduled.
         """
+        if not batch.constrained:
+            return
+        speculation = self._scheduler.speculation
+        if speculation is not None and not speculation.begin_step(len(batch.sequences)):
+            speculation = None
         for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
             if group.request.constraint is None or group.state is GroupState.FINISHED:
                 continue
@@ -288,7 +295,9 @@ class EngineCore:
                     continue  # it was late, and has got no token
                 begin = sequence.num_prompt + matcher.length
                 if new := sequence.token_ids[begin : sequence.num_known]:
-                    self._masks.request(group, matcher, new)
+                    guess = guess_constrained(speculation, group, sequence)
+                    self._masks_before_model |= guess.most > 0
+                    self._masks.request(group, matcher, new, guess)
 
     def _await_masks(self) -> None:
         """Wait for the masks that take little time; the others' sequences sit the step out."""
@@ -323,6 +332,8 @@ class EngineCore:
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
         """Make an event for each new token, and forget the groups that are finished."""
         started, finished = list[SequenceGroup](), list[SequenceGroup]()
+        columns: dict[int, NumberedTokens] = {}
+        events: list[Event] = []
         for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
             group, sequence, token_id, logprob = sampled
             last = following is None or following.sequence is not sequence
@@ -330,23 +341,19 @@ class EngineCore:
             if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
                 scores = group.prompt_logprobs
             counts = sequence.take_draft_counts() if last and sequence.drafted_tokens else (0, 0)
-            self._events.append(
-                OutputEvent(
-                    request.session,
-                    request.request_id,
-                    sequence.index,
-                    [token_id],
-                    logprob,
-                    scores,
-                    sequence.finish_reason if last else None,
-                    None,
-                    *counts,
-                )
-            )
+            reason = sequence.finish_reason if last else None
+            if request.first_number and not (logprob or scores or counts[0] or reason is not None):
+                column = columns.setdefault(request.session, NumberedTokens(request.session))
+                column.numbers.append(request.first_number + sequence.index)
+                column.token_ids.append(token_id)
+            else:
+                events.append(_output_event(sampled, scores, reason, counts))
             if not group.decoding:
                 started.append(group)
             if group.state is GroupState.FINISHED:
                 finished.append(group)
+        self._events += columns.values()  # first: what ends an output follows its tokens
+        self._events += events
         for group in dict.fromkeys(started):
             group.decoding = True
             group.record(GroupEvent.DECODE)
@@ -607,6 +614,29 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+def _output_event(
+    sampled: SampledToken,
+    scores: list[TokenLogprob],
+    reason: FinishReason | None,
+    draft_counts: tuple[int, int],
+) -> OutputEvent:
+    """Return the event of a token of which there may be more to say."""
+    group, sequence, token_id, logprob = sampled
+    request = group.request
+    return OutputEvent(
+        request.session,
+        request.request_id,
+        sequence.index,
+        [token_id],
+        logprob,
+        scores,
+        reason,
+        None,
+        *draft_counts,
+        number=request.first_number + sequence.index if request.first_number else 0,
+    )
 
 
 @contextmanager
