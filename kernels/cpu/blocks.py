@@ -109,7 +109,7 @@ def read_fields(rows: Tensor, own: BlockFormat) -> BlockFields:
     high_bytes = (own.bits - 4) * own.unit // 8
     high, low = rest[..., :high_bytes], rest[..., high_bytes:]
     # Two blocks, or the halves of one, share bytes.
-    low = low.unflatten(-1, (-1, BLOCK if own.is_super else BLOCK // 2))
+    low = _apart(low, -1, -1, BLOCK if own.is_super else BLOCK // 2)
     codes = torch.stack([low & 15, low >> 4], -2).reshape(len(rows), -1, BLOCK)
     if high_bytes:
         eight = torch.arange(8, dtype=torch.uint8)
@@ -122,9 +122,9 @@ def read_fields(rows: Tensor, own: BlockFormat) -> BlockFields:
 
 
 def _read_q6_k(units: Tensor) -> BlockFields:
-    low, high = units[..., :128].unflatten(-1, (2, 2, 32)), units[..., 128:192]
+    low, high = _apart(units[..., :128], -1, 2, 2, 32), units[..., 128:192]
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    crumbs = (high.unflatten(-1, (2, 1, 32)) >> shifts) & 3
+    crumbs = (_apart(high, -1, 2, 1, 32) >> shifts) & 3
     codes = torch.cat([low & 15, low >> 4], -2) | crumbs << 4
     scales = units[..., 192:208].reshape(len(units), -1, 2)
     codes = codes.reshape(len(units), -1, BLOCK)
@@ -133,7 +133,7 @@ def _read_q6_k(units: Tensor) -> BlockFields:
 
 def _read_small(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eight scales and minima of 6 bits in 12 bytes."""
-    first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = _apart(packed, -1, 3, 4).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
     return scales.flatten(1).unsqueeze(-1), mins.flatten(1).unsqueeze(-1)
@@ -163,7 +163,7 @@ def dequantize(rows: Tensor, own: BlockFormat) -> Tensor:
     wide = codes.float()
     if not own.has_min and own.bits < 8:
         wide -= 1 << (own.bits - 1)
-    wide = wide.unflatten(-1, (-1, own.group)) * scale[..., None]
+    wide = _apart(wide, -1, -1, own.group) * scale[..., None]
     if fields.least is not None:
         least = fields.least.float().repeat_interleave(blocks, 1)[..., None, None]
         wide = wide + least if fields.mins is None else wide - least * fields.mins[..., None]
@@ -213,7 +213,7 @@ class BlockKernels:
         units = torch.cat([*parts, lanes], -1).reshape(panels, fields.scale.shape[1], -1)
         halves = [part for part in (fields.scale, fields.least) if part is not None]
         outer = [
-            _of_panels(part.contiguous().view(torch.uint8).unflatten(1, (-1, 2)), panels)
+            _of_panels(_apart(part.contiguous().view(torch.uint8), 1, -1, 2), panels)
             for part in halves
         ]
         return torch.cat([*(part.flatten(2) for part in outer), units], -1).contiguous()
@@ -305,9 +305,15 @@ class BlockKernels:
         return out
 
 
+def _apart(values: Tensor, dim: int, *sizes: int) -> Tensor:
+    """Return a tensor with a dimension taken apart into dimensions of these sizes."""
+    taken: Tensor = values.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return taken
+
+
 def _of_panels(values: Tensor, panels: int) -> Tensor:
     """Return `[panels, n, outputs of a panel, ...]` of `[outputs, n, ...]`."""
-    return values.unflatten(0, (panels, -1)).transpose(1, 2)
+    return _apart(values, 0, panels, -1).transpose(1, 2)
 
 
 def _lanes(codes: Tensor, bits: int) -> Tensor:
@@ -328,5 +334,5 @@ def _lanes(codes: Tensor, bits: int) -> Tensor:
         return low
     each = 8 if bits == 5 else 4  # that share a byte
     shifts = torch.arange(each, dtype=torch.uint8)[:, None] * (bits - 4)
-    spread = high.unflatten(-2, (-1, each)) << shifts
+    spread = _apart(high, -2, -1, each) << shifts
     return torch.cat([low, spread.sum(-2, dtype=torch.uint8)], -2)
