@@ -252,7 +252,7 @@ class EngineCore:
         batch = model.batch
         late = {
             scheduled.sequence.id
-            for scheduled in batch.sequences
+            for scheduled in batch.ruled
             if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
         }
         with _step_errors(batch):
@@ -281,9 +281,9 @@ class EngineCore:
         if not batch.constrained:
             return
         speculation = self._scheduler.speculation
-        if speculation is not None and not speculation.begin_step(len(batch.sequences)):
+        if speculation is not None and not speculation.begin_step(batch.num_sequences):
             speculation = None
-        for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
+        for group in dict.fromkeys(scheduled.group for scheduled in batch.ruled):
             if group.request.constraint is None or group.state is GroupState.FINISHED:
                 continue
             if group.beam is not None or not self._scheduler.can_recompute:
@@ -318,7 +318,7 @@ class EngineCore:
     def _report_starts(self, batch: Batch) -> None:
         """Make a `Started` event for each request that is computed for the first time."""
         now = time.monotonic()
-        for scheduled in batch.sequences:
+        for scheduled in batch.ruled:
             group, request = scheduled.group, scheduled.group.request
             if group.start_reported:
                 continue
@@ -336,6 +336,19 @@ class EngineCore:
         events: list[Event] = []
         for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
             group, sequence, token_id, logprob = sampled
+            if (
+                group.decoding
+                and logprob is None
+                and sequence.finish_reason is None
+                and not (sequence.drafted_tokens or group.prompt_logprobs)
+                and group.request.first_number
+            ):  # most tokens
+                column = columns.get(group.request.session)
+                if column is None:
+                    column = columns[group.request.session] = NumberedTokens(group.request.session)
+                column.numbers.append(group.request.first_number + sequence.index)
+                column.token_ids.append(token_id)
+                continue
             last = following is None or following.sequence is not sequence
             request, scores = group.request, list[TokenLogprob]()
             if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
@@ -359,7 +372,7 @@ class EngineCore:
             group.record(GroupEvent.DECODE)
         for group in dict.fromkeys(finished):
             self._forget(group, "finished")
-        for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam is not None):
+        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
             if group.beam is not None and group.state is GroupState.FINISHED:
                 self._report_search(group, group.beam)
                 self._forget(group, "finished")
@@ -579,7 +592,7 @@ class EngineCore:
         log.error(
             "step failed",
             tokens=batch.num_tokens,
-            sequences=len(batch.sequences),
+            sequences=batch.num_sequences,
             exc_info=error,
         )
         self._pending = None

@@ -451,7 +451,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
         counts = layout.sequence_blocks(size)
         tables = [list(range(first, first := first + count)) for count in counts]
         sampled = [sequence] * seqs if not batch else []
-        batch.sequences.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
+        batch.ruled.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
     return batch
 
 
