@@ -75,6 +75,23 @@ Vector dpwssd(Vector sum, Vector a, Vector b) {
   return as<Vector>(sums);
 }
 
+inline __m512i maddubs_epi16(__m512i a, __m512i b) {
+  const auto bytes = as<Lanes<uint8_t, __m512i>>(a);
+  const auto others = as<Lanes<int8_t, __m512i>>(b);
+  Lanes<int16_t, __m512i> sums;
+  for (int i = 0; i < sums.kCount; i++) {
+    const int sum = bytes.at[2 * i] * others.at[2 * i] + bytes.at[2 * i + 1] * others.at[2 * i + 1];
+    sums.at[i] = sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum;
+  }
+  return as<__m512i>(sums);
+}
+
+inline __m512 cvtph_ps(__m256i halves) {
+  const auto parts = as<Lanes<__m128i, __m256i>>(halves);
+  return as<__m512>(Lanes<__m256, __m512>{_mm256_cvtph_ps(parts.at[0]),
+                                          _mm256_cvtph_ps(parts.at[1])});
+}
+
 inline __m512i madd_epi16(__m512i a, __m512i b) { return dpwssd(__m512i{}, a, b); }
 
 inline __m512 dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
@@ -194,6 +211,7 @@ inline void tile_dpbusd(int c, int a, int b) {
 #define _mm512_dpwssd_epi32 emulated::dpwssd<__m512i>
 #define _mm256_dpwssd_avx_epi32 emulated::dpwssd<__m256i>
 #define _mm512_madd_epi16 emulated::madd_epi16
+#define _mm512_maddubs_epi16 emulated::maddubs_epi16
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_cvtneps_pbh emulated::cvtneps_pbh
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
@@ -203,8 +221,8 @@ inline void tile_dpbusd(int c, int a, int b) {
 #undef _mm512_srli_epi16
 #define _mm512_srli_epi16 emulated::srli_epi16
 #undef _mm512_cvtps_ph
-#define _mm512_cvtps_ph(x, rounding) __m256i{}  // no test of linear layers has float16
-#define _mm512_cvtph_ps(x) __m512{}
+#define _mm512_cvtps_ph(x, rounding) __m256i{}  // no test of linear layers stores float16
+#define _mm512_cvtph_ps emulated::cvtph_ps
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
