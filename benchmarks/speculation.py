@@ -1,19 +1,22 @@
 """Time outputs with drafted tokens and without, in one engine, turn by turn.
 
     python -m benchmarks.speculation [--model demo] [--quantization none] [--rounds 2]
-        [--modes off ngram suffix auto] [--kinds copy edit summary json open mix] [--tokens 8]
+        [--modes off ngram suffix auto] [--kinds copy edit summary json schema open mix]
+        [--tokens 8]
 
 Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
 `copy`, `edit`, `summary` and `json` have the text in the prompt that the answer is made of, and are
-greedy; `open` text is sampled with a seed at temperature 0.8. These are one request at a time.
-`mix` is 48 requests at once, of all kinds. No prefix is cached, and every round has a salt of its
-own, so that nothing is drafted from the outputs of another round. Tokens per second are of whole
-requests, prefill included. The last column counts the outputs that are the same, token for token,
-as without drafts: in 16 bits, rounding may choose between two tokens that are nearly as likely, and
-steps of several tokens round otherwise than steps of one.
+greedy; `schema` is as `json`, and held to a JSON schema. `open` text is sampled with a seed at
+temperature 0.8. These are one request at a time. `mix` is 48 requests at once, of all kinds. No
+prefix is cached, and every round has a salt of its own, so that nothing is drafted from the outputs
+of another round. Tokens per second are of whole requests, prefill included. The last column counts
+the outputs that are the same, token for token, as without drafts: in 16 bits, rounding may choose
+between two tokens that are nearly as likely, and steps of several tokens round otherwise than steps
+of one.
 """
 
 import argparse
+import json
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -64,6 +67,10 @@ PROMPTS = {
         f"Write these records as a JSON list of objects with the same keys and values.\n\n{records}"
         for records in RECORDS
     ],
+    "schema": [
+        f"Write these records as a JSON list of objects with the same keys and values.\n\n{records}"
+        for records in RECORDS
+    ],
     "open": [
         "Write a story about a lighthouse keeper who finds a letter.",
         "Explain why the sky is blue.",
@@ -71,6 +78,28 @@ PROMPTS = {
         "Give me advice on how to learn to play the piano as an adult.",
     ],
 }
+COLUMNS = (("name", "born", "field", "city"), ("item", "price", "count", "aisle"))
+NUMBERS = {"born", "price", "count"}
+SCHEMAS = [
+    json.dumps(
+        {
+            "type": "array",
+            "minItems": 3,
+            "maxItems": 3,
+            "items": {
+                "type": "object",
+                "properties": {
+                    name: {"type": "number"} if name in NUMBERS else {"type": "string"}
+                    for name in names
+                },
+                "required": list(names),
+                "additionalProperties": False,
+            },
+        }
+    )
+    for names in COLUMNS
+]
+"""Of `schema`: those of `RECORDS`."""
 MIX = 48
 MAX_TOKENS = 160
 
@@ -135,7 +164,11 @@ class Benchmark:
         """Return the prompts of a kind with their parameters, by those that run at once."""
 
         def asked(kind: str, i: int) -> tuple[list[int], dict[str, Any]]:
-            sampled = {"temperature": 0.8, "seed": i} if kind == "open" else {"temperature": 0.0}
+            sampled: dict[str, Any] = {"temperature": 0.0}
+            if kind == "open":
+                sampled = {"temperature": 0.8, "seed": i}
+            if kind == "schema":
+                sampled["schema"] = SCHEMAS[i % len(SCHEMAS)]
             return self.prompts[kind][i % len(self.prompts[kind])], sampled
 
         if kind != "mix":
@@ -163,12 +196,7 @@ class Benchmark:
         scheduler.speculation = self._speculations[mode]
         drafted, accepted = scheduler.counters.drafted_tokens, scheduler.counters.accepted_tokens
         began, processor = time.perf_counter(), time.process_time()
-        ids = [
-            self.engine.submit(
-                None, prompt=prompt, max_tokens=MAX_TOKENS, cache_salt=salt, **sampled
-            )
-            for prompt, sampled in group
-        ]
+        ids = [self._submit(prompt, cache_salt=salt, **sampled) for prompt, sampled in group]
         outputs = [self.engine.wait(id_).tokens[0] for id_ in ids]
         figures.seconds += time.perf_counter() - began
         figures.processor_seconds += time.process_time() - processor
@@ -177,6 +205,10 @@ class Benchmark:
         figures.accepted += scheduler.counters.accepted_tokens - accepted
         self.engine.settle()
         return outputs
+
+    def _submit(self, prompt: list[int], *, schema: str | None = None, **more: Any) -> str:  # noqa: ANN401
+        constraint = (None,) if schema is None else ("json_schema", schema)
+        return self.engine.submit(*constraint, prompt=prompt, max_tokens=MAX_TOKENS, **more)
 
 
 def report(figures: dict[str, dict[str, Figures]], modes: list[str]) -> None:

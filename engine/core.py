@@ -47,6 +47,7 @@ from octavo.engine.running.executor import Executor, LaunchedModel
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.drafting import guess_constrained
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import (
@@ -273,9 +274,14 @@ class EngineCore:
     def _request_masks(self, batch: Batch) -> None:
         """Have the masks computed that follow the tokens which a step has sampled.
 
-        Where a token cannot be computed again, or beams would advance without one of them, the next
-        step waits for masks before it is scheduled.
+        Where a token cannot be computed again, beams would advance without one of them, or drafts
+        are made with the masks, the next step waits for these before it is scheduled.
         """
+        if not batch.constrained:
+            return
+        speculation = self._scheduler.speculation
+        if speculation is not None and not speculation.begin_step(len(batch.sequences)):
+            speculation = None
         for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
             if group.request.constraint is None or group.state is GroupState.FINISHED:
                 continue
@@ -288,7 +294,9 @@ class EngineCore:
                     continue  # it was late, and has got no token
                 begin = sequence.num_prompt + matcher.length
                 if new := sequence.token_ids[begin : sequence.num_known]:
-                    self._masks.request(group, matcher, new)
+                    guess = guess_constrained(speculation, group, sequence)
+                    self._masks_before_model |= guess.most > 0
+                    self._masks.request(group, matcher, new, guess)
 
     def _await_masks(self) -> None:
         """Wait for the masks that take little time; the others' sequences sit the step out."""

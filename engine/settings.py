@@ -160,6 +160,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         + "".join(f" {name}: {text}." for name, text in METHOD_TEXTS.items())
         + " auto: as suffix, but only for requests and batches where it is measured to pay.",
     )
+    draft_model: str | None = Field(
+        None,
+        description="Model that drafts for --speculation draft: smaller, with the same tokens."
+        " A hub name, a directory or a GGUF file.",
+    )
     num_speculative_tokens: int = Field(
         8, ge=1, le=64, description="Maximum drafted tokens of a sequence per step."
     )
@@ -215,6 +220,18 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError(
                 f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
                 f" ({seqs}): every running sequence decodes a token per step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_model_drafts(self) -> Self:
+        if (self.speculation == "draft") is not (self.draft_model is not None):
+            raise ValueError("--speculation draft and --draft-model need each other")
+        if self.draft_model is not None and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--draft-model does not work with --tensor-parallel-size"
+                f" {self.tensor_parallel_size}: ranks do not hold a draft model yet; use"
+                " --speculation auto"
             )
         return self
 

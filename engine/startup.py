@@ -33,6 +33,7 @@ from octavo.engine.capacity import (
 from octavo.engine.compilation.load_step import LoadedStep, load_step
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.tokens import read_tokens
+from octavo.engine.draft_startup import LoadedDraftModel
 from octavo.engine.generation_config import Defaults
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
@@ -137,6 +138,9 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         compiled=loaded.compiled,
         seconds=round(time.perf_counter() - began, 2),
     )
+    drafting = None
+    if settings.draft_model is not None:
+        drafting = LoadedDraftModel(settings, settings.draft_model, loaded.shape)
     adapters = _load_adapters(settings, loaded)
     max_num_seqs, batched = batch_size(settings, loaded.device)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
@@ -150,7 +154,10 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     del probe
     limit = _adapter_limit(settings, loaded.device)
     taken += limit or 0
-    num_blocks, num_swap_blocks = count_pool(settings, loaded, block_bytes, taken, place)
+    draft_bytes = 0 if drafting is None else drafting.block_bytes  # it has as many blocks
+    num_blocks, num_swap_blocks = count_pool(
+        settings, loaded, block_bytes, taken, place, draft_bytes=draft_bytes
+    )
     if leader is not None:
         num_blocks, num_swap_blocks = leader.count(num_blocks, num_swap_blocks)
     budget = BlockBudget(num_blocks, layout.groups, batched)
@@ -187,6 +194,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         max_num_batched_tokens=batched,
         adapter_limit=limit,
         speculation=_speculation(settings, layout),
+        draft_model=None if drafting is None else drafting.start(num_blocks, batched),
     )
     shape = loaded.shape
     limits = Limits(
@@ -255,6 +263,8 @@ def count_pool(
     block_bytes: int,
     taken: int,
     place: RankPlace | None = None,
+    *,
+    draft_bytes: int = 0,
 ) -> tuple[int, int]:
     """Return the blocks on the device and in swap space that this process has room for.
 
@@ -264,6 +274,7 @@ def count_pool(
         block_bytes: Bytes per block, or of this rank's part of one.
         taken: Bytes that the cache cannot use.
         place: Which rank this is, of several.
+        draft_bytes: Bytes on the device that each block needs in the draft model's cache.
 
     Raises:
         StartupError: They do not fit.
@@ -276,7 +287,7 @@ def count_pool(
     swap = count_swap_blocks(own, block_bytes, loaded.reserved_bytes)
     if settings.swap_space is None:  # a share of memory that the ranks of a machine have in common
         swap //= ranks_here
-    blocks = count_blocks(own, loaded.device, block_bytes, swap, taken=taken)
+    blocks = count_blocks(own, loaded.device, block_bytes + draft_bytes, swap, taken=taken)
     if settings.num_blocks is None and settings.cache_memory is None:
         blocks = blocks // ranks_here if loaded.device.type == "cpu" else blocks
     return blocks, swap

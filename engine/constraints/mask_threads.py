@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 from octavo.common.background import keep_thread_running
 from octavo.common.thread_priority import lower_priority, run_when_idle
 from octavo.engine.constraints.matcher import Matcher
+from octavo.engine.speculation.guess import NO_GUESS, Guess
 
 GRACE_SECONDS = 0.005
 """Longest time that a step waits for masks."""
@@ -32,9 +33,10 @@ class _Job(Generic[Owner]):
     """A matcher to advance.
 
     Attributes:
-        owner: As in `request`, like the next two.
+        owner: As in `request`, like the next three.
         matcher: Likewise.
         token_ids: Likewise.
+        guess: Likewise.
         awaited: Whether a step waits for it.
         thread: Ident and native id of the thread that does it, once it is begun.
         standin: What another thread does that stands in for this one.
@@ -46,6 +48,7 @@ class _Job(Generic[Owner]):
     owner: Owner
     matcher: Matcher
     token_ids: Sequence[int]
+    guess: Guess
     awaited: bool
     thread: tuple[int, int] | None = None
     standin: Callable[[], None] = lambda: None
@@ -120,18 +123,21 @@ class MaskThreads(Generic[Owner]):
         """Whether a mask was requested since the last wait."""
         return self._requested > 0
 
-    def request(self, owner: Owner, matcher: Matcher, token_ids: Sequence[int]) -> None:
+    def request(
+        self, owner: Owner, matcher: Matcher, token_ids: Sequence[int], guess: Guess = NO_GUESS
+    ) -> None:
         """Have a matcher advanced; it is not ready until then.
 
         Args:
             owner: Whose it is, for `failures`.
             matcher: The matcher, which is ready.
             token_ids: The tokens after those that it has read.
+            guess: What to draft behind them.
         """
         self._start()
         matcher.ready = False
         matcher.awaited = matcher.quick
-        job = _Job(owner, matcher, token_ids, awaited=matcher.quick)
+        job = _Job(owner, matcher, token_ids, guess, awaited=matcher.quick)
         self._requested += 1
         if job.awaited:
             self._quick_requested += 1
@@ -223,7 +229,7 @@ class MaskThreads(Generic[Owner]):
             job.thread = threading.get_ident(), threading.get_native_id()
             with self._done:
                 self._running.add(job)
-            job.matcher.advance(job.token_ids)
+            job.matcher.advance(job.token_ids, job.guess)
             with self._done:
                 self._running.discard(job)
                 awaited = self._finish(job)

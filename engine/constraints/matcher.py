@@ -8,10 +8,13 @@ import numpy as np
 from llguidance import LLMatcher
 
 from octavo.engine.constraints.grammar import shorten
+from octavo.engine.speculation.guess import NO_GUESS, Guess
 
 WORD_BITS = 32
 QUICK_SECONDS = 0.001
 """A step waits for the masks of matchers whose last ones took less."""
+DRAFT_SECONDS = 0.001
+"""Processor time after which no further token is drafted: a step waits for drafts too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class Matcher:
     Attributes:
         ready: Whether `mask` is that of the next token.
         mask: `[words]` int32: bit `i % 32` of word `i // 32` says whether token i may be next.
+        draft: Tokens that may come next: those that the grammar forces, or the guess as far as the
+            grammar allows it.
+        draft_masks: The mask after each of these.
         error: Why the grammar cannot go on, or None.
         seconds: How long the mask took; after a slow one it decays.
     """
@@ -55,6 +61,8 @@ class Matcher:
         self.ready = False
         self.awaited = False
         self.mask = np.empty(words, np.int32)
+        self.draft: list[int] = []
+        self.draft_masks: list[np.ndarray] = []
         self.error: str | None = None
         self.seconds = 0.0
 
@@ -69,7 +77,7 @@ class Matcher:
         return self._length
 
     def copy(self) -> "Matcher":
-        """Return the matcher of an output with the same tokens."""
+        """Return the matcher of an output with the same tokens, without a draft."""
         fork = Matcher(self._state.deep_copy(), len(self.mask), self._rule)
         fork._length = self._length
         fork.ready = self.ready
@@ -78,20 +86,24 @@ class Matcher:
         fork.seconds = self.seconds
         return fork
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Read an output's next tokens and compute the mask after them.
+    def advance(self, token_ids: Sequence[int], guess: Guess = NO_GUESS) -> None:
+        """Read an output's next tokens, compute the mask after them, and draft what follows.
 
         It never raises; `ready` or `error` is set last.
 
         Args:
             token_ids: The tokens after those that were read.
+            guess: What to draft.
         """
         began = time.thread_time()
         try:
             error = self._advance(list(token_ids))
+            self.seconds = max(time.thread_time() - began, self.seconds / 2)
+            self.draft, self.draft_masks = [], []
+            if error is None and guess.most > 0 and self.quick:
+                error = self._draft(guess)
         except Exception as failure:  # noqa: BLE001 - the library's: the request fails by it
             error = str(failure)
-        self.seconds = max(time.thread_time() - began, self.seconds / 2)
         self.error = error
         self.ready = error is None
 
@@ -100,22 +112,57 @@ class Matcher:
         if token_ids and not state.consume_tokens(token_ids):
             return shorten(state.get_error()) or "the tokens do not keep to it"
         self._length += len(token_ids)
-        state.unsafe_compute_mask_ptr(self.mask.ctypes.data, self.mask.nbytes)
+        self.mask = self._compute_mask(self._length)
         if state.is_error():
             return shorten(state.get_error())
-        for_end = self._rule.forbidden(self._length)
-        if for_end:
-            self._forbid(for_end)
         if not self.mask.any():
             return "no token of the model continues the output"
         return None
 
-    def _forbid(self, token_ids: Collection[int]) -> None:
-        """Take tokens out of the mask, unless it has no others."""
-        kept = self.mask.copy()
-        bits = kept.view(np.uint32)
-        for token_id in token_ids:
-            word, bit = divmod(token_id, WORD_BITS)
-            bits[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
-        if kept.any():
-            self.mask = kept
+    def _compute_mask(self, length: int) -> np.ndarray:
+        """Return the mask of the token after an output of `length` tokens, which were read."""
+        mask = np.empty_like(self.mask)
+        self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        for_end = self._rule.forbidden(length)
+        return _without(mask, for_end) if for_end else mask
+
+    def _draft(self, guess: Guess) -> str | None:
+        """Draft tokens and compute the mask after each; return what is wrong, if anything is.
+
+        These are the tokens that the grammar forces, or the guess if the grammar allows more of it.
+        Forced ones may be wrong, as the model may spell the same text in other tokens. A token that
+        ends the output is not drafted.
+        """
+        state, mask, until = self._state, self.mask, time.thread_time() + DRAFT_SECONDS
+        guessed = list(guess.token_ids)
+        guessed = guessed[: state.validate_tokens(guessed)]
+        for token_id in max(guessed, state.compute_ff_tokens(), key=len)[: guess.most]:
+            if not _allows(mask, token_id) or time.thread_time() > until:
+                break
+            if state.try_consume_tokens([token_id]) != 1:
+                break
+            mask = self._compute_mask(self._length + len(self.draft) + 1)
+            if state.is_stopped() or not mask.any():
+                state.rollback(1)
+                break
+            self.draft.append(token_id)
+            self.draft_masks.append(mask)
+        if self.draft:
+            state.rollback(len(self.draft))
+        return shorten(state.get_error()) if state.is_error() else None
+
+
+def _allows(mask: np.ndarray, token_id: int) -> bool:
+    """Return whether a mask has a token."""
+    word, bit = divmod(token_id, WORD_BITS)
+    return word < len(mask) and bool((int(mask[word]) >> bit) & 1)
+
+
+def _without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
+    """Return a mask without some tokens; the mask itself if it has no others."""
+    kept = mask.copy()
+    bits = kept.view(np.uint32)
+    for token_id in token_ids:
+        word, bit = divmod(token_id, WORD_BITS)
+        bits[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
+    return kept if kept.any() else mask

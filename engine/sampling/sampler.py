@@ -49,6 +49,14 @@ class SamplingRow(NamedTuple):
         return [*own, *self.draft] if self.draft else own
 
     @property
+    def mask(self) -> np.ndarray | None:
+        """What its constraint allows next, as `Matcher.mask`; None without a constraint."""
+        matcher = self.sequence.matcher
+        if matcher is None:
+            return None
+        return matcher.draft_masks[len(self.draft) - 1] if self.draft else matcher.mask
+
+    @property
     def num_output(self) -> int:
         """Tokens of the output before the sampled one."""
         return self.sequence.num_output + len(self.draft)
@@ -196,7 +204,7 @@ def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
 
     Outputs that begin share a row. They have no tokens yet, so their masks are the same.
     """
-    return {row.row: row.sequence.matcher.mask for row in rows if row.sequence.matcher is not None}
+    return {row.row: mask for row in rows if (mask := row.mask) is not None}
 
 
 def _takes_greatest(row: SamplingRow) -> bool:
@@ -292,10 +300,9 @@ def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
 
 def _constrain(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
     """Make tokens impossible that an output's constraint does not allow next."""
-    matchers = [(i, row.sequence.matcher) for i, row in enumerate(rows) if row.sequence.matcher]
-    if matchers:
-        masks = np.stack([matcher.mask for _, matcher in matchers])
-        mask_logits(logits, [i for i, _ in matchers], masks)
+    masks = {i: mask for i, row in enumerate(rows) if (mask := row.mask) is not None}
+    if masks:
+        mask_logits(logits, list(masks), np.stack(list(masks.values())))
 
 
 def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:

@@ -9,11 +9,13 @@ would be without drafts, whether greedy or random.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from typing import NamedTuple, Protocol
 
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, SampledToken
 from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.engine.speculation.guess import NO_GUESS, Guess
 from octavo.engine.speculation.speculation import Speculation
 
 DRAFT_SHARE = 0.5
@@ -23,13 +25,33 @@ Drafts = dict[int, Tokens[int]]
 """Drafted tokens by sequence id."""
 
 
-def may_draft(group: SequenceGroup) -> bool:
-    """Return whether tokens can ever be drafted for a group.
+class Wanted(NamedTuple):
+    """A sequence to draft tokens for.
 
-    Beams branch where their tokens do not decide it. Masks of a constraint are those of the next
-    token alone.
+    Attributes:
+        group: the sequence's group.
+        sequence: the sequence; all its tokens are known.
+        most: the most tokens to draft, at least one.
     """
-    return group.beam is None and group.request.constraint is None
+
+    group: SequenceGroup
+    sequence: Sequence
+    most: int
+
+
+class DraftModel(Protocol):
+    """A model that drafts tokens for many sequences at once."""
+
+    def draft(self, wanted: list[Wanted]) -> list[list[int]]:
+        """Return what may follow each sequence, maybe nothing."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Take note that a sequence ended, which may not be known."""
+
+
+def may_draft(group: SequenceGroup) -> bool:
+    """Return whether tokens can ever be drafted for a group: beams branch by what is not theirs."""
+    return group.beam is None
 
 
 def make_drafts(
@@ -39,6 +61,7 @@ def make_drafts(
     *,
     decodes: int,
     budget: int,
+    model: DraftModel | None = None,
 ) -> Drafts:
     """Draft tokens for the sequences of running groups that decode.
 
@@ -48,7 +71,9 @@ def make_drafts(
         cache: holds their blocks.
         decodes: sequences that decode in this step.
         budget: tokens that the step can compute beside these.
+        model: drafts in place of the method that `speculation` has.
     """
+    wanted: list[Wanted] = []
     left = int(DRAFT_SHARE * budget)
     drafts: Drafts = {}
     if not left or not speculation.begin_step(decodes):
@@ -59,16 +84,64 @@ def make_drafts(
         if len(group.sequences) > 1 and len(with_blocks(group, cache)) < len(group.live):
             continue  # the lead still computes the prompt
         for sequence in group.live:
-            most = min(left, group.request.max_tokens - 1 - sequence.num_output)
+            most = min(left, _room(group, sequence))
             if most < 1 or not _decodes(sequence):
                 continue
-            if sequence.drafting is None:
-                salt = group.request.cache_salt
-                sequence.drafting = speculation.begin(sequence.num_prompt, salt)
-            if draft := speculation.draft(sequence.drafting, sequence.token_ids, most):
+            if group.request.constraint is not None:
+                draft = _constrained_draft(sequence, most)
+            else:
+                guessed = guess(speculation, group, sequence, most)
+                draft = guessed.token_ids
+                if model is not None and guessed.most > 0:
+                    wanted.append(Wanted(group, sequence, guessed.most))
+                    left -= guessed.most
+            if draft:
+                speculation.begin_draft(len(draft))
                 drafts[sequence.id] = draft
                 left -= len(draft)
+    if model is not None and wanted:
+        found = zip(wanted, model.draft(wanted), strict=True)
+        drafts |= {each.sequence.id: draft for each, draft in found if draft}
     return drafts
+
+
+def _room(group: SequenceGroup, sequence: Sequence) -> int:
+    """Return the most tokens that may be drafted: one more is sampled behind them."""
+    return group.request.max_tokens - 1 - sequence.num_output
+
+
+def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, most: int) -> Guess:
+    """Return what the method of drafting takes to follow a sequence, as far as that may pay."""
+    if sequence.drafting is None:
+        sequence.drafting = speculation.begin(sequence.num_prompt, group.request.cache_salt)
+    return speculation.guess(sequence.drafting, sequence.token_ids, most)
+
+
+def guess_constrained(
+    speculation: Speculation | None, group: SequenceGroup, sequence: Sequence
+) -> Guess:
+    """Return what to draft for a constrained sequence, whose tokens so far are known.
+
+    Its matcher makes the draft of it when it computes the mask, in another thread.
+
+    Args:
+        speculation: drafts tokens in a step of this batch's size: `begin_step` has said so. None:
+            there are no drafts.
+        group: the sequence's group.
+        sequence: the sequence.
+    """
+    if speculation is None or not may_draft(group) or sequence.num_placeholders:
+        return NO_GUESS
+    most = _room(group, sequence)
+    return guess(speculation, group, sequence, most) if most > 0 else NO_GUESS
+
+
+def _constrained_draft(sequence: Sequence, most: int) -> Tokens[int]:
+    """Return what a sequence's matcher has drafted, if it was for the tokens that it has now."""
+    matcher = sequence.matcher
+    if matcher is None or not matcher.ready or matcher.length != sequence.num_output:
+        return ()
+    return matcher.draft[:most]
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -13,7 +13,13 @@ from operator import attrgetter
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
-from octavo.engine.scheduling.drafting import Drafts, accept, make_drafts, waits_to_draft
+from octavo.engine.scheduling.drafting import (
+    DraftModel,
+    Drafts,
+    accept,
+    make_drafts,
+    waits_to_draft,
+)
 from octavo.engine.scheduling.fork_beams import advance_search
 from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
 from octavo.engine.scheduling.request import FinishReason
@@ -51,9 +57,11 @@ class Scheduler:
         max_scored_tokens: int = MAX_SCORED_TOKENS,
         adapter_limit: int | None = None,
         speculation: Speculation | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         self.cache = cache
         self.speculation = speculation
+        self.draft_model = draft_model
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -224,6 +232,7 @@ class Scheduler:
         if self.speculation is not None and sequence.drafting is not None:
             self.speculation.end(sequence.drafting, sequence.token_ids)
             sequence.drafting = None
+        self._forget_draft(sequence)
         if self.cache.holds(sequence.id):
             self.cache.free(sequence.id)
         if not group.live:
@@ -237,10 +246,15 @@ class Scheduler:
         """Remove a group from its queue, and free all its blocks."""
         for sequence in group.sequences:
             sequence.drop_placeholders()
+            self._forget_draft(sequence)
             if self.cache.holds(sequence.id):
                 self.cache.free(sequence.id)
         self._leave_queue(group)
         group.state = GroupState.FINISHED
+
+    def _forget_draft(self, sequence: Sequence) -> None:
+        if self.draft_model is not None:
+            self.draft_model.forget(sequence.id)
 
     def _leave_queue(self, group: SequenceGroup) -> None:
         queues = {
@@ -273,7 +287,12 @@ class Scheduler:
         drafts: Drafts = {}
         if self.speculation is not None and decodes:
             drafts = make_drafts(
-                self.speculation, self.running, self.cache, decodes=decodes, budget=budget
+                self.speculation,
+                self.running,
+                self.cache,
+                decodes=decodes,
+                budget=budget,
+                model=self.draft_model,
             )
             budget -= sum(map(len, drafts.values()))
         preempted = False

@@ -9,7 +9,7 @@ from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.speculation.suffix_lookup import SuffixLookup
 
 METHODS: dict[str, Callable[[], Method]] = {"ngram": PromptLookup, "suffix": SuffixLookup}
-"""Each method's class by its name, as in `method_names.py`."""
+"""Each method's class by its name, as in `method_names.py`; a draft model has none."""
 AUTO_METHOD = "suffix"
 """The method of `auto`."""
 
@@ -18,11 +18,13 @@ def make_speculation(name: str, num_tokens: int) -> Speculation | None:
     """Return what drafts tokens under a value of `--speculation`; None for `off`.
 
     Args:
-        name: `off`, `auto` or a method's name.
+        name: `off`, `auto`, `draft` or a method's name.
         num_tokens: the most tokens of a draft.
     """
     if name == "off":
         return None
+    if name == "draft":
+        return Speculation(None, num_tokens)
     if name == "auto":
         return Speculation(METHODS[AUTO_METHOD](), num_tokens, DraftPolicy(num_tokens))
     return Speculation(METHODS[name](), num_tokens)

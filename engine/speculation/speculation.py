@@ -1,5 +1,6 @@
 """Decides for each sequence whether to draft, and how many tokens."""
 
+from octavo.engine.speculation.guess import NO_GUESS, Guess
 from octavo.engine.speculation.history import History
 from octavo.engine.speculation.method import DraftState, Method
 from octavo.engine.speculation.policy import DraftPolicy
@@ -12,11 +13,13 @@ class Speculation:
         num_tokens: the most tokens of a draft.
     """
 
-    def __init__(self, method: Method, num_tokens: int, policy: DraftPolicy | None = None) -> None:
+    def __init__(
+        self, method: Method | None, num_tokens: int, policy: DraftPolicy | None = None
+    ) -> None:
         """Set up for all sequences of an engine.
 
         Args:
-            method: drafts tokens.
+            method: drafts tokens; None where a model does.
             num_tokens: the most tokens of a draft.
             policy: says where drafts pay; None: every sequence has one whenever the method has.
         """
@@ -36,8 +39,8 @@ class Speculation:
         acceptance = 1.0 if self._policy is None else self._policy.acceptance
         return DraftState(History(num_prompt, salt), acceptance)
 
-    def draft(self, state: DraftState, token_ids: list[int], most: int) -> list[int]:
-        """Return drafted tokens for a sequence in this step, maybe none.
+    def guess(self, state: DraftState, token_ids: list[int], most: int) -> Guess:
+        """Return what may follow a sequence, and how many drafted tokens may pay.
 
         Args:
             state: the sequence's.
@@ -48,12 +51,16 @@ class Speculation:
         if self._policy is not None:
             most = min(most, self._policy.length(state))
         if most < 1:
-            return []
+            return NO_GUESS
+        if self._method is None:
+            return Guess((), most)
         state.history.update(token_ids)
-        draft = self._method.draft(state.history, most)
-        if draft and self._policy is not None:
-            self._policy.drafted(len(draft))
-        return draft
+        return Guess(self._method.draft(state.history, most), most)
+
+    def begin_draft(self, count: int) -> None:
+        """Take note that a sequence has `count` drafted tokens in this step."""
+        if self._policy is not None:
+            self._policy.drafted(count)
 
     def wants(self, state: DraftState | None) -> bool:
         """Return whether a sequence may have a draft in the step after next; `begin_step` first."""
@@ -66,8 +73,9 @@ class Speculation:
 
     def end(self, state: DraftState, token_ids: list[int]) -> None:
         """Take note of an output that ended; `token_ids` has no placeholders."""
-        state.history.update(token_ids)
-        self._method.learn(state.history)
+        if self._method is not None:
+            state.history.update(token_ids)
+            self._method.learn(state.history)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
         """Take note of how long a step took that computed `tokens` tokens, without a prefill."""

@@ -12,7 +12,7 @@ class Figures {
   first = 0; // when the first text came
   usage = null;
 
-  /** One line: how many tokens, how fast, and what the prefix cache spared. */
+  /** One line: how many tokens, how fast, and what drafts and the prefix cache spared. */
   toString(requests) {
     if (!this.first || !this.usage) return "";
     const { completion_tokens: tokens, prompt_tokens: prompt } = this.usage;
@@ -21,8 +21,10 @@ class Figures {
     parts.push(`${tokens} tokens`);
     if (tokens > requests && elapsed > 0)
       parts.push(`${((tokens - requests) / elapsed).toFixed(1)} tokens/s`);
-    const reasoned = this.usage.completion_tokens_details.reasoning_tokens;
+    const details = this.usage.completion_tokens_details;
+    const { reasoning_tokens: reasoned, drafted_tokens: drafted } = details;
     if (reasoned) parts.push(`${reasoned} of them reasoning`);
+    if (drafted) parts.push(`${details.accepted_tokens} of ${drafted} drafted tokens accepted`);
     const cached = this.usage.prompt_tokens_details.cached_tokens;
     parts.push(`${cached} of ${prompt} prompt tokens cached`);
     return parts.join(" · ");

@@ -176,7 +176,7 @@ class SlowMatcher:
         self.waits, self.error, self.length = waits, None, 0
         self.ready, self.awaited = True, False
 
-    def advance(self, token_ids):
+    def advance(self, token_ids, _guess):
         time.sleep(self.waits)
         self.error = "it fails" if token_ids == ["fail"] else None
         self.ready = self.error is None

@@ -170,10 +170,10 @@ def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_schedu
     runner = Runner(byte_model, async_scheduling=async_scheduling, **few)
     advance, calls = Matcher.advance, itertools.count()
 
-    def advance_late(matcher, token_ids):
+    def advance_late(matcher, token_ids, *guess):
         if next(calls) % 7 == 0:
             time.sleep(3 * GRACE_SECONDS)
-        advance(matcher, token_ids)
+        advance(matcher, token_ids, *guess)
 
     monkeypatch.setattr(Matcher, "advance", advance_late)
     try:
@@ -196,12 +196,12 @@ def test_a_mask_that_takes_too_long_ends_its_request_alone(
     runner = Runner(byte_model, async_scheduling=async_scheduling)
     advance = Matcher.advance
 
-    def advance_for_ever(matcher, token_ids):
+    def advance_for_ever(matcher, token_ids, *guess):
         if list(token_ids) == encode("q"):
             until = time.thread_time() + 1
             while time.thread_time() < until:
                 pass
-        advance(matcher, token_ids)
+        advance(matcher, token_ids, *guess)
 
     monkeypatch.setattr(Matcher, "advance", advance_for_ever)
     monkeypatch.setattr(mask_threads, "MAX_MASK_SECONDS", 0.1)

@@ -47,7 +47,7 @@ def test_a_history_is_its_sequence(parts):
 
 
 def test_each_method_has_its_name():
-    assert METHODS.keys() == METHOD_TEXTS.keys()
+    assert METHODS.keys() | {"draft"} == METHOD_TEXTS.keys()  # which a model does
 
 
 @pytest.mark.parametrize("name", METHODS)

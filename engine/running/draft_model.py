@@ -1,0 +1,193 @@
+"""A small model that drafts tokens for a large one.
+
+It computes each sequence in a paged cache of its own, and draws every token as the large model
+will: with the request's parameters and the random number of the token's position. So a draft model
+that agrees with the large one is right at any temperature, not only for greedy outputs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import structlog
+
+from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from octavo.engine.running.executor import Executor
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence
+from octavo.engine.scheduling.drafting import Wanted
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """A sequence as the draft model has it.
+
+    Attributes:
+        group: a group of its own: its request asks for no more than tokens.
+        sequence: its tokens, drafted ones last.
+        num_agreed: tokens that are known to be those of the large model's sequence.
+    """
+
+    group: SequenceGroup
+    sequence: Sequence
+    num_agreed: int = 0
+
+
+class DraftModel:
+    """Drafts tokens with a model; see `octavo.engine.scheduling.drafting.DraftModel`."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        cache: KVCacheManager,
+        *,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        """Set up for all sequences of an engine.
+
+        Args:
+            executor: runs the draft model.
+            cache: manages its blocks; without a prefix cache.
+            max_model_len: the most tokens of a sequence that the draft model takes.
+            max_num_batched_tokens: the most tokens that it computes at a time.
+        """
+        self._executor = executor
+        self._cache = cache
+        self._max_model_len = max_model_len
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._failed = False
+        self._shadows: OrderedDict[int, _Shadow] = OrderedDict()  # least recently drafted for first
+
+    def draft(self, wanted: list[Wanted]) -> list[list[int]]:
+        """Return what may follow each sequence: at most as many tokens as are wanted, maybe none.
+
+        A sequence that the draft model has not caught up with, such as one whose prompt is longer
+        than a step, has no draft yet. After an error nothing is drafted any more.
+        """
+        if self._failed:
+            return [[] for _ in wanted]
+        try:
+            return self._draft(wanted)
+        except Exception:
+            log.exception("the draft model failed: no more tokens are drafted")
+            self._failed = True
+            for sequence_id in list(self._shadows):
+                self.forget(sequence_id)
+            return [[] for _ in wanted]
+
+    def _draft(self, wanted: list[Wanted]) -> list[list[int]]:
+        drafts: dict[int, list[int]] = {each.sequence.id: [] for each in wanted}
+        most = {each.sequence.id: self._limit(each) for each in wanted}
+        drafting = [self._follow(each) for each in wanted if most[each.sequence.id] > 0]
+        while drafting:
+            drafting = [
+                shadow
+                for shadow in self._compute(drafting, keep=drafts)
+                if self._take(shadow, drafts[shadow.sequence.id])
+                and len(drafts[shadow.sequence.id]) < most[shadow.sequence.id]
+            ]
+        return list(drafts.values())
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop a sequence that ended, if there is one of this id, and its blocks."""
+        if self._shadows.pop(sequence_id, None) is not None and self._cache.holds(sequence_id):
+            self._cache.free(sequence_id)
+
+    def check_idle(self) -> None:
+        """Assert that no block is in use."""
+        self._cache.check_idle()
+
+    def _limit(self, wanted: Wanted) -> int:
+        return min(wanted.most, self._max_model_len - wanted.sequence.num_tokens)
+
+    def _follow(self, wanted: Wanted) -> _Shadow:
+        """Return a sequence's shadow, with its tokens; what was drafted wrongly is rolled back."""
+        own, shadow = wanted.sequence, self._shadows.pop(wanted.sequence.id, None)
+        if shadow is None:
+            shadow = _shadow_of(wanted)
+        self._shadows[own.id] = shadow
+        sequence = shadow.sequence
+        agreed = shadow.num_agreed
+        drafted = zip(sequence.token_ids[agreed:], own.token_ids[agreed:], strict=False)
+        agreed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], drafted))
+        sequence.token_ids[agreed:] = own.token_ids[agreed:]
+        shadow.num_agreed = own.num_tokens
+        computed = min(agreed, own.num_tokens - 1)  # the last one's logits are wanted again
+        if computed < sequence.num_computed:
+            sequence.num_computed = computed
+            self._cache.roll_back(own.id, computed)
+        return shadow
+
+    def _compute(self, shadows: Iterable[_Shadow], keep: Iterable[int]) -> list[_Shadow]:
+        """Compute what sequences lack; return those for which a token was drawn.
+
+        Args:
+            shadows: the sequences.
+            keep: ids of sequences whose blocks are not taken for others.
+        """
+        batch, left = Batch(), self._max_num_batched_tokens
+        for shadow in shadows:
+            sequence, start = shadow.sequence, shadow.sequence.num_computed
+            end = min(sequence.num_tokens, start + left)
+            if end == start or not self._make_room(shadow, end, keep):
+                continue
+            left -= end - start
+            tables = self._cache.table(sequence.id)
+            sampled = [sequence] if end == sequence.num_tokens else []
+            batch.sequences.append(
+                ScheduledSequence(shadow.group, sequence, start, end, tables, sampled)
+            )
+            sequence.num_computed = end
+        if not batch.sequences:
+            return []
+        batch.transfers = self._cache.take_transfers()
+        for drawn in self._executor.execute(batch).tokens:
+            drawn.sequence.token_ids.append(drawn.token_id)
+        return [
+            self._shadows[scheduled.sequence.id]
+            for scheduled in batch.sequences
+            if scheduled.sampled
+        ]
+
+    def _make_room(self, shadow: _Shadow, end: int, keep: Iterable[int]) -> bool:
+        """Make a sequence's tokens up to `end` writable; return whether there are blocks for them.
+
+        Sequences that are not drafted for now give theirs up, the least recently drafted for first.
+        """
+        id_, kept = shadow.sequence.id, set(keep)
+        while True:
+            try:
+                if not self._cache.holds(id_):
+                    self._cache.admit(id_, shadow.sequence.token_ids[:end], reuse=False)
+                self._cache.extend([Span(id_, shadow.sequence.num_computed, end)])
+            except OutOfBlocksError:
+                victim = next((other for other in self._shadows if other not in kept), None)
+                if victim is None:
+                    return False
+                self.forget(victim)
+            else:
+                return True
+
+    @staticmethod
+    def _take(shadow: _Shadow, draft: list[int]) -> bool:
+        """Put the token that was drawn into a draft; return whether more may follow it.
+
+        A token that ends the output is not drafted: the step samples it anyway.
+        """
+        token_id = shadow.sequence.token_ids[-1]
+        if token_id in shadow.group.request.stopping:
+            return False
+        draft.append(token_id)
+        return True
+
+
+def _shadow_of(wanted: Wanted) -> _Shadow:
+    own, request = wanted.sequence, wanted.group.request
+    sampling = replace(request.sampling, logprobs=None, prompt_logprobs=None)
+    sequence = Sequence(own.id, own.index, [], own.num_prompt)
+    plain = replace(request, sampling=sampling, adapter=None)
+    return _Shadow(SequenceGroup(plain, [sequence]), sequence)
