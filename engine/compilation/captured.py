@@ -40,6 +40,10 @@ class CapturedStep:
 
     def save(self, directory: Path) -> None:
         """Write it to an empty directory."""
+        for weights in (self.exported.state_dict, self.exported.constants):
+            for name, weight in weights.items():
+                if isinstance(weight, torch.Tensor):
+                    weights[name] = _alone(weight)
         torch.export.save(self.exported, directory / GRAPH)
         self.expected.save(directory / REFERENCE)
         self.manifest.write(directory / MANIFEST)
@@ -50,6 +54,15 @@ class CapturedStep:
         exported = torch.export.load(directory / GRAPH)
         expected = Reference.load(directory / REFERENCE)
         return cls(exported, Manifest.read(directory / MANIFEST), expected)
+
+
+def _alone(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight that has all of its storage, as torch saves storages whole."""
+    if weight.untyped_storage().nbytes() == weight.nbytes:
+        return weight
+    own = weight.detach().clone()
+    is_parameter = isinstance(weight, torch.nn.Parameter)
+    return torch.nn.Parameter(own, requires_grad=False) if is_parameter else own
 
 
 @torch.no_grad()

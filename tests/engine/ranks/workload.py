@@ -2,7 +2,7 @@
 
 python -m tests.engine.ranks.workload SIZE CASES
 
-CASES is JSON: each has the function that submits requests, a model, further settings, and for each
+CASES is JSON: each has the functions that submit requests, a model, further settings, and for each
 rank the module that compiles its step, if it is not the usual one.
 """
 
@@ -85,13 +85,6 @@ def again(engine):
         engine.run()
 
 
-def features(engine):
-    """All of these, one after another."""
-    for work in (masked, repetitive, again, scored):
-        yield from work(engine)
-        engine.run()
-
-
 def long(engine):
     """The requests of `through_a_switch`, once each."""
     for prompt in prompts(4):
@@ -111,15 +104,20 @@ def through_a_switch(engine):
     raise AssertionError("the model was not compiled")
 
 
-WORKS = {work.__name__: work for work in (mixed, scored, features, long, through_a_switch)}
+WORKS = {
+    work.__name__: work
+    for work in (mixed, scored, masked, repetitive, again, long, through_a_switch)
+}
 
 
 def run(case, place):
     settings = settings_of(case, place)
     engine = Stepper(build(settings, place))
     compiled = [engine.parts.executor.compiled]
-    groups = list(WORKS[case.get("work", "mixed")](engine))
-    engine.run()
+    groups = []
+    for work in case.get("work", "mixed").split():
+        groups += WORKS[work](engine)
+        engine.run()
     compiled.append(engine.parts.executor.compiled)
     counters = engine.scheduler.counters
     if engine.parts.leader is not None:
