@@ -19,8 +19,16 @@ from torch.export import ExportedProgram
 
 from octavo.common.models.cache import prepare
 from octavo.common.models.errors import first_line
+from octavo.engine.adapters.adapted_model import adapt_loaded
 from octavo.engine.attention import packed_latents, state_operators
-from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest, Recipe, fingerprints
+from octavo.engine.compilation.artifact import (
+    ADAPTED,
+    MANIFEST,
+    REFERENCE,
+    Manifest,
+    Recipe,
+    fingerprints,
+)
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.experts import GROUPED_PRODUCT, call_grouped_products
@@ -29,6 +37,7 @@ from octavo.engine.compilation.translation import translate
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.experts.packed_experts import count_packed
 from octavo.engine.models.linear import packed_linear
+from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS, CapturedAdapters, applying
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.step import EagerStep
@@ -91,17 +100,25 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
         max_model_len=recipe.max_model_len,
+        adapters=recipe.adapters,
     )
+    adapted = adapt_loaded(loaded, recipe.model) if recipe.adapters else None
     # Captured for two tokens or more, but also right for one, as tests show.
-    exported = capture(EagerStep(loaded.model), loaded.device)
+    with applying(None if adapted is None else CapturedAdapters()):
+        exported = capture(EagerStep(loaded.model), loaded.device)
     fuse(exported.graph)
     call_grouped_products(exported.graph)
     exported.graph_module.recompile()
     library, translated = make_library(exported, result, scratch)
     check = loaded.check
-    if count_packed(loaded.model) < len(check.expected.choices):
+    free = count_packed(loaded.model) < len(check.expected.choices)
+    if free:
         check = check.follow(EagerStep(loaded.model))
     check.expected.save(result / REFERENCE)
+    if adapted is not None:
+        assert loaded.trial is not None
+        with_adapter = loaded.trial.check.follow(adapted[1]) if free else loaded.trial.check
+        with_adapter.expected.save(result / ADAPTED)
     dtype = str(loaded.dtype).removeprefix("torch.")
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask, as an artifact that others can write to is refused
@@ -115,6 +132,8 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         check.tolerance,
         left,
         translated,
+        None if adapted is None else adapted[0].to_json(),
+        {} if loaded.trial is None else loaded.trial.scales,
     ).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
 
@@ -164,6 +183,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
         packed_latents.OPERATOR,
         GROUPED_PRODUCT,
         packed_experts.OPERATOR,
+        ADD_ADAPTERS,
         *packed_linear.OPERATORS,
         *state_operators.OPERATORS,
     )

@@ -16,6 +16,8 @@ from octavo.engine.compilation.rotation import Node, fuse_rotary_embeddings, mat
 from octavo.engine.models.linear import packed_linear
 
 aten = torch.ops.aten
+STAGES = ("gated", "adapted")
+"""Arguments before those that are set here."""
 
 
 def fuse(graph: Graph) -> None:
@@ -65,7 +67,7 @@ def _fuse_residuals(graph: Graph) -> None:
             if (
                 not isinstance(linear, fx.Node)
                 or (index := _norm_index(linear)) is None
-                or linear.args[index - 1]  # gated
+                or linear.args[index - len(STAGES)]  # gated
                 or len(outputs.users) > 1
                 or len(linear.users) > 1
                 or places[residual] > places[linear]

@@ -326,9 +326,9 @@ extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, int64_t outputs, Te
 // octavo::packed_linear_int4
 extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Tensor panels,
                                                    Tensor bias, Tensor factors, Tensor scales,
-                                                   Tensor row_sums, Tensor nibbles, int64_t gated, int64_t adapted,
-                                                   Tensor* norm, double epsilon, Tensor* residual,
-                                                   Tensor* result) {
+                                                   Tensor row_sums, Tensor nibbles, int64_t gated,
+                                                   int64_t adapted, Tensor* norm, double epsilon,
+                                                   Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
   const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
                         result);
