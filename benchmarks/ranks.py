@@ -1,11 +1,11 @@
 """Compare one engine as one rank with all threads and as several ranks with fewer.
 
-    python -m benchmarks.ranks [--model demo] [--ranks 3] [--batch 48] [--rounds 3]
+    python -m benchmarks.ranks [--model demo] [--ranks 3] [--batch 48] [--rounds 3] [--compile wait]
 
-Each round runs both in turn, uncompiled: `--batch` greedy requests at once, of 64 prompt and 64
-output tokens. It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the
-others: in sums of layers, in gathering tokens and in messages. The demo model has 9 heads, so 3
-ranks or 9 can have it.
+Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
+It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the others: in sums of
+layers, in gathering tokens and in messages. The demo model has 9 heads, so 3 ranks or 9 can have
+it. The first run compiles the model.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from octavo.engine.ranks.processes import started_ranks
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
+from octavo.kernels import cpu
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
 WARM_UP_TOKENS = 4
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", choices=("wait", "off"), default="wait")
     parser.add_argument("--alone", action="store_true", help="one run with --ranks ranks")
     given = parser.parse_args()
     if given.alone:
@@ -57,7 +59,8 @@ def main() -> None:
 def in_process(given: argparse.Namespace, ranks: int) -> dict[str, float]:
     """Run one configuration in a process of its own; return what it measured."""
     options = ["--model", given.model, "--dtype", given.dtype, "--batch", str(given.batch)]
-    options += ["--quantization", given.quantization, "--ranks", str(ranks), "--alone"]
+    options += ["--quantization", given.quantization, "--compile", given.compile]
+    options += ["--ranks", str(ranks), "--alone"]
     command = [sys.executable, "-m", "benchmarks.ranks", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -71,7 +74,7 @@ def run(given: argparse.Namespace) -> None:
         model=given.model,
         dtype=given.dtype,
         quantization=given.quantization,
-        compile="off",
+        compile=given.compile,
         swap_space=0,
         num_blocks=given.batch * (PROMPT_TOKENS + OUTPUT_TOKENS) // 8,
         enable_prefix_caching=False,
@@ -80,6 +83,7 @@ def run(given: argparse.Namespace) -> None:
     text = settings.model_dump_json(exclude_unset=True)
     with started_ranks(given.ranks, text) as (place, processes):
         parts = build(settings, place)
+        cpu.pin_threads(parts.threads.places)  # as an engine does
         core = EngineCore(
             parts.scheduler, parts.executor, EngineMetrics(), lambda *_: None, max_waiting=1 << 20
         )
@@ -93,6 +97,7 @@ def run(given: argparse.Namespace) -> None:
             "tokens_per_second": round(given.batch * OUTPUT_TOKENS / seconds, 1),
             "seconds": round(seconds, 2),
             "steps": steps,
+            "compiled": parts.executor.compiled,
         }
         if times is not None:
             after = times.reduce, times.gather, times.broadcast

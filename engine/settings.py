@@ -56,7 +56,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         le=64,
         description="Ranks that each hold a part of the model and of the KV cache, as processes of"
         " their own. The engine starts them on this machine, unless torchrun or another launcher"
-        " that sets RANK and WORLD_SIZE has. More than 1 runs uncompiled.",
+        " that sets RANK and WORLD_SIZE has. On GPUs, more than 1 runs uncompiled.",
     )
     rank_timeout: float = Field(
         7.0,
@@ -215,15 +215,6 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError(
                 f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
                 f" ({seqs}): every running sequence decodes a token per step"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _ranks_run_uncompiled(self) -> Self:
-        if self.tensor_parallel_size > 1 and self.compile == "wait":
-            raise ValueError(
-                "--compile wait does not work with --tensor-parallel-size"
-                f" {self.tensor_parallel_size}: ranks run uncompiled; use --compile auto or off"
             )
         return self
 

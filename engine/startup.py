@@ -236,6 +236,11 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
             f"this machine has {torch.cuda.device_count()} GPUs for {place.local_size} ranks: lower"
             " --tensor-parallel-size, or start ranks on more machines"
         )
+    if device.type == "cuda" and settings.compile == "wait":
+        raise StartupError(
+            "--compile wait does not work with several ranks on GPUs, which run uncompiled: use"
+            " --compile auto or off"
+        )
     try:
         world = join(place, device, watch_seconds=settings.rank_timeout)
     except (RuntimeError, ValueError) as error:

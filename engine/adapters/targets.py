@@ -62,13 +62,17 @@ class Targets:
         """Return the targets that `to_json` returned, of a CPU.
 
         Raises:
-            KeyError: Something is missing.
-            TypeError: Something is of another kind.
+            ValueError: It did not return these.
         """
-        layers = {}
-        for name, target in data["layers"].items():
-            placed = target["placement"]
-            own = None if placed is None else Placement(**placed)
-            layers[name] = Target(**(target | {"placement": own}))
-        orders = tuple(map(tuple, data["orders"]))
-        return cls(layers, getattr(torch, data["dtype"]), orders=orders)
+        try:
+            layers = {}
+            for name, target in data["layers"].items():
+                placed = target["placement"]
+                own = None if placed is None else Placement(**placed)
+                layers[name] = Target(**(target | {"placement": own}))
+            orders = tuple(map(tuple, data["orders"]))
+            return cls(layers, getattr(torch, data["dtype"]), orders=orders)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the layers that adapters may adapt are malformed: {error}"
+            ) from error

@@ -28,6 +28,7 @@ from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.engine.models.checks.reference import Reference
 from octavo.engine.models.checks.routing import OperatorRouting
 from octavo.engine.models.checks.self_check import SelfCheck
+from octavo.engine.models.step import Step
 from octavo.kernels.integrity import (
     DamagedFileError,
     Fingerprint,
@@ -50,8 +51,8 @@ DIGEST = "sha256"
 """A manifest's key for the digest of its other keys."""
 HERE = Path(__file__).resolve().parent
 SOURCES = (
-    *("artifact.py", "capture.py", "experts.py", "export.py", "fusion.py", "rotation.py"),
-    "translation.py",
+    *("artifact.py", "capture.py", "captured.py", "experts.py", "export.py", "fusion.py"),
+    *("rotation.py", "translation.py"),
     *("../adapters/adapted_model.py", "../adapters/targets.py", "../adapters/trial.py"),
     *("../attention/interface.py", "../attention/latent.py", "../attention/operator.py"),
     "../attention/packed_latents.py",
@@ -65,6 +66,8 @@ SOURCES = (
     "../models/linear/plain_linears.py",
     *("../models/experts/expert_layer.py", "../models/experts/interface.py"),
     *("../models/experts/packed_experts.py", "../../kernels/activation.py"),
+    *("../models/sharding/load_shard.py", "../models/sharding/plan.py"),
+    *("../models/sharding/sharded_layers.py", "../ranks/collectives.py"),
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
     *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
     *("../../kernels/cpu/latent.py", "../../kernels/cpu/latent_attention.cpp"),
@@ -87,6 +90,8 @@ class Recipe:
         quantization: The value of --quantization.
         block_size: Tokens per block.
         max_model_len: The value of --max-model-len, on which some rotary embeddings depend.
+        rank: The number of the rank whose part it computes.
+        ranks: How many ranks hold the model.
         adapters: Whether it applies LoRA adapters.
     """
 
@@ -95,6 +100,8 @@ class Recipe:
     quantization: str
     block_size: int
     max_model_len: int | None = None
+    rank: int = 0
+    ranks: int = 1
     adapters: bool = False
 
 
@@ -184,6 +191,7 @@ class CompiledStep:
 
     Args:
         artifact: The artifact to load.
+        checked: Whether to run the self-check, which one of several ranks cannot alone.
 
     Raises:
         OSError: It is missing, one of its files is damaged, or its library cannot be loaded.
@@ -198,7 +206,8 @@ class CompiledStep:
         targets: The layers that adapters may adapt; None if it applies none.
     """
 
-    def __init__(self, artifact: Artifact) -> None:
+    def __init__(self, artifact: Artifact, *, checked: bool = True) -> None:
+        self._artifact = artifact
         self._hold = cache_cleanup.hold(artifact.path, asdict(artifact.recipe))
         check_trusted(artifact.path, artifact.path / MANIFEST)
         self.manifest = Manifest.read(artifact.path / MANIFEST)
@@ -210,30 +219,36 @@ class CompiledStep:
         load = TranslatedModel if self.manifest.translated else Container
         self._container = load(artifact.path / self.manifest.library)
         huge_pages.collapse(self._container.constants())
-        self.check(artifact)
+        if checked:
+            self.check(self)
         if why := self.manifest.translated:
             log.info("the model runs translated, not compiled", why=why, cost=COST, hint=HINT)
 
-    def check(self, artifact: Artifact) -> None:
+    def check(self, step: Step) -> None:
         """Run the self-check.
+
+        Args:
+            step: What returns the logits of all tokens: this step, or this and those of the other
+                ranks.
 
         Raises:
             SelfCheckError: Its logits are not those of transformers.
         """
         device = torch.device("cpu")
         check = SelfCheck(
-            Reference.load(artifact.path / REFERENCE),
+            Reference.load(self._artifact.path / REFERENCE),
             self.manifest.shape,
             getattr(torch, self.manifest.dtype),
             device,
-            block_size=artifact.recipe.block_size,
+            block_size=self._artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
             routing=OperatorRouting(),
         )
-        check(self)
+        check(step)
         if self.targets is not None:
-            adapted = TrialStep(self, self.targets, self.manifest.trial, device)
-            check_adapters(check.against(Reference.load(artifact.path / ADAPTED)), adapted)
+            adapted = TrialStep(step, self.targets, self.manifest.trial, device)
+            expected = Reference.load(self._artifact.path / ADAPTED)
+            check_adapters(check.against(expected), adapted)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor

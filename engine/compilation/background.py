@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 import structlog
@@ -20,9 +21,14 @@ from octavo.engine.compilation.artifact import Artifact, CompiledStep
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.step import Step
 
 log = structlog.get_logger(__name__)
 
+MODULE = "octavo.engine.compilation.export"
+"""What the process runs."""
+LOAD_ERRORS = (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError)
+"""What `CompiledStep` raises for an artifact that cannot be used."""
 NICENESS = 10
 """The compiler's niceness: starting and serving engines have priority."""
 LOGGED_CHARACTERS = 2000
@@ -74,14 +80,17 @@ class Compiler:
         artifact: The artifact to make.
         size: The bytes of the model's weights.
         needed_bytes: The memory that the process is going to take at its peak.
+        captured: The directory of a saved `CapturedStep`. Default: the process loads the model.
 
     Attributes:
         step: The compiled step, once it is ready; may be read from any thread.
         needed_bytes: As given.
     """
 
-    def __init__(self, artifact: Artifact, size: int, needed_bytes: int) -> None:
-        self.step: CompiledStep | None = None
+    def __init__(
+        self, artifact: Artifact, size: int, needed_bytes: int, captured: Path | None = None
+    ) -> None:
+        self.step: Step | None = None
         self.needed_bytes = needed_bytes
         self._artifact = artifact
         self._began = time.monotonic()
@@ -96,8 +105,9 @@ class Compiler:
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "octavo.common.leash"),
-                "octavo.engine.compilation.export",
+                MODULE,
                 *(json.dumps(asdict(artifact.recipe)), artifact.name),
+                *([] if captured is None else [str(captured)]),
             ],
             # It compiles for the number of threads of this process.
             env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
@@ -125,22 +135,36 @@ class Compiler:
 
     def _wait(self) -> None:
         """Load what the process has made, or log a warning."""
+        if not self._succeeds():
+            return
+        try:
+            self._take(CompiledStep(self._artifact))
+        except LOAD_ERRORS as error:
+            warn_uncompiled(str(error))
+
+    def _succeeds(self) -> bool:
+        """Wait for the process, and return whether it has made the artifact; else log a warning."""
         assert self._process.stderr is not None
         stderr = self._process.stderr.read()
         code = self._process.wait()
         if code:
             why = why_it_ended(code, self._oom_kills, OUT_OF_MEMORY)
-            _warn(f"the compiler ended early ({why}): {stderr[-LOGGED_CHARACTERS:]}")
-            return
-        try:
-            self.step = CompiledStep(self._artifact)
-        except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
-            _warn(str(error))
-            return
-        made = "model translated" if self.step.manifest.translated else "model compiled"
-        log.info(made, seconds=round(time.monotonic() - self._began, 1))
+            warn_uncompiled(f"the compiler ended early ({why}): {stderr[-LOGGED_CHARACTERS:]}")
+        return not code
+
+    def _take(self, made: CompiledStep, step: Step | None = None) -> None:
+        """Have a loaded step used from now on.
+
+        Args:
+            made: What was compiled.
+            step: What runs it. Default: itself.
+        """
+        event = "model translated" if made.manifest.translated else "model compiled"
+        log.info(event, seconds=round(time.monotonic() - self._began, 1))
+        self.step = made if step is None else step
         cache_cleanup.prune()
 
 
-def _warn(why: str) -> None:
+def warn_uncompiled(why: str) -> None:
+    """Log a warning that the compiled step cannot be used."""
     log.warning("the model stays uncompiled, which is slower", error=why)

@@ -1,7 +1,8 @@
 """Compiles or translates a model's step ahead of time, in a process of its own.
 
-    python -m octavo.common.leash octavo.engine.compilation.export RECIPE NAME
+    python -m octavo.common.leash octavo.engine.compilation.export RECIPE NAME [CAPTURED]
 
+CAPTURED is the directory of a step that is captured already, as that of one of several ranks.
 This takes minutes, and memory of four times the weights (`COMPILER_COPIES` in load_step.py). The
 process is niced, and the engine serves requests uncompiled meanwhile.
 """
@@ -10,6 +11,7 @@ import json
 import os
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +21,24 @@ from torch.export import ExportedProgram
 
 from octavo.common.models.cache import prepare
 from octavo.common.models.errors import first_line
-from octavo.engine.adapters.adapted_model import adapt_loaded
 from octavo.engine.attention import packed_latents, state_operators
 from octavo.engine.compilation.artifact import (
     ADAPTED,
     MANIFEST,
     REFERENCE,
-    Manifest,
     Recipe,
     fingerprints,
 )
-from octavo.engine.compilation.capture import capture
+from octavo.engine.compilation.captured import CapturedStep, capture_step
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.experts import GROUPED_PRODUCT, call_grouped_products
 from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.translation import translate
 from octavo.engine.models.experts import packed_experts
-from octavo.engine.models.experts.packed_experts import count_packed
 from octavo.engine.models.linear import packed_linear
-from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS, CapturedAdapters, applying
+from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
 from octavo.engine.models.load_model import load
-from octavo.engine.models.quantization.base import unquantized_shares
-from octavo.engine.models.step import EagerStep
+from octavo.engine.ranks import collectives
 from octavo.kernels import machine
 
 NICENESS = 19
@@ -70,20 +68,22 @@ class UncallableOperatorError(Exception):
 
 def main() -> None:
     """Compile the recipe in the arguments."""
-    recipe, name = Recipe(**json.loads(sys.argv[1])), sys.argv[2]
+    recipe, name, *directories = Recipe(**json.loads(sys.argv[1])), *sys.argv[2:]
     os.nice(NICENESS)
 
     def make(result: Path, _: object) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(result.with_name("inductor"))
         result.mkdir()
-        compile_step(recipe, result, result.parent)
+        if directories:
+            compile_captured(CapturedStep.load(Path(directories[0])), result, result.parent)
+        else:
+            compile_step(recipe, result, result.parent)
 
     prepare(name, make)  # of several engines that start together, one compiles
 
 
-@torch.no_grad()
 def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
-    """Compile a model's step, or translate it if it cannot be compiled.
+    """Load a model, and compile its step or translate it if it cannot be compiled.
 
     Args:
         recipe: The model and its settings.
@@ -102,38 +102,34 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         max_model_len=recipe.max_model_len,
         adapters=recipe.adapters,
     )
-    adapted = adapt_loaded(loaded, recipe.model) if recipe.adapters else None
-    # Captured for two tokens or more, but also right for one, as tests show.
-    with applying(None if adapted is None else CapturedAdapters()):
-        exported = capture(EagerStep(loaded.model), loaded.device)
+    compile_captured(capture_step(loaded, recipe), result, scratch)
+
+
+@torch.no_grad()
+def compile_captured(captured: CapturedStep, result: Path, scratch: Path) -> None:
+    """Compile a captured step, or translate it if it cannot be compiled.
+
+    Args:
+        captured: The step; its graph is changed.
+        result: An empty directory that becomes the artifact.
+        scratch: A directory for temporary files.
+
+    Raises:
+        Exception: What torch or the C++ compiler raise.
+    """
+    exported = captured.exported
     fuse(exported.graph)
     call_grouped_products(exported.graph)
     exported.graph_module.recompile()
     library, translated = make_library(exported, result, scratch)
-    check = loaded.check
-    free = count_packed(loaded.model) < len(check.expected.choices)
-    if free:
-        check = check.follow(EagerStep(loaded.model))
-    check.expected.save(result / REFERENCE)
-    if adapted is not None:
-        assert loaded.trial is not None
-        with_adapter = loaded.trial.check.follow(adapted[1]) if free else loaded.trial.check
-        with_adapter.expected.save(result / ADAPTED)
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    captured.expected.save(result / REFERENCE)
+    if captured.adapted is not None:
+        captured.adapted.save(result / ADAPTED)
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask, as an artifact that others can write to is refused
     result.chmod(0o755)
-    left = unquantized_shares(loaded.model) if recipe.quantization != "none" else {}
-    Manifest(
-        loaded.shape,
-        dtype,
-        library,
-        fingerprints(result),
-        check.tolerance,
-        left,
-        translated,
-        None if adapted is None else adapted[0].to_json(),
-        {} if loaded.trial is None else loaded.trial.scales,
+    replace(
+        captured.manifest, library=library, files=fingerprints(result), translated=translated
     ).write(result / MANIFEST)
     (result / MANIFEST).chmod(0o644)
 
@@ -184,6 +180,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
         GROUPED_PRODUCT,
         packed_experts.OPERATOR,
         ADD_ADAPTERS,
+        collectives.OPERATOR,
         *packed_linear.OPERATORS,
         *state_operators.OPERATORS,
     )

@@ -19,10 +19,16 @@ from octavo.engine.compilation import (
     cache_cleanup,
     locate,
 )
-from octavo.engine.compilation.background import CompileProgress
+from octavo.engine.compilation.background import LOAD_ERRORS, CompileProgress
+from octavo.engine.compilation.rank_compiler import (
+    RankCompiler,
+    compile_part,
+    load_together,
+    remove_unusable,
+)
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
+from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.step import EagerStep, Step
@@ -57,6 +63,8 @@ class LoadedStep:
         device: Where it runs.
         compiler: Compiles a faster step in the background; else None.
         targets: The layers that adapters may adapt; None if it takes no adapters.
+        rank_compiler: As `compiler`, of one of several ranks: all begin to use what they made at
+            the same step, by `switch`.
     """
 
     shape: ModelShape
@@ -67,34 +75,51 @@ class LoadedStep:
     compiler: Compiler | None
     _step: Step
     targets: "Targets | None" = None
+    rank_compiler: RankCompiler | None = None
 
     @property
     def step(self) -> Step:
         """The compiled step once it is ready, which drops the eager one."""
         if self.compiler is not None and (compiled := self.compiler.step) is not None:
             self.compiler = None
-            if compiled.targets == self.targets:  # adapters are laid out for these
+            own = compiled.targets if isinstance(compiled, CompiledStep) else None
+            if own == self.targets:  # adapters are laid out for these
                 self._step = compiled
             else:
                 log.warning("the compiled step takes other adapters: it is not used")
         return self._step
 
     @property
+    def can_switch(self) -> bool:
+        """Whether all ranks have a compiled step that they do not use yet."""
+        return self.rank_compiler is not None and self.rank_compiler.step is not None
+
+    def switch(self) -> None:
+        """Use this rank's compiled step from now on, which all ranks have."""
+        if self.rank_compiler is not None:
+            self.rank_compiler.join()  # it may lag behind that of rank 0
+            assert self.rank_compiler.step is not None
+            self._step, self.rank_compiler = self.rank_compiler.step, None
+
+    @property
     def reserved_bytes(self) -> int:
         """The host's bytes that are free, but that the compiler will need while it runs."""
-        if self.compiler is None or self.compiling is None:
+        compiler = self.compiler or self.rank_compiler
+        if compiler is None or self.compiling is None:
             return 0
-        return self.compiler.needed_bytes
+        return compiler.needed_bytes
 
     @property
     def compiling(self) -> CompileProgress | None:
         """The progress of the compiler, if it runs."""
-        return None if self.compiler is None else self.compiler.progress
+        compiler = self.compiler or self.rank_compiler
+        return None if compiler is None else compiler.progress
 
     @property
     def compiled(self) -> bool:
         """Whether steps run compiled now."""
-        return not isinstance(self.step, EagerStep | RankStep)
+        step = self.step
+        return step.compiled if isinstance(step, RankStep) else not isinstance(step, EagerStep)
 
     @property
     def eager_steps(self) -> int:
@@ -109,8 +134,7 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
     Args:
         settings: The engine's settings.
         model: Its directory.
-        world: The ranks that hold the model, all of which call this; they run it uncompiled.
-            Default: this process alone.
+        world: The ranks that hold the model, all of which call this. Default: this process alone.
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model, or not with these settings.
@@ -123,12 +147,15 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         settings.quantization,
         settings.block_size,
         settings.max_model_len,
-        settings.takes_adapters,
+        rank=0 if world is None else world.rank,
+        ranks=1 if world is None else world.size,
+        adapters=settings.takes_adapters,
     )
     device = choose_device(settings.device)
-    compiles = world is None and _compiles_ahead(settings, device) and _trusts_cache()
+    compiles = _on_all(_compiles_ahead(settings, device) and _trusts_cache(), world)
     artifact = locate(recipe) if compiles else None
-    compiled = _load_compiled(artifact) if artifact and artifact.path.is_dir() else None
+    made = _on_all(artifact is not None and artifact.path.is_dir(), world)
+    compiled = _load_compiled(artifact, world) if artifact and made else None
     if compiled is not None:
         return compiled
     # Imported here because transformers is slow to import, and a compiled step needs none of it.
@@ -157,20 +184,19 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
-    size = _size(loaded.model)
+    size, ranks_here = _size(loaded.model), 1 if world is None else world.place.local_size
     # A compiled step calls the kernels, and needs their compiler.
-    compiles = (
+    compiles = _on_all(
         artifact is not None
         and settings.compile != "off"
         and device_warning(loaded.device) is None
-        and _room_to_compile(size)
+        and _room_to_compile(size, ranks_here),
+        world,
     )
-    compiler = Compiler(artifact, size, compiler_bytes(size)) if artifact and compiles else None
-    if compiler and settings.compile == "wait":
-        compiler.join()
+    needed = ranks_here * compiler_bytes(size)
     eager = EagerStep(loaded.model)
     if world is not None:
-        return LoadedStep(
+        found = LoadedStep(
             loaded.shape,
             loaded.dtype,
             loaded.cache_dtype,
@@ -179,6 +205,16 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
             None,
             RankStep(eager, world, loaded.shape.vocab_size),
         )
+        if artifact and compiles:
+            found.rank_compiler = compile_part(loaded, artifact, size, needed, world)
+        if found.rank_compiler and settings.compile == "wait":
+            found.rank_compiler.join()
+            if found.can_switch:  # on all ranks or on none
+                found.switch()
+        return found
+    compiler = Compiler(artifact, size, needed) if artifact and compiles else None
+    if compiler and settings.compile == "wait":
+        compiler.join()
     jit = loaded.device.type == "cuda" and settings.compile != "off"
     step = compiled_for_gpu(eager, loaded.device, loaded.check) if jit else eager
     return LoadedStep(
@@ -220,18 +256,19 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
     return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
 
 
-def _room_to_compile(size: int) -> bool:
+def _room_to_compile(size: int, processes: int = 1) -> bool:
     """Return whether the free memory suffices to compile a model; log a warning if it does not.
 
     Args:
-        size: The bytes of its weights.
+        size: The bytes of its weights, or of a rank's.
+        processes: How many processes of this machine compile at once.
     """
-    available = resources.memory().available
-    if compiler_bytes(size) <= COMPILER_SHARE * available:
+    available, needed = resources.memory().available, processes * compiler_bytes(size)
+    if needed <= COMPILER_SHARE * available:
         return True
     log.warning(
         "too little memory to compile the model, which stays slower",
-        needed_gib=round(compiler_bytes(size) / COMPILER_SHARE / GIB, 1),
+        needed_gib=round(needed / COMPILER_SHARE / GIB, 1),
         available_gib=round(available / GIB, 1),
         hint="give this process more memory, or set --compile off",
     )
@@ -267,19 +304,32 @@ def _trusts_cache() -> bool:
     return True
 
 
-def _load_compiled(artifact: Artifact) -> LoadedStep | None:
+def _on_all(condition: bool, world: World | None) -> bool:
+    """Return whether a condition holds on all ranks."""
+    return condition if world is None else world.all_have(condition)
+
+
+def _load_compiled(artifact: Artifact, world: World | None) -> LoadedStep | None:
     """Load an artifact; if it cannot be loaded, warn, remove it and return None."""
+    if world is not None:
+        own = load_together(artifact, world)
+        if own is None:
+            return None
+        ranks = RankStep(own, world, own.manifest.shape.vocab_size)
+        return _loaded_step(own, ranks)
     try:
         step = CompiledStep(artifact)
-    except (OSError, ValueError, RuntimeError, AttributeError, SelfCheckError) as error:
-        log.warning(
-            "the compiled step cannot be loaded: it is removed and compiled again", error=str(error)
-        )
-        model_cache.remove(artifact.name)
+    except LOAD_ERRORS as error:
+        remove_unusable(artifact, error)
         return None
-    manifest = step.manifest
+    return _loaded_step(step, step)
+
+
+def _loaded_step(compiled: CompiledStep, step: Step) -> LoadedStep:
+    """Return an artifact's step, and what runs it, as a model ready to run."""
+    manifest = compiled.manifest
     _warn_unquantized(manifest.unquantized)
     dtype = getattr(torch, manifest.dtype)
     return LoadedStep(
-        manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step, step.targets
+        *(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step, compiled.targets)
     )

@@ -24,6 +24,7 @@ from octavo.engine.compilation.rotation import Node
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
+from octavo.engine.ranks import collectives
 from octavo.kernels import cpu
 
 LIBRARY = "step.ts"
@@ -35,6 +36,7 @@ NATIVE = {
     packed_latents.OPERATOR,
     packed_experts.OPERATOR,
     ADD_ADAPTERS,
+    collectives.OPERATOR,
     *state_operators.OPERATORS,
 }
 """Octavo's operators that run without Python, besides linear layers."""

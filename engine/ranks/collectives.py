@@ -1,6 +1,6 @@
-"""The sum over ranks as a PyTorch operator: `octavo::sum_over_ranks_`.
+"""The sum over ranks as a PyTorch operator: `octavo::sum_over_ranks`.
 
-With an operator, the compiler captures a model with its collectives in one graph.
+With an operator, the compiler captures a model with its sums in one graph.
 """
 
 import torch
@@ -11,20 +11,21 @@ from octavo.engine.ranks.world import current_world
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
-    """Return the sum of a tensor over all ranks; `x` may be overwritten."""
-    x = x.contiguous()
-    torch.ops.octavo.sum_over_ranks_(x)
-    return x
+    """Return the sum of a tensor over all ranks."""
+    total: Tensor = torch.ops.octavo.sum_over_ranks(x.contiguous())
+    return total
 
 
-def _sum(x: Tensor) -> None:
+def _sum(x: Tensor) -> Tensor:
     world = current_world()
     assert world is not None
-    world.sum_(x)
+    return world.sum(x)
 
 
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sum_over_ranks_(Tensor(a!) x) -> ()")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks_", _sum, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks_", _sum, "CUDA")  # type: ignore[no-untyped-call]
-register_fake("octavo::sum_over_ranks_", lambda x: None)  # noqa: ARG005
+_library.define("sum_over_ranks(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("sum_over_ranks", _sum, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("sum_over_ranks", _sum, "CUDA")  # type: ignore[no-untyped-call]
+register_fake("octavo::sum_over_ranks", torch.empty_like)
+
+OPERATOR = torch.ops.octavo.sum_over_ranks.default

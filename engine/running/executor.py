@@ -121,6 +121,7 @@ class Executor:
             spans = [(s.group.request.adapter, s.end - s.start) for s in batch.sequences]
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
+            self._leader.switch(self._loaded)
             wants_tokens = self._wants_tokens(batch, inputs, masks_ready=False)
             self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
         self.cache.apply(batch.transfers)

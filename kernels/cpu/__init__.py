@@ -51,6 +51,7 @@ if _kernels is not None:  # for compiled steps, which need the C++ kernels
     take_spent = _kernels.take_spent
     register_operators = _kernels.register_operators
     set_step = _kernels.set_step
+    set_sum = _kernels.sums.set
 
 
 def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:

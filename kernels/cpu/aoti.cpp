@@ -114,6 +114,11 @@ int expert_weights(int32_t dtype) {
   return dtype == aoti_torch_dtype_int8() ? kInt8 : kInt4;
 }
 
+// Returns the kernels' number of a floating-point dtype.
+int float_code(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32() ? 0 : dtype == aoti_torch_dtype_float16() ? 1 : 2;
+}
+
 // The number of inputs of packed weights.
 int64_t expert_inputs(const View& panels) {
   constexpr int64_t kOfWord[] = {1, 2, 4};
@@ -150,6 +155,14 @@ extern "C" Error octavo_run_step(Run run, void* model, const Step* within,
   return run(model, inputs, 3, logits, 1, nullptr, nullptr);
 }
 
+// Adds up `elements` of `x` over all ranks to `out`; `dtype` is 0 for float32, 1 for float16 and 2
+// for bfloat16. Returns 0 if it could.
+using SumOverRanks = int (*)(const void* x, void* out, int64_t elements, int dtype);
+static SumOverRanks sum_over_ranks = nullptr;
+
+// Sets what adds up over ranks for all compiled steps of this process.
+extern "C" void octavo_set_sum(SumOverRanks function) { sum_over_ranks = function; }
+
 // Sets this thread's step for the operators of operators.cpp. What it points to must outlive their
 // calls.
 extern "C" void octavo_set_step(const Step* within) { step = *within; }
@@ -166,9 +179,7 @@ extern "C" Error octavo_run_greedy_step(Run run, void* model, const Step* within
     return error;
   const Stopwatch stopwatch(spent.sampling);
   const View view(logits);
-  const int dtype = view.dtype == aoti_torch_dtype_float32() ? 0
-                    : view.dtype == aoti_torch_dtype_float16() ? 1
-                                                                : 2;
+  const int dtype = float_code(view.dtype);
   if (view.strides[1] == 1) {
     if (masks)
       octavo_mask_logits(view.data, num_rows, view.strides[0], view.sizes[1], dtype, masks, words,
@@ -235,6 +246,24 @@ extern "C" Error aoti_torch_cpu_paged_attention(Tensor query, Tensor key, Tensor
                                  sinks ? View(*sinks).as<float>() : nullptr, step.threads);
   if (rotated) aoti_torch_delete_tensor_object(rotated);
   return bad ? kFailed : 0;
+}
+
+// octavo::sum_over_ranks
+extern "C" Error aoti_torch_cpu_sum_over_ranks(Tensor x, Tensor* result) {
+  const View given(x);
+  int64_t dimensions = 0, elements = 1;
+  aoti_torch_get_dim(x, &dimensions);
+  for (int64_t i = dimensions - 1; i >= 0; i--) {
+    if (given.sizes[i] > 1 && given.strides[i] != elements) return kFailed;
+    elements *= given.sizes[i];
+  }
+  void* out = nullptr;
+  if (!sum_over_ranks ||
+      aoti_torch_empty_strided(dimensions, given.sizes, given.strides, given.dtype,
+                               aoti_torch_device_type_cpu(), 0, result) ||
+      aoti_torch_get_data_ptr(*result, &out))
+    return kFailed;
+  return sum_over_ranks(given.data, out, elements, float_code(given.dtype)) ? kFailed : 0;
 }
 
 // octavo::latent_attention
@@ -356,11 +385,8 @@ extern "C" Error aoti_torch_cpu_add_adapters(Tensor out, Tensor x, int64_t targe
   if (!step.adapters) return 0;
   const LowRankBatch& batch = of_logits ? step.adapters->logits : step.adapters->tokens;
   if (batch.num_rows != count) return kFailed;
-  const int dtype = rows.dtype == aoti_torch_dtype_float32() ? 0
-                    : rows.dtype == aoti_torch_dtype_float16() ? 1
-                                                                : 2;
-  octavo_add_low_rank(rows.data, rows.strides[0], rows.sizes[1], made, width, width, dtype,
-                      outputs.dtype != rows.dtype, batch.rows, batch.tiles, batch.num_tiles,
+  octavo_add_low_rank(rows.data, rows.strides[0], rows.sizes[1], made, width, width,
+                      float_code(rows.dtype), outputs.dtype != rows.dtype, batch.rows, batch.tiles, batch.num_tiles,
                       batch.records + target * batch.num_adapters, step.threads);
   return 0;
 }

@@ -34,6 +34,7 @@ from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.low_rank import LowRankKernels
 from octavo.kernels.cpu.states import StateKernels
+from octavo.kernels.cpu.sums import RankSums
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -340,7 +341,7 @@ class NativeKernels:
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.low_rank = LowRankKernels(library)
         self.linear = LinearKernels(library, self.low_rank)
-        self.states = StateKernels(library)
+        self.states, self.sums = StateKernels(library), RankSums(library)
         self.latents = LatentKernels(self.linear)
         self.experts = ExpertKernels(library, self.linear)
         self._caches: dict[int, _CheckedCache] = {}

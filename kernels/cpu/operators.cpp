@@ -33,6 +33,7 @@ Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, in
 Error aoti_torch_cpu_latent_attention(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
                                       int64_t, double, int64_t*, double*, int64_t*, Tensor*);
 
+Error aoti_torch_cpu_sum_over_ranks(Tensor, Tensor*);
 Error aoti_torch_cpu_add_adapters(Tensor, Tensor, int64_t, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t, Tensor*,
                                    double, Tensor*, Tensor*);
@@ -115,6 +116,12 @@ void latent_attention(Value* stack, uint64_t, uint64_t) {
              static_cast<int64_t>(stack[6]), static_cast<int64_t>(stack[7]), as_double(stack[8]),
              window ? &window : nullptr, cap ? &cap : nullptr, chunk ? &chunk : nullptr, &result),
          result, "latent_attention");
+}
+
+void sum_over_ranks(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]);
+  Tensor result = nullptr;
+  finish(stack, aoti_torch_cpu_sum_over_ranks(x, &result), result, "sum_over_ranks");
 }
 
 void add_adapters(Value* stack, uint64_t, uint64_t) {
@@ -254,6 +261,7 @@ constexpr Operator kOperators[] = {
      " int value_dim, int rotated, int layer, float scale, int sliding_window, float soft_cap,"
      " int chunk) -> Tensor",
      latent_attention},
+    {"sum_over_ranks", "sum_over_ranks(Tensor x) -> Tensor", sum_over_ranks},
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
     {"packed_linear_nibbles", "packed_linear_nibbles(" LAYER ", " FUSED ") -> Tensor",
      packed_linear_nibbles},

@@ -7,11 +7,12 @@ memory.
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.hooks import AlignDevicesHook
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.engine.model_shape import ModelShape
@@ -49,6 +50,7 @@ def whole_reference(
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return Reference(tokens, logits, rounding, tuple(Choice(*pair) for pair in pairs))
     with _on_disk(path, config, torch.float32, prepare) as model:
+        _round_to(dtype, model)
         own = reference(model, shape, ModuleRouting(model), CPU)
     if dtype != torch.float32:
         with _on_disk(path, config, dtype, prepare) as model:
@@ -56,6 +58,38 @@ def whole_reference(
     flat = [tensor for choice in own.choices for tensor in choice]
     world.share([own.tokens, own.logits, own.rounding, *flat])
     return own
+
+
+class _Rounded(Mapping[str, torch.Tensor]):
+    """Weights that are rounded to a dtype as they are read, and keep their own.
+
+    Args:
+        weights: By name.
+        dtype: What they are rounded to.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._weights[name]
+        return weight.to(self._dtype).to(weight.dtype) if weight.is_floating_point() else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _round_to(dtype: torch.dtype, model: PreTrainedModel) -> None:
+    """Have a model compute with weights of `dtype`, as the parts do, whatever its files have."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for own in getattr(hook, "hooks", (hook,)):
+            if isinstance(own, AlignDevicesHook) and own.weights_map is not None:
+                own.weights_map = _Rounded(own.weights_map, dtype)
 
 
 @contextmanager

@@ -76,6 +76,24 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     return target
 
 
+@contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """Yield an empty directory in the cache for a block, which may end in another thread.
+
+    It is removed at the end. If this process is killed, `remove_unfinished` removes it.
+    """
+    target = cache_dir() / f"{name}-{os.getpid()}"
+    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with _locked(target, thread_local=False):
+        work = _work(target)
+        shutil.rmtree(work, ignore_errors=True)  # of a killed process that had this one's number
+        work.mkdir()
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
 def remove(name: str) -> bool:
     """Remove the cached model `name` atomically; return False if it is absent or being made."""
     target = cache_dir() / name
@@ -105,14 +123,16 @@ def remove_unfinished(folder: str) -> None:
 
 
 @contextmanager
-def _locked(target: Path, *, blocking: bool = True) -> Iterator[None]:
+def _locked(target: Path, *, blocking: bool = True, thread_local: bool = True) -> Iterator[None]:
     """Hold the lock on `target`; its file is removed at the end, and waiters make a new one.
+
+    Unless it is `thread_local`, another thread may end the block.
 
     Raises:
         Timeout: Another process holds it, and `blocking` is False.
     """
     file = target.with_name(f"{target.name}{LOCK}")
-    with FileLock(file).acquire(blocking=blocking):
+    with FileLock(file, thread_local=thread_local).acquire(blocking=blocking):
         try:
             yield
         finally:

@@ -7,7 +7,6 @@ from octavo.common.topology import Core, Node
 from octavo.engine.ranks.place import Place, RankError, given_place
 from octavo.engine.running.inputs import StepArrays
 from octavo.engine.running.ranks import pack, unpack
-from octavo.engine.settings import EngineSettings
 
 
 def test_a_step_arrives_as_it_was_sent():
@@ -54,8 +53,3 @@ def test_a_launcher_says_which_rank_this_is():
         given_place(given | {"RANK": "first"}, 4)
     with pytest.raises(RankError, match="RANK is 4, but WORLD_SIZE is 4"):
         given_place(given | {"RANK": "4"}, 4)
-
-
-def test_ranks_do_not_wait_for_a_compiler():
-    with pytest.raises(ValueError, match="ranks run uncompiled"):
-        EngineSettings(model="demo", tensor_parallel_size=2, compile="wait")

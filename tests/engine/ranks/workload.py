@@ -1,6 +1,9 @@
 """Runs requests on models, as one rank of several or alone; rank 0 prints what came out as JSON.
 
-python -m tests.engine.ranks.workload SIZE MODEL...
+python -m tests.engine.ranks.workload SIZE CASES
+
+CASES is JSON: each has the function that submits requests, a model, further settings, and for each
+rank the module that compiles its step, if it is not the usual one.
 """
 
 import json
@@ -9,31 +12,33 @@ import random
 import sys
 
 from octavo.common import logging
+from octavo.engine.compilation import background
 from octavo.engine.follower import follow
 from octavo.engine.ranks.place import given_place
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, allow_even_tokens
 
 VOCABULARY = 500
 SETTINGS = {
     "dtype": "float32",
     "compile": "off",
     "block_size": 8,
+    "num_blocks": 512,
     "swap_space": 0.01,
     "max_num_batched_tokens": 96,
     "max_num_seqs": 64,
 }
-MODES = {
-    "ample": {"num_blocks": 512},
-    "swap": {"num_blocks": 96, "preemption": "swap"},
-    "recompute": {"num_blocks": 96, "preemption": "recompute"},
-}
 
 
-def submit_all(engine):
-    """Submit 32 requests: greedy and seeded ones, some with several outputs, and beam searches."""
+def prompts(count, length=9, seed=3):
+    numbers = random.Random(seed)
+    return [[numbers.randrange(1, VOCABULARY) for _ in range(length + i)] for i in range(count)]
+
+
+def mixed(engine):
+    """32 requests: greedy and seeded ones, some with several outputs, and beam searches."""
     numbers = random.Random(3)
     shared = [numbers.randrange(1, VOCABULARY) for _ in range(20)]
 
@@ -51,10 +56,71 @@ def submit_all(engine):
         yield engine.submit(prompt(11 + i), 8, beam=BeamSearch(width=3))
 
 
-def run(model, mode, place):
-    engine = Stepper(build(settings_of(model, mode, place), place))
-    groups = list(submit_all(engine))
+def scored(engine):
+    """Prompts whose own tokens are scored."""
+    for prompt in prompts(6, length=24):
+        yield engine.submit(prompt, 4, prompt_logprobs=1)
+
+
+def masked(engine):
+    """Greedy and seeded requests beside some that may have even tokens only."""
+    for i, prompt in enumerate(prompts(8)):
+        group = engine.submit(prompt, 16, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
+        if i % 4 < 2:
+            allow_even_tokens(group, VOCABULARY)
+        yield group
+
+
+def repetitive(engine):
+    """Prompts that repeat themselves, so that tokens are drafted."""
+    for i, prompt in enumerate(prompts(6, length=4)):
+        yield engine.submit(prompt * 4, 24, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
+
+
+def again(engine):
+    """Prompts twice, one after the other, so that the second is cached."""
+    for _ in range(2):
+        for prompt in prompts(4, length=40):
+            yield engine.submit(prompt, 12)
+        engine.run()
+
+
+def features(engine):
+    """All of these, one after another."""
+    for work in (masked, repetitive, again, scored):
+        yield from work(engine)
+        engine.run()
+
+
+def long(engine):
+    """The requests of `through_a_switch`, once each."""
+    for prompt in prompts(4):
+        yield engine.submit(prompt, 40)
+
+
+def through_a_switch(engine):
+    """Requests that come one after another until the model is compiled and beyond."""
+    steps_compiled = 0
+    for i in range(1 << 20):
+        yield engine.submit(prompts(4)[i % 4], 40)
+        for _ in range(7):
+            engine.step()
+        steps_compiled += engine.parts.executor.compiled
+        if steps_compiled > 6:
+            return
+    raise AssertionError("the model was not compiled")
+
+
+WORKS = {work.__name__: work for work in (mixed, scored, features, long, through_a_switch)}
+
+
+def run(case, place):
+    settings = settings_of(case, place)
+    engine = Stepper(build(settings, place))
+    compiled = [engine.parts.executor.compiled]
+    groups = list(WORKS[case.get("work", "mixed")](engine))
     engine.run()
+    compiled.append(engine.parts.executor.compiled)
     counters = engine.scheduler.counters
     if engine.parts.leader is not None:
         engine.parts.leader.stop()
@@ -65,37 +131,46 @@ def run(model, mode, place):
             else [sequence.token_ids[sequence.num_prompt :] for sequence in group.sequences]
             for group in groups
         ],
+        "scores": [[one.logprob for one in group.prompt_logprobs or ()] for group in groups],
+        "compiled": compiled,
         "swapped": counters.preemptions_swap,
         "recomputed": counters.preemptions_recompute,
+        "accepted": counters.accepted_tokens,
+        "cached": sum(group.cached_tokens for group in groups),
         "block_bytes": engine.parts.block_bytes,
         "weight_bytes": weight_bytes(engine.parts.executor),
     }
 
 
 def weight_bytes(executor):
-    """Return the bytes of the weights that this process holds."""
+    """Return the bytes of the weights that this process holds; None if it runs compiled."""
     step = executor._loaded.step
     model = getattr(step, "_step", step)
+    if executor.compiled:
+        return None
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def settings_of(model, mode, place):
+def settings_of(case, place):
     size = 1 if place is None else place.size
-    return EngineSettings(model=model, tensor_parallel_size=size, **SETTINGS | MODES[mode])
+    given = SETTINGS | case["settings"]
+    return EngineSettings(model=case["model"], tensor_parallel_size=size, **given)
 
 
 def main():
-    size, *models = sys.argv[1:]
-    place = given_place(os.environ, int(size))
+    size, cases = int(sys.argv[1]), json.loads(sys.argv[2])
+    place = given_place(os.environ, size)
     logging.configure(log_level="error")
     found = {}
-    for model in models:
-        for mode in MODES:
-            if place is not None and place.rank:
-                follow(settings_of(model, mode, place), place)
-            else:
-                found[f"{model} {mode}"] = run(model, mode, place)
-    if place is None or not place.rank:
+    rank = 0 if place is None else place.rank
+    usual = background.MODULE
+    for name, case in cases.items():
+        background.MODULE = case.get("compilers", {}).get(str(rank), usual)
+        if rank:
+            follow(settings_of(case, place), place)
+        else:
+            found[name] = run(case, place)
+    if not rank:
         print(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # other ranks' threads may be in a collective

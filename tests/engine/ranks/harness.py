@@ -1,0 +1,90 @@
+"""Small random models, and processes that run them as ranks."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+from octavo.engine.ranks.place import Place
+from octavo.engine.ranks.world import STORE
+from tests.engine.random_model import save_random_model
+
+COMMON = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": LlamaConfig(**COMMON),
+    "few key and value heads": LlamaConfig(**COMMON | {"num_key_value_heads": 1}),
+    "qwen3": Qwen3Config(**COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "gemma3": Gemma3TextConfig(
+        **COMMON | {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2}
+    ),
+    "wide": LlamaConfig(**COMMON | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}),
+    "gpt2": GPT2Config(vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "mixtral": MixtralConfig(
+        **COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    ),
+}
+
+
+def save_models(names, folder):
+    """Write tiny random models, whose choices are clear; return their paths."""
+    paths = []
+    for name in names:
+        path = folder / name.replace(" ", "_")
+        save_random_model(MODELS[name], path, std=0.15, dtype=torch.float32)
+        paths.append(str(path))
+    return paths
+
+
+def run_ranks(size, cases, folder):
+    """Run the workload on `size` ranks; return what rank 0 printed.
+
+    Args:
+        size: How many ranks.
+        cases: By name; see `workload.py`.
+        folder: For the ranks to find each other.
+    """
+    places = [Place(rank, size, rank, size) for rank in range(size)]
+    command = [sys.executable, "-m", "tests.engine.ranks.workload", str(size), json.dumps(cases)]
+    own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{uuid.uuid4()}")}
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=environment | own | (place.variables() if size > 1 else {}),
+            stdout=subprocess.PIPE if not place.rank else None,
+        )
+        for place in places
+    ]
+    try:
+        printed, _ = processes[0].communicate(timeout=600)
+        assert [process.wait(60) for process in processes] == [0] * size
+    finally:
+        for process in processes:
+            process.kill()
+    return json.loads(printed.splitlines()[-1])
+
+
+def score_errors(found, expected):
+    """Return the differences of the log-probabilities of prompts' own tokens."""
+    pairs = zip(found["scores"], expected["scores"], strict=True)
+    return np.concatenate([np.subtract(own, other) for own, other in pairs])
