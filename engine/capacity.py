@@ -133,5 +133,6 @@ def keeps_blocks(settings: EngineSettings) -> bool:
     return (
         settings.quantization == "none"
         and settings.tensor_parallel_size == 1
+        and not settings.takes_adapters
         and choose_device(settings.device).type == "cpu"
     )

@@ -300,10 +300,10 @@ def _load_adapters(settings: EngineSettings, loaded: LoadedStep) -> AdapterRegis
     Raises:
         StartupError: One of them cannot be served.
     """
-    if loaded.adapted is None:
+    if loaded.targets is None:
         return None
     limit = _adapter_limit(settings, loaded.device)
-    registry = AdapterRegistry(loaded.adapted.targets, settings.model_name, limit)
+    registry = AdapterRegistry(loaded.targets, settings.model_name, limit)
     for name, path in settings.adapters.items():
         try:
             registry.add(registry.read(name, Path(path)))
@@ -322,9 +322,9 @@ def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None
 
 def _device_adapters(loaded: LoadedStep, limit: int | None) -> DeviceAdapters | None:
     """Return what keeps adapters on the device; None if the engine takes none."""
-    if loaded.adapted is None:
+    if loaded.targets is None:
         return None
-    return DeviceAdapters(loaded.device, limit)
+    return DeviceAdapters(loaded.device, limit, loaded.targets.packed)
 
 
 def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation | None:

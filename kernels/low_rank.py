@@ -8,6 +8,7 @@ of one adapter, so that a kernel reads an adapter's matrices once for a tile (Pu
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class LowRankBatch:
         num_rows: Rows of the whole batch.
         max_rank: The highest rank of an adapter.
         owners: What holds the matrices in memory.
+        adapters: `[num_rows]` int32: each row's adapter; -1 for none.
     """
 
     rows: Tensor
@@ -41,6 +43,75 @@ class LowRankBatch:
     num_rows: int
     max_rank: int
     owners: Sequence[Tensor]
+    adapters: np.ndarray
+
+
+class LowRankPart(NamedTuple):
+    """The outputs of a packed layer that are those of one layer of the model.
+
+    The second matrix of its records is in panels, `[panels, rank, lanes]`.
+
+    Attributes:
+        layer: Index of the layer among a batch's records.
+        panel: The packed layer's panel that has the first of these outputs.
+        panels: Panels that have some.
+        lane: The first lane of these panels that has some.
+        lanes: Lanes from there on that have some.
+    """
+
+    layer: int
+    panel: int
+    panels: int
+    lane: int
+    lanes: int
+
+
+class LowRankLayer(NamedTuple):
+    """A packed layer that adapters adapt.
+
+    Attributes:
+        parts: The layers of the model in it.
+        of_logits: Whether it runs for the rows of logits, not for all tokens.
+    """
+
+    parts: tuple[LowRankPart, ...]
+    of_logits: bool
+
+
+class LowRankOfLayer(NamedTuple):
+    """What adapters add to a packed layer.
+
+    Attributes:
+        batch: The layer's rows, and the adapters' matrices.
+        parts: The layers of the model in it.
+    """
+
+    batch: LowRankBatch
+    parts: tuple[LowRankPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """The adapters of a step.
+
+    Attributes:
+        tokens: For layers that run for every token.
+        logits: For the head, which runs for the rows of logits.
+        layers: The packed layers that adapters adapt.
+    """
+
+    tokens: LowRankBatch
+    logits: LowRankBatch
+    layers: Sequence[LowRankLayer] = ()
+
+    def batch(self, *, of_logits: bool) -> LowRankBatch:
+        """Return the batch of a layer."""
+        return self.logits if of_logits else self.tokens
+
+    def of_layer(self, number: int) -> LowRankOfLayer:
+        """Return what adapters add to a packed layer."""
+        layer = self.layers[number]
+        return LowRankOfLayer(self.batch(of_logits=layer.of_logits), layer.parts)
 
 
 def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
@@ -48,7 +119,7 @@ def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
 
     Args:
         down: Address of the matrix `[rank, inputs]`.
-        up: Address of the matrix `[rank, outputs]`.
+        up: Address of the matrix `[rank, outputs]`, or in panels; see `LowRankPart`.
         rank: 0 if the adapter leaves the layer as it is.
         scale: Factor of the product; its bits as a float64 are stored.
     """
@@ -77,6 +148,7 @@ def sort_rows(
         len(adapters),
         max_rank,
         owners,
+        adapters.astype(np.int32),
     )
 
 

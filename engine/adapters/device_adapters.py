@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from octavo.engine.adapters.adapter import Adapter
-from octavo.engine.adapters.step import AppliedAdapters
 from octavo.kernels.host import to_device
-from octavo.kernels.low_rank import sort_rows
+from octavo.kernels.low_rank import LowRankLayer, StepAdapters, sort_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,15 @@ class DeviceAdapters:
         device: Where the model is.
         limit: Bytes on the device, which the adapters of a batch must fit; None: nothing is copied,
             as the model is on a CPU.
+        packed: The model's packed layers that adapters adapt.
     """
 
-    def __init__(self, device: torch.device, limit: int | None) -> None:
+    def __init__(
+        self, device: torch.device, limit: int | None, packed: Sequence[LowRankLayer] = ()
+    ) -> None:
         self._device = device
         self._limit = limit
+        self._packed = packed
         self.copies = 0
         # The least recently used first.
         self._held: WeakKeyDictionary[Adapter, _OnDevice] = WeakKeyDictionary()
@@ -52,7 +55,7 @@ class DeviceAdapters:
 
     def lay_out(
         self, spans: Sequence[tuple[object, int]], logit_rows: np.ndarray
-    ) -> AppliedAdapters | None:
+    ) -> StepAdapters | None:
         """Return the adapters of a batch; None if no sequence has one.
 
         Args:
@@ -77,7 +80,7 @@ class DeviceAdapters:
         tokens, logits = (
             sort_rows(rows, on_device, most, owners) for rows in (of_tokens, of_tokens[logit_rows])
         )
-        return AppliedAdapters(tokens, logits)
+        return StepAdapters(tokens, logits, self._packed)
 
     def _hold(self, wanted: Mapping[Adapter, int]) -> list[_OnDevice]:
         """Return adapters on the device, after others have made room for them."""

@@ -1,29 +1,14 @@
 """What an adapter's matrices are held to: the linear layers of the model that it may adapt."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from octavo.kernels.low_rank import RECORD
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A linear layer that adapters may adapt.
-
-    Attributes:
-        index: Its place among the model's targets.
-        inputs: Its inputs.
-        outputs: Its outputs.
-        is_head: Whether it makes the logits: then it runs for some of the tokens only.
-    """
-
-    index: int
-    inputs: int
-    outputs: int
-    is_head: bool = False
+from octavo.engine.models.linear.adapted_layers import Placement, Target
+from octavo.kernels.low_rank import RECORD, LowRankLayer, LowRankPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +19,60 @@ class Targets:
         layers: By their names in transformers' model.
         dtype: Of the layers' inputs, which adapters are converted to.
         pinned: Whether adapters lie in pinned memory, as a GPU copies them from it.
+        orders: Orders of inputs, by their numbers in `Placement`.
+        packed: The packed layers that have some of these layers, by number.
     """
 
     layers: Mapping[str, Target]
     dtype: torch.dtype
     pinned: bool = False
+    orders: Sequence[tuple[int, ...]] = ()
+    packed: tuple[LowRankLayer, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts: dict[int, list[LowRankPart]] = {}
+        heads: set[int] = set()
+        for target in self.layers.values():
+            if (own := target.placement) is not None:
+                panels = own.panels(target.outputs)
+                part = LowRankPart(target.index, own.panel, panels, own.lane, own.lanes)
+                parts.setdefault(own.packed, []).append(part)
+                heads |= {own.packed} if target.is_head else set()
+        packed = (
+            LowRankLayer(tuple(parts.get(number, ())), number in heads)
+            for number in range(max(parts, default=-1) + 1)
+        )
+        object.__setattr__(self, "packed", tuple(packed))
 
     def make_records(self) -> np.ndarray:
         """Return a record for each index, of an adapter that leaves all layers as they are."""
         count = max((target.index for target in self.layers.values()), default=-1) + 1
         return np.zeros((count, RECORD), np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` reads."""
+        return {
+            "layers": {name: asdict(target) for name, target in self.layers.items()},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "orders": list(map(list, self.orders)),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Targets":
+        """Return the targets that `to_json` returned, of a CPU.
+
+        Raises:
+            ValueError: It did not return these.
+        """
+        try:
+            layers = {}
+            for name, target in data["layers"].items():
+                placed = target["placement"]
+                own = None if placed is None else Placement(**placed)
+                layers[name] = Target(**(target | {"placement": own}))
+            orders = tuple(map(tuple, data["orders"]))
+            return cls(layers, getattr(torch, data["dtype"]), orders=orders)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"the layers that adapters may adapt are malformed: {error}"
+            ) from error

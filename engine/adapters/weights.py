@@ -6,7 +6,7 @@ threads for the thread that it runs in.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from octavo.common.models.errors import ModelError
 from octavo.common.models.weight_files import PICKLED, check_file
 from octavo.engine.adapters.config import MAX_RANK, AdapterConfig, read_config
 from octavo.engine.adapters.errors import AdapterError
-from octavo.engine.adapters.targets import Target, Targets
+from octavo.engine.adapters.targets import Targets
+from octavo.engine.models.linear.adapted_layers import Target
 from octavo.kernels.low_rank import make_record
 
 WEIGHTS = "adapter_model.safetensors"
@@ -56,7 +57,8 @@ class AdapterWeights:
 
     Attributes:
         matrices: `[elements]` of the targets' dtype: of each layer A, `[rank, inputs]`, and B
-            transposed, `[rank, outputs]`.
+            transposed, `[rank, outputs]`, or as its packed layer takes it: see
+            `octavo.kernels.low_rank.LowRankPart`.
         records: `[indices of targets, RECORD]` int64, as for
             `octavo.kernels.low_rank.LowRankBatch`, with the offsets of A and B in bytes in place
             of their addresses.
@@ -108,13 +110,18 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
         raise AdapterError(f"{file} cannot be read: {error}") from error
     stated = (directory / ADAPTER_CONFIG).read_bytes()
     digest = hashlib.blake2b(stated + hashlib.blake2b(content).digest(), digest_size=16)
-    return _lay_out(file, layers, tensors, targets, digest.hexdigest())
+
+    def values(layer: str, part: str) -> np.ndarray:
+        name = f"base_model.model.{layer}.lora_{part}.weight"
+        return _values(file, name, tensors[name], targets.dtype)
+
+    return lay_out(layers, values, targets, digest.hexdigest())
 
 
 def blank_weights(targets: Targets) -> AdapterWeights:
     """Return the weights of an adapter of every layer that changes no output."""
     records = targets.make_records()
-    widest = max((max(own.inputs, own.outputs) for own in targets.layers.values()), default=0)
+    widest = max((max(own.inputs, _width(own)) for own in targets.layers.values()), default=0)
     matrix = torch.zeros(BLANK_RANK * widest, dtype=targets.dtype, pin_memory=targets.pinned)
     for target in targets.layers.values():
         records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all lie at the same place
@@ -199,16 +206,22 @@ def _check_layer(
     return Matrices(layer, target, rank, config.scale_of(layer))
 
 
-def _lay_out(
-    file: Path,
-    layers: list[Matrices],
-    tensors: Mapping[str, Mapping[str, Any]],
+def lay_out(
+    layers: Sequence[Matrices],
+    values: Callable[[str, str], np.ndarray],
     targets: Targets,
     digest: str,
 ) -> AdapterWeights:
-    """Put all matrices into one tensor."""
+    """Put all matrices of an adapter into one tensor, as the kernels take them.
+
+    Args:
+        layers: Its layers.
+        values: Returns a layer's matrix in float32, by the layer's name and the matrix's, A or B.
+        targets: The model's layers.
+        digest: Of the adapter's files.
+    """
     size = sum(
-        _aligned(own.rank * own.target.inputs) + _aligned(own.rank * own.target.outputs)
+        _aligned(own.rank * own.target.inputs) + _aligned(own.rank * _width(own.target))
         for own in layers
     )
     matrices = torch.empty(size, dtype=targets.dtype, pin_memory=targets.pinned)
@@ -216,16 +229,36 @@ def _lay_out(
     records = targets.make_records()
     offset = 0
     for layer, target, rank, scale in layers:
+        down, up = _in_order(values(layer, "A"), target, targets), values(layer, "B").T
         places = []
-        for part, width in (("A", target.inputs), ("B", target.outputs)):
-            name = f"base_model.model.{layer}.lora_{part}.weight"
-            values = _values(file, name, tensors[name], targets.dtype)
-            matrix = values if part == "A" else values.T
+        for matrix in (down, _in_panels(up, target)):
             places.append(offset * matrices.itemsize)
-            whole[offset : offset + rank * width] = _convert(matrix, targets.dtype).reshape(-1)
-            offset += _aligned(rank * width)
+            whole[offset : offset + matrix.size] = _convert(matrix, targets.dtype).reshape(-1)
+            offset += _aligned(matrix.size)
         records[target.index] = make_record(places[0], places[1], rank, scale)
     return AdapterWeights(matrices, records, max(own.rank for own in layers), digest)
+
+
+def _width(target: Target) -> int:
+    """Return the outputs of a layer with those that its packed layer's panels have beside them."""
+    own = target.placement
+    return target.outputs if own is None else own.panels(target.outputs) * own.lanes
+
+
+def _in_order(down: np.ndarray, target: Target, targets: Targets) -> np.ndarray:
+    """Return A, `[rank, inputs]`, with its columns in the packed layer's order."""
+    own = target.placement
+    return down if own is None or own.order < 0 else down[:, list(targets.orders[own.order])]
+
+
+def _in_panels(up: np.ndarray, target: Target) -> np.ndarray:
+    """Return B transposed, `[rank, outputs]`, in the packed layer's panels if it has one."""
+    own = target.placement
+    if own is None:
+        return up
+    after = _width(target) - own.shift - target.outputs
+    padded = np.pad(up, ((0, 0), (own.shift, after)))
+    return padded.reshape(len(up), -1, own.lanes).transpose(1, 0, 2)
 
 
 def _aligned(elements: int) -> int:

@@ -16,6 +16,8 @@ import torch
 from octavo.common.models.cache import cache_dir
 from octavo.common.models.files import CONFIG
 from octavo.common.models.quantized import find_statement
+from octavo.engine.adapters.targets import Targets
+from octavo.engine.adapters.trial import TrialStep, check_adapters
 from octavo.engine.attention.operator import current_step
 from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.container import Container
@@ -43,20 +45,23 @@ COST = "SmolLM2: none in bfloat16, up to a quarter more time per step in float32
 HINT = "to compile it, install g++ and start again"
 NO_MASKS: Mapping[int, np.ndarray] = {}
 MANIFEST = "step.json"
-REFERENCE = "reference.safetensors"
+REFERENCE, ADAPTED = "reference.safetensors", "adapted.safetensors"
+"""What the self-check compares with, without and with the trial adapter."""
 DIGEST = "sha256"
 """A manifest's key for the digest of its other keys."""
 HERE = Path(__file__).resolve().parent
 SOURCES = (
     *("artifact.py", "capture.py", "captured.py", "experts.py", "export.py", "fusion.py"),
     *("rotation.py", "translation.py"),
+    *("../adapters/adapted_model.py", "../adapters/targets.py", "../adapters/trial.py"),
     *("../attention/interface.py", "../attention/latent.py", "../attention/operator.py"),
     "../attention/packed_latents.py",
     *("../models/load_model.py", "../models/rope.py", "../models/step.py"),
     *("../models/checks/masks.py", "../models/checks/probe.py", "../models/checks/routing.py"),
     *("../models/checks/module_routing.py", "../models/checks/reference.py"),
     *("../models/checks/self_check.py", "../models/checks/structure.py"),
-    "../models/checks/widened.py",
+    *("../models/checks/trial_adapter.py", "../models/checks/trial_matrices.py"),
+    *("../models/checks/widened.py", "../models/linear/adapted_layers.py"),
     *("../models/linear/fuse_linears.py", "../models/linear/packed_linear.py"),
     "../models/linear/plain_linears.py",
     *("../models/experts/expert_layer.py", "../models/experts/interface.py"),
@@ -66,7 +71,7 @@ SOURCES = (
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
     *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
     *("../../kernels/cpu/latent.py", "../../kernels/cpu/latent_attention.cpp"),
-    *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py"),
+    *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py", "../../kernels/cpu/low_rank.h"),
     *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/nibbles.h"),
     "../../kernels/cpu/words.h",
 )
@@ -87,6 +92,7 @@ class Recipe:
         max_model_len: The value of --max-model-len, on which some rotary embeddings depend.
         rank: The number of the rank whose part it computes.
         ranks: How many ranks hold the model.
+        adapters: Whether it applies LoRA adapters.
     """
 
     model: str
@@ -96,6 +102,7 @@ class Recipe:
     max_model_len: int | None = None
     rank: int = 0
     ranks: int = 1
+    adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,8 @@ class Manifest:
         tolerance: The quantization's tolerance in the self-check.
         unquantized: The result of `unquantized_shares`.
         translated: Why the step was translated to TorchScript, not compiled; empty if compiled.
+        targets: The layers that adapters may adapt; see `Targets.to_json`. None if it applies none.
+        trial: The scales of the trial adapter's layers, by name.
     """
 
     shape: ModelShape
@@ -119,6 +128,8 @@ class Manifest:
     tolerance: float = 0.0
     unquantized: Mapping[str, float] = field(default_factory=dict)
     translated: str = ""
+    targets: Mapping[str, Any] | None = None
+    trial: Mapping[str, float] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Save it as JSON, with a SHA-256 of its contents."""
@@ -192,6 +203,7 @@ class CompiledStep:
 
     Attributes:
         manifest: The artifact's contents.
+        targets: The layers that adapters may adapt; None if it applies none.
     """
 
     def __init__(self, artifact: Artifact, *, checked: bool = True) -> None:
@@ -199,6 +211,8 @@ class CompiledStep:
         self._hold = cache_cleanup.hold(artifact.path, asdict(artifact.recipe))
         check_trusted(artifact.path, artifact.path / MANIFEST)
         self.manifest = Manifest.read(artifact.path / MANIFEST)
+        own = self.manifest.targets
+        self.targets = None if own is None else Targets.from_json(own)
         _verify(artifact.path, self.manifest)
         # `aoti_load_package` would unpack the weights into a temporary directory at every start,
         # and leave them there.
@@ -220,20 +234,26 @@ class CompiledStep:
         Raises:
             SelfCheckError: Its logits are not those of transformers.
         """
-        SelfCheck(
+        device = torch.device("cpu")
+        check = SelfCheck(
             Reference.load(self._artifact.path / REFERENCE),
             self.manifest.shape,
             getattr(torch, self.manifest.dtype),
-            torch.device("cpu"),
+            device,
             block_size=self._artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
             routing=OperatorRouting(),
-        )(step)
+        )
+        check(step)
+        if self.targets is not None:
+            adapted = TrialStep(step, self.targets, self.manifest.trial, device)
+            expected = Reference.load(self._artifact.path / ADAPTED)
+            check_adapters(check.against(expected), adapted)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Run the model within `attending`; see `octavo.engine.models.step`."""
+        """Run the model within `attending` and `applying`; see `octavo.engine.models.step`."""
         return self._container(token_ids, positions, logit_rows, current_step())
 
     def most_likely(

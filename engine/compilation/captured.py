@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.export import ExportedProgram
 
+from octavo.engine.adapters.adapted_model import adapt_loaded
 from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Manifest, Recipe
 from octavo.engine.compilation.capture import capture
 from octavo.engine.models.checks.reference import Reference
 from octavo.engine.models.experts.packed_experts import count_packed
+from octavo.engine.models.linear.adapted_layers import CapturedAdapters, applying
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.step import EagerStep, Step
 
@@ -32,14 +34,17 @@ class CapturedStep:
         exported: The graph, for two tokens or more; also right for one, as tests show.
         manifest: The artifact's, without files.
         expected: What the self-check compares with.
+        adapted: Likewise with the trial adapter, if it applies adapters.
     """
 
     exported: ExportedProgram
     manifest: Manifest
     expected: Reference
+    adapted: Reference | None = None
 
     def save(self, directory: Path) -> None:
-        """Write it to an empty directory."""
+        """Write it to an empty directory; not one that applies adapters, as ranks take none."""
+        assert self.adapted is None
         for weights in (self.exported.state_dict, self.exported.constants):
             for name, weight in weights.items():
                 if isinstance(weight, torch.Tensor):
@@ -80,9 +85,13 @@ def capture_step(
     Raises:
         Exception: What torch raises for a model that it cannot capture.
     """
-    step, check = EagerStep(loaded.model), loaded.check
+    step, check, trial = EagerStep(loaded.model), loaded.check, loaded.trial
+    targets, adapted = adapt_loaded(loaded, recipe.model) if recipe.adapters else (None, None)
+    with_adapter = None if trial is None else trial.check
     if count_packed(loaded.model) < len(check.expected.choices):
         check = check.follow(step if checked is None else checked)
+        if with_adapter is not None and adapted is not None:
+            with_adapter = with_adapter.follow(adapted)
     left = unquantized_shares(loaded.model) if recipe.quantization != "none" else {}
     manifest = Manifest(
         loaded.shape,
@@ -91,5 +100,10 @@ def capture_step(
         files={},
         tolerance=check.tolerance,
         unquantized=left,
+        targets=None if targets is None else targets.to_json(),
+        trial={} if trial is None else trial.scales,
     )
-    return CapturedStep(capture(step, loaded.device), manifest, check.expected)
+    with applying(None if targets is None else CapturedAdapters()):
+        exported = capture(step, loaded.device)
+    of_adapters = None if with_adapter is None else with_adapter.expected
+    return CapturedStep(exported, manifest, check.expected, of_adapters)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.attention.operator import PagedStep
+from octavo.engine.models.linear.adapted_layers import current_adapters
 from octavo.kernels import cpu
 from octavo.kernels.cpu.native import CheckedCaches, CompiledInputs, CompiledModel
 
@@ -100,7 +101,8 @@ class Container:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> CompiledInputs:
         caches = self._caches.check(within)
-        return CompiledInputs(caches, within.groups, token_ids, positions, logit_rows)
+        adapters = current_adapters()
+        return CompiledInputs(caches, within.groups, token_ids, positions, logit_rows, adapters)
 
     def constants(self) -> list[Tensor]:
         """Return the weights in place; none if PyTorch is too old."""

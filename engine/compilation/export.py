@@ -22,7 +22,13 @@ from torch.export import ExportedProgram
 from octavo.common.models.cache import prepare
 from octavo.common.models.errors import first_line
 from octavo.engine.attention import packed_latents, state_operators
-from octavo.engine.compilation.artifact import MANIFEST, REFERENCE, Recipe, fingerprints
+from octavo.engine.compilation.artifact import (
+    ADAPTED,
+    MANIFEST,
+    REFERENCE,
+    Recipe,
+    fingerprints,
+)
 from octavo.engine.compilation.captured import CapturedStep, capture_step
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.experts import GROUPED_PRODUCT, call_grouped_products
@@ -30,6 +36,7 @@ from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.translation import translate
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
+from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
 from octavo.engine.models.load_model import load
 from octavo.engine.ranks import collectives
 from octavo.kernels import machine
@@ -93,6 +100,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         block_size=recipe.block_size,
         quantization=recipe.quantization,
         max_model_len=recipe.max_model_len,
+        adapters=recipe.adapters,
     )
     compile_captured(capture_step(loaded, recipe), result, scratch)
 
@@ -115,6 +123,8 @@ def compile_captured(captured: CapturedStep, result: Path, scratch: Path) -> Non
     exported.graph_module.recompile()
     library, translated = make_library(exported, result, scratch)
     captured.expected.save(result / REFERENCE)
+    if captured.adapted is not None:
+        captured.adapted.save(result / ADAPTED)
     for file in result.iterdir():
         file.chmod(0o644)  # whatever the umask, as an artifact that others can write to is refused
     result.chmod(0o755)
@@ -169,6 +179,7 @@ def compile_graph(exported: ExportedProgram, result: Path, scratch: Path) -> str
         packed_latents.OPERATOR,
         GROUPED_PRODUCT,
         packed_experts.OPERATOR,
+        ADD_ADAPTERS,
         collectives.OPERATOR,
         *packed_linear.OPERATORS,
         *state_operators.OPERATORS,

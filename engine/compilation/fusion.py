@@ -64,8 +64,8 @@ def _fuse_residuals(graph: Graph) -> None:
             linear = outputs.args[0] if outputs.target is aten.reshape.default else None
             if (
                 not isinstance(linear, fx.Node)
-                or (index := _norm_index(linear)) is None
-                or linear.args[index - 1]  # gated
+                or _norm_index(linear) is None
+                or linear.args[_index(linear, "gated") or 0]
                 or len(outputs.users) > 1
                 or len(linear.users) > 1
                 or places[residual] > places[linear]
@@ -82,10 +82,13 @@ def _fuse_residuals(graph: Graph) -> None:
 
 def _norm_index(node: Node) -> int | None:
     """Return a linear layer's index of the arguments norm, epsilon and residual, if it has them."""
-    if node.target not in packed_linear.OPERATORS:
-        return None
+    return _index(node, "norm") if node.target in packed_linear.OPERATORS else None
+
+
+def _index(node: Node, name: str) -> int | None:
+    """Return the index of an operator's argument, if it has it."""
     names = [given.name for given in node.target._schema.arguments]  # noqa: SLF001
-    return names.index("norm") if "norm" in names else None
+    return names.index(name) if name in names else None
 
 
 def _set(linear: Node, which: int, value: object) -> None:

@@ -14,6 +14,7 @@ from octavo.common.models.cache import cache_dir
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture, example
 from octavo.engine.compilation.rotation import fuse_rotary_embeddings
+from octavo.engine.models.linear.adapted_layers import current_adapters
 from octavo.engine.models.step import EagerStep
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,8 @@ class JitStep:
     """A model's step, compiled once for any number of tokens from two.
 
     Other steps, such as one token alone, run uncompiled: no request waits for the compiler. They
-    are counted, and those of several tokens are logged.
+    are counted, and those of several tokens are logged. So do steps with adapters, as the compiled
+    code applies none.
 
     Attributes:
         eager_steps: Number of steps that ran uncompiled.
@@ -60,6 +62,7 @@ class JitStep:
     def __init__(self, step: EagerStep, device: torch.device) -> None:
         self.eager_steps = 0
         self._uncompiled = 0
+        self._eager = step
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
         captured = capture(step, device)
         fuse_rotary_embeddings(captured.graph)
@@ -80,6 +83,10 @@ class JitStep:
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
         """Run the model within `attending`; see `octavo.engine.models.step`."""
+        if current_adapters() is not None:
+            self.eager_steps += 1
+            adapted: torch.Tensor = self._eager(token_ids, positions, logit_rows)
+            return adapted
         count = len(logit_rows)
         if count == 1:
             logit_rows = logit_rows.repeat(2)

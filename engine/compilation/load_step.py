@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,7 +19,6 @@ from octavo.engine.compilation import (
     cache_cleanup,
     locate,
 )
-from octavo.engine.compilation.artifact import Manifest
 from octavo.engine.compilation.background import LOAD_ERRORS, CompileProgress
 from octavo.engine.compilation.rank_compiler import (
     RankCompiler,
@@ -48,8 +46,7 @@ COMPILER_SHARE = 0.75
 """Maximum share of the free memory for the compiler; the KV cache and swap space need the rest."""
 
 if TYPE_CHECKING:
-    from octavo.engine.adapters.adapted_model import AdaptedModel
-    from octavo.engine.models.load_model import LoadedModel
+    from octavo.engine.adapters.targets import Targets
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +62,7 @@ class LoadedStep:
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where it runs.
         compiler: Compiles a faster step in the background; else None.
-        adapted: The uncompiled model for steps with adapters; None if it takes none.
+        targets: The layers that adapters may adapt; None if it takes no adapters.
         rank_compiler: As `compiler`, of one of several ranks: all begin to use what they made at
             the same step, by `switch`.
     """
@@ -77,14 +74,19 @@ class LoadedStep:
     device: torch.device
     compiler: Compiler | None
     _step: Step
-    adapted: "AdaptedModel | None" = None
+    targets: "Targets | None" = None
     rank_compiler: RankCompiler | None = None
 
     @property
     def step(self) -> Step:
         """The compiled step once it is ready, which drops the eager one."""
-        if self.compiler is not None and self.compiler.step is not None:
-            self._step, self.compiler = self.compiler.step, None
+        if self.compiler is not None and (compiled := self.compiler.step) is not None:
+            self.compiler = None
+            own = compiled.targets if isinstance(compiled, CompiledStep) else None
+            if own == self.targets:  # adapters are laid out for these
+                self._step = compiled
+            else:
+                log.warning("the compiled step takes other adapters: it is not used")
         return self._step
 
     @property
@@ -147,15 +149,17 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         settings.max_model_len,
         rank=0 if world is None else world.rank,
         ranks=1 if world is None else world.size,
+        adapters=settings.takes_adapters,
     )
     device = choose_device(settings.device)
     compiles = _on_all(_compiles_ahead(settings, device) and _trusts_cache(), world)
     artifact = locate(recipe) if compiles else None
     made = _on_all(artifact is not None and artifact.path.is_dir(), world)
     compiled = _load_compiled(artifact, world) if artifact and made else None
-    if compiled is not None and not settings.takes_adapters:
+    if compiled is not None:
         return compiled
     # Imported here because transformers is slow to import, and a compiled step needs none of it.
+    from octavo.engine.adapters.adapted_model import adapt_loaded  # noqa: PLC0415
     from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
     from octavo.engine.models.checks.model_class import check_model_class  # noqa: PLC0415
     from octavo.engine.models.load_model import load  # noqa: PLC0415
@@ -172,13 +176,11 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
         world=world,
+        adapters=settings.takes_adapters,
     )
     if world is not None:
         log.info("this rank's part loaded", gib=round(_size(loaded.model) / GIB, 3))
-    adapted = _adapted(loaded, model) if settings.takes_adapters else None
-    if compiled is not None:
-        compiled.adapted = adapted
-        return compiled
+    targets = adapt_loaded(loaded, model)[0] if settings.takes_adapters else None
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     artifact = artifact or (locate(recipe) if compiles else None)  # the model's files exist now
@@ -223,18 +225,8 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         loaded.device,
         compiler,
         step,
-        adapted,
+        targets,
     )
-
-
-def _adapted(loaded: "LoadedModel", path: str) -> "AdaptedModel":
-    """Make a model's linear layers apply LoRA adapters."""
-    from octavo.engine.adapters.adapted_model import adapt  # noqa: PLC0415 - as `load`
-    from octavo.engine.models.quantization.checkpoints import find_format  # noqa: PLC0415
-    from octavo.engine.models.quantization.checkpoints.reader import read_config  # noqa: PLC0415
-
-    config = read_config(path, quantized=find_format(Path(path)) is not None)
-    return adapt(loaded.model, config, loaded.dtype)
 
 
 def compiled_for_gpu(step: EagerStep, device: torch.device, check: SelfCheck) -> Step:
@@ -324,17 +316,20 @@ def _load_compiled(artifact: Artifact, world: World | None) -> LoadedStep | None
         if own is None:
             return None
         ranks = RankStep(own, world, own.manifest.shape.vocab_size)
-        return _loaded_step(own.manifest, ranks)
+        return _loaded_step(own, ranks)
     try:
         step = CompiledStep(artifact)
     except LOAD_ERRORS as error:
         remove_unusable(artifact, error)
         return None
-    return _loaded_step(step.manifest, step)
+    return _loaded_step(step, step)
 
 
-def _loaded_step(manifest: Manifest, step: Step) -> LoadedStep:
-    """Return the step of an artifact."""
+def _loaded_step(compiled: CompiledStep, step: Step) -> LoadedStep:
+    """Return an artifact's step, and what runs it, as a model ready to run."""
+    manifest = compiled.manifest
     _warn_unquantized(manifest.unquantized)
     dtype = getattr(torch, manifest.dtype)
-    return LoadedStep(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step)
+    return LoadedStep(
+        *(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step, compiled.targets)
+    )

@@ -13,6 +13,7 @@ from torch.jit import load, optimized_execution  # type: ignore[attr-defined]
 
 from octavo.engine.attention.operator import PagedStep
 from octavo.engine.compilation.container import LatestCaches
+from octavo.engine.models.linear.adapted_layers import current_adapters
 from octavo.kernels import cpu
 
 
@@ -37,10 +38,11 @@ class TranslatedModel:
         self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, within: PagedStep
     ) -> Tensor:
         """Run the model; see `Container`."""
-        cpu.set_step(self._caches.check(within), within.groups)
+        kept = cpu.set_step(self._caches.check(within), within.groups, current_adapters())
         # Its optimizations would compile for sizes, which change from step to step.
         with optimized_execution(False):
             logits: Tensor = self._module(token_ids, positions, logit_rows)
+        del kept
         return logits
 
     def most_likely(

@@ -23,6 +23,7 @@ from octavo.engine.compilation.experts import GROUPED_PRODUCT
 from octavo.engine.compilation.rotation import Node
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
+from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
 from octavo.engine.ranks import collectives
 from octavo.kernels import cpu
 
@@ -34,6 +35,7 @@ NATIVE = {
     torch.ops.octavo.paged_attention.default,
     packed_latents.OPERATOR,
     packed_experts.OPERATOR,
+    ADD_ADAPTERS,
     collectives.OPERATOR,
     *state_operators.OPERATORS,
 }

@@ -1,6 +1,6 @@
 """Loads a decoder from transformers, with its attention replaced by paged attention."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.engine.attention.latent import absorb_expansions
+from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
@@ -21,6 +21,7 @@ from octavo.engine.models.checks.probe import attention_of, probe
 from octavo.engine.models.checks.reference import reference
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
+from octavo.engine.models.checks.trial_adapter import trial_reference
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
@@ -73,6 +74,7 @@ class LoadedModel:
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where the model is.
         check: The self-check, for other steps of this model.
+        trial: That with an adapter, if one was asked for; no step has passed it yet.
     """
 
     model: PreTrainedModel
@@ -82,6 +84,20 @@ class LoadedModel:
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
     check: SelfCheck
+    trial: "TrialCheck | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrialCheck:
+    """The self-check with an adapter.
+
+    Attributes:
+        check: Against what transformers computes with it.
+        scales: Of each layer that it adapts, by name.
+    """
+
+    check: SelfCheck
+    scales: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,7 @@ def load(
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
     world: World | None = None,
+    adapters: bool = False,
 ) -> LoadedModel:
     """Load a model, or this rank's part of it, and run the self-check.
 
@@ -160,6 +177,7 @@ def load(
         kv_cache_dtype: Likewise.
         max_model_len: Likewise.
         world: The ranks that hold the model, all of which call this. Default: this process alone.
+        adapters: Whether it is to take adapters, with this process alone; see `LoadedModel.trial`.
 
     Raises:
         SelfCheckError: The model's logits are not those of transformers' own forward pass.
@@ -188,9 +206,13 @@ def load(
             check_splittable(shape, plain_cache=cache_kind == kind)
         routing = ModuleRouting(model)
         step: Step = EagerStep(model)
+        trial = None
         if world is None:
             with attention_of(model, reference_attention(config)):
                 expected = reference(model, shape, routing)
+                if adapters:
+                    left_out = absorbed_linears(model)
+                    trial = trial_reference(model, expected, routing, left_out)
         else:
             fix = partial(_fix_context, max_model_len=max_model_len)
             expected = whole_reference(path, config, kind, shape, world, prepare=fix)
@@ -223,7 +245,8 @@ def load(
             routing=routing,
         )
         check(step)
-    return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check)
+    adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
+    return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check, adapted)
 
 
 def load_empty(

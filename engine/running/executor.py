@@ -1,7 +1,7 @@
 """The executor: copies a batch's blocks, runs the model on it and samples tokens."""
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ import torch
 
 from octavo.engine.adapters.adapter import Adapter
 from octavo.engine.adapters.device_adapters import DeviceAdapters
-from octavo.engine.adapters.step import AppliedAdapters, applying
 from octavo.engine.adapters.weights import blank_weights
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation import CompiledStep
@@ -19,6 +18,7 @@ from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
+from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.running.cuda_graphs import DecodeGraphs, Record, graph_memory, graph_sizes
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
@@ -83,7 +83,6 @@ class Executor:
         self.cache = cache
         self._leader = leader
         self._adapters = adapters
-        self._adapted_steps = 0  # while the model was compiled
         self._loaded = loaded
         self._device = loaded.device
         self._decodes: DecodeGraphs | None = None
@@ -209,7 +208,7 @@ class Executor:
     @property
     def eager_steps(self) -> int:
         """Steps since the start that ran uncompiled although the model is compiled."""
-        return self._loaded.eager_steps - self._eager_before + self._adapted_steps
+        return self._loaded.eager_steps - self._eager_before
 
     def take_copy_times(self) -> list[CopyTime]:
         """Return how long swaps took that have ended since the last call."""
@@ -233,8 +232,8 @@ class Executor:
             inputs = to_inputs(
                 arrays, device=self._device, planners=self._planners, longest=max_model_len
             )
-            if self._loaded.adapted is not None and self._adapters is not None:
-                blank = Adapter("", Path(), blank_weights(self._loaded.adapted.targets))
+            if self._loaded.targets is not None and self._adapters is not None:
+                blank = Adapter("", Path(), blank_weights(self._loaded.targets))
                 spans = [(blank, count) for count in query_lens]
                 adapters = self._adapters.lay_out(spans, arrays.rows)
                 self._forward(replace(inputs, adapters=adapters))
@@ -249,7 +248,6 @@ class Executor:
                 self._leader.copy(first)
             self.cache.apply(first)
         self._eager_before = self._loaded.eager_steps  # the lone decode
-        self._adapted_steps = 0
 
     @torch.inference_mode()
     def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
@@ -303,9 +301,8 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the wanted tokens."""
-        if inputs.adapters is not None:
-            return self._forward_adapted(inputs, inputs.adapters)
-        if self._decodes is not None and (logits := self._decodes.run(inputs)) is not None:
+        graphs = self._decodes if inputs.adapters is None else None  # recorded without adapters
+        if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
         with self._attending(inputs):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
@@ -318,15 +315,6 @@ class Executor:
         masked = masks_ready and self._leader is None
         return inputs.take_greatest and (masked or not batch.constrained)
 
-    def _forward_adapted(self, inputs: StepInputs, adapters: AppliedAdapters) -> torch.Tensor:
-        """Return logits; uncompiled, as a compiled model does not take adapters."""
-        assert self._loaded.adapted is not None
-        self._adapted_steps += self._loaded.compiled
-        step = self._loaded.adapted.step
-        with self._attending(inputs), applying(adapters):
-            logits: torch.Tensor = step(inputs.token_ids, inputs.positions, inputs.logit_rows)
-        return logits
-
     def _most_likely(self, inputs: StepInputs) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""
         step = self._loaded.step
@@ -338,9 +326,13 @@ class Executor:
                 return step.most_likely(*arguments, masks_of(inputs.sampled))
         return None
 
-    def _attending(self, inputs: StepInputs) -> AbstractContextManager[None]:
+    @contextmanager
+    def _attending(self, inputs: StepInputs) -> Iterator[None]:
+        """Set the step's batch, cache and adapters."""
         cache, scales = self.cache, self._loaded.kv_scales
-        return attending(PagedStep(inputs.groups, cache.layers, scales, cache.states))
+        step = PagedStep(inputs.groups, cache.layers, scales, cache.states)
+        with attending(step), applying(inputs.adapters):
+            yield
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from octavo.engine.adapters.step import AppliedAdapters
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
 from octavo.engine.sampling.sampler import SamplingRow, take_greatest
 from octavo.engine.scheduling.batch import Batch
 from octavo.kernels.host import to_device
+from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata
 
 
@@ -50,7 +50,7 @@ class StepInputs:
         beams: the beams to find continuations of.
         scored: first row of the prompt's logits, by index in the batch of the scheduled
             sequence, for those that want prompt log-probabilities.
-        adapters: what adapted layers add; None if no sequence has an adapter.
+        adapters: the sequences' adapters; None if no sequence has one.
     """
 
     token_ids: torch.Tensor
@@ -60,13 +60,12 @@ class StepInputs:
     sampled: list[SamplingRow] = field(default_factory=list)
     beams: list[SamplingRow] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
-    adapters: AppliedAdapters | None = None
+    adapters: StepAdapters | None = None
 
     @property
     def take_greatest(self) -> bool:
         """Whether the step is for the most likely of the allowed tokens alone."""
-        wanted = self.beams or self.scored or self.adapters
-        return not wanted and take_greatest(self.sampled)
+        return not (self.beams or self.scored) and take_greatest(self.sampled)
 
 
 def make_inputs(

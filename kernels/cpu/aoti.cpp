@@ -5,11 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "cache.h"
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
+#include "prepare_rows.h"
 #include "shims.h"
 
 extern "C" {
@@ -38,6 +40,10 @@ void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, c
 void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
                         const Scales*, uint16_t*, int);
 void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
+int octavo_multiply_down(const LowRankBatch*, const LowRankPart*, int64_t, const uint16_t*, int64_t,
+                         int64_t, const LinearLayer*, float*, int);
+void octavo_add_low_rank(const void*, int64_t, int64_t, void*, int64_t, int64_t, int, int,
+                         const int32_t*, const LowRankTile*, int64_t, const LowRankRecord*, int);
 }
 
 __thread Step step;
@@ -45,17 +51,19 @@ __thread Spent spent;
 
 namespace {
 
-// A linear layer's rows and results; `out` is null if the kernels do not support the call.
+// A linear layer's rows and results; `out` is null if the kernels do not support the call. The
+// layer adds what the step's adapters add if `adapted` is its number among those that may.
 struct LinearCall {
   const View rows;
   LinearLayer layer;
+  LowRankSums sums{};
   void* out = nullptr;
 
-  LinearCall(Tensor x, int64_t outputs, Tensor panels, Tensor bias, int64_t gated, Tensor* norm,
-             double epsilon, Tensor* residual, int32_t dtype, Tensor* result)
+  LinearCall(Tensor x, int64_t outputs, Tensor panels, Tensor bias, int64_t gated, int64_t adapted,
+             Tensor* norm, double epsilon, Tensor* residual, int32_t dtype, Tensor* result)
       : rows(x),
-        layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs,
-              gated != 0, static_cast<float>(epsilon), nullptr, nullptr, 0} {
+        layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs, gated != 0,
+              static_cast<float>(epsilon), nullptr, nullptr, 0, nullptr} {
     if (rows.strides[1] != 1 || rows.strides[0] % 2) return;
     if (norm) layer.norm = View(*norm).as<uint16_t>();
     if (residual) {
@@ -64,11 +72,32 @@ struct LinearCall {
       layer.residual = added.as<uint16_t>();
       layer.residual_stride = added.strides[0];
     }
+    if (adapted >= 0 && step.adapters && !adapt(adapted)) return;
     out = make({rows.sizes[0], outputs}, dtype ? dtype : rows.dtype, result);
   }
+  LinearCall(const LinearCall&) = delete;
+  LinearCall& operator=(const LinearCall&) = delete;
   const uint16_t* x() const { return rows.as<uint16_t>(); }
   int64_t num_rows() const { return rows.sizes[0]; }
   int64_t row_stride() const { return rows.strides[0]; }
+
+ private:
+  // Prepares what adapters add; returns whether the rows are those of the step.
+  bool adapt(int64_t number) {
+    if (number >= step.adapters->num_layers) return false;
+    const LowRankLayer& own = step.adapters->layers[number];
+    const LowRankBatch& batch = own.of_logits ? step.adapters->logits : step.adapters->tokens;
+    struct Inner {  // kernels have a buffer of floats of their own
+      float value;
+    };
+    auto* const inner = reinterpret_cast<float*>(
+        scratch<Inner>(num_rows() * own.num_parts * batch.max_rank));
+    const int found = octavo_multiply_down(&batch, own.parts, own.num_parts, x(), num_rows(),
+                                           row_stride(), &layer, inner, step.threads);
+    sums = {&batch, own.parts, own.num_parts, inner};
+    if (found > 0) layer.adapted = &sums;
+    return found >= 0;
+  }
 };
 
 // One product of experts.
@@ -272,10 +301,12 @@ extern "C" Error aoti_torch_cpu_latent_attention(Tensor query, Tensor key, Tenso
 
 // octavo::packed_linear
 extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor panels,
-                                              Tensor bias, int64_t gated, Tensor* norm,
-                                              double epsilon, Tensor* residual, Tensor* result) {
+                                              Tensor bias, int64_t gated, int64_t adapted,
+                                              Tensor* norm, double epsilon, Tensor* residual,
+                                              Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
   if (!call.out) return kFailed;
   octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                 static_cast<uint16_t*>(call.out), step.threads);
@@ -284,11 +315,12 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor 
 
 // octavo::packed_linear_nibbles
 extern "C" Error aoti_torch_cpu_packed_linear_nibbles(Tensor x, int64_t outputs, Tensor nibbles,
-                                                      Tensor bias, int64_t gated, Tensor* norm,
-                                                      double epsilon, Tensor* residual,
-                                                      Tensor* result) {
+                                                      Tensor bias, int64_t gated, int64_t adapted,
+                                                      Tensor* norm, double epsilon,
+                                                      Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, nibbles, bias, gated, norm, epsilon, residual, 0, result);
+  const LinearCall call(x, outputs, nibbles, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
   if (!call.out) return kFailed;
   octavo_linear_nibbles(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                         static_cast<uint16_t*>(call.out), step.threads);
@@ -297,9 +329,10 @@ extern "C" Error aoti_torch_cpu_packed_linear_nibbles(Tensor x, int64_t outputs,
 
 // octavo::packed_linear_wide
 extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, int64_t outputs, Tensor panels,
-                                                   Tensor bias, Tensor* result) {
+                                                   Tensor bias, int64_t adapted,
+                                                   Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, 0, nullptr, 0, nullptr,
+  const LinearCall call(x, outputs, panels, bias, 0, adapted, nullptr, 0, nullptr,
                         aoti_torch_dtype_float32(), result);
   if (!call.out) return kFailed;
   octavo_linear_wide(call.x(), call.num_rows(), call.row_stride(), &call.layer,
@@ -307,13 +340,17 @@ extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, int64_t outputs, Te
   return 0;
 }
 
+// The number of a layer that no adapter adapts.
+constexpr int64_t kNotAdapted = -1;
+
 // octavo::packed_linear_blocks
 extern "C" Error aoti_torch_cpu_packed_linear_blocks(Tensor x, int64_t outputs, Tensor blocks,
                                                      Tensor bias, int64_t number, int64_t gated,
                                                      Tensor* norm, double epsilon,
                                                      Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, blocks, bias, gated, norm, epsilon, residual, 0, result);
+  const LinearCall call(x, outputs, blocks, bias, gated, kNotAdapted, norm, epsilon, residual, 0,
+                        result);
   if (!call.out) return kFailed;
   const bool wide = call.rows.dtype == aoti_torch_dtype_float32();
   octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
@@ -327,7 +364,8 @@ extern "C" Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor x, int64_t outp
                                                           int64_t number, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
   const int32_t float32 = aoti_torch_dtype_float32();
-  const LinearCall call(x, outputs, blocks, bias, 0, nullptr, 0, nullptr, float32, result);
+  const LinearCall call(x, outputs, blocks, bias, 0, kNotAdapted, nullptr, 0, nullptr, float32,
+                        result);
   if (!call.out) return kFailed;
   const bool wide = call.rows.dtype == float32;
   octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
@@ -367,11 +405,12 @@ extern "C" Error aoti_torch_cpu_packed_embedding_wide(Tensor ids, int64_t width,
 // octavo::packed_linear_int8
 extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, int64_t outputs, Tensor panels,
                                                    Tensor bias, Tensor factors, Tensor scales,
-                                                   Tensor row_sums, int64_t gated, Tensor* norm,
-                                                   double epsilon, Tensor* residual,
+                                                   Tensor row_sums, int64_t gated, int64_t adapted,
+                                                   Tensor* norm, double epsilon, Tensor* residual,
                                                    Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
   if (!call.out) return kFailed;
   const Scales all{View(factors).as<float>(), View(scales).as<float>(),
                    View(row_sums).as<float>()};
@@ -384,15 +423,38 @@ extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, int64_t outputs, Te
 extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Tensor panels,
                                                    Tensor bias, Tensor factors, Tensor scales,
                                                    Tensor row_sums, Tensor nibbles, int64_t gated,
-                                                   Tensor* norm, double epsilon, Tensor* residual,
-                                                   Tensor* result) {
+                                                   int64_t adapted, Tensor* norm, double epsilon,
+                                                   Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, norm, epsilon, residual, 0, result);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
   if (!call.out) return kFailed;
   const Scales all{View(factors).as<float>(), View(scales).as<float>(),
                    View(row_sums).as<float>()};
   octavo_linear_int4(call.x(), call.num_rows(), call.row_stride(), View(nibbles).as<uint8_t>(),
                      &call.layer, &all, static_cast<uint16_t*>(call.out), step.threads);
+  return 0;
+}
+
+// octavo::add_adapters
+extern "C" Error aoti_torch_cpu_add_adapters(Tensor out, Tensor x, int64_t target,
+                                             int64_t of_logits, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const View outputs(out), rows(x);
+  const int64_t count = outputs.sizes[0], width = outputs.sizes[1];
+  if (outputs.strides[1] != 1 || rows.strides[1] != 1 || rows.sizes[0] != count) return kFailed;
+  void* const made = make({count, width}, outputs.dtype, result);
+  if (!made) return kFailed;
+  const int64_t bytes = outputs.dtype == aoti_torch_dtype_float32() ? 4 : 2;
+  for (int64_t row = 0; row < count; row++)
+    std::memcpy(static_cast<char*>(made) + row * width * bytes,
+                outputs.as<char>() + row * outputs.strides[0] * bytes, width * bytes);
+  if (!step.adapters) return 0;
+  const LowRankBatch& batch = of_logits ? step.adapters->logits : step.adapters->tokens;
+  if (batch.num_rows != count) return kFailed;
+  octavo_add_low_rank(rows.data, rows.strides[0], rows.sizes[1], made, width, width,
+                      float_code(rows.dtype), outputs.dtype != rows.dtype, batch.rows, batch.tiles, batch.num_tiles,
+                      batch.records + target * batch.num_adapters, step.threads);
   return 0;
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octavo.kernels.cpu.linear import _Layer, _prepare, _rows
+from octavo.kernels.cpu.linear import Layer, prepare_layer, rows_of
 
 BLOCK = 32
 """Inputs of a block."""
@@ -181,7 +181,7 @@ class BlockKernels:
         self._panel = int(library.octavo_panel_outputs())
         self._linear = library.octavo_linear_blocks
         self._linear.argtypes = (
-            *(c_void_p, c_int64, c_int64, POINTER(_Layer), c_int64, c_int64),
+            *(c_void_p, c_int64, c_int64, POINTER(Layer), c_int64, c_int64),
             *(c_void_p, c_int),
         )
         self._linear.restype = None
@@ -295,11 +295,11 @@ class BlockKernels:
         elements: int,
         fused: Sequence[Any],
     ) -> Tensor:
-        x, layer = _prepare(x, outputs, blocks, bias, *fused)
+        x, layer = prepare_layer(x, outputs, blocks, bias, *fused)
         wide = elements != _NARROW
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if wide else x.dtype)
         self._linear(
-            *(*_rows(x), byref(layer), number, elements),
+            *(*rows_of(x), byref(layer), number, elements),
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out

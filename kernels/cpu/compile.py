@@ -37,6 +37,7 @@ HEADERS = (
         "fetcher.h",
         "latent.h",
         "linear.h",
+        "low_rank.h",
         "nibbles.h",
     ),
     *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "amx.h"
+#include "low_rank.h"
 #include "words.h"
 
 constexpr int kPanelVectors = 2;
@@ -193,6 +194,7 @@ struct LinearLayer {
   const uint16_t* norm;      // weights of an RMSNorm of the inputs, or null
   const uint16_t* residual;  // added to outputs that are not gated, or null
   int64_t residual_stride;
+  const LowRankSums* adapted;  // added to the products before all else, or null
 };
 
 // Of the rows and outputs of layers in blocks: bfloat16, float32 outputs alone, or float32; the same

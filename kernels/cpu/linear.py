@@ -30,12 +30,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from octavo.kernels.cpu.low_rank import LowRankKernels, LowRankSums
+from octavo.kernels.low_rank import LowRankOfLayer
+
 GROUP = 32  # inputs that share a scale in 4 bits, as in linear.h and GGUF
 _PAIR, _FOUR = 2, 4  # inputs per instruction, of 16 and of 8 bits
 _WORD = 4  # bytes
 
 
-class _Layer(Structure):
+class Layer(Structure):
     """A layer; the same as in linear.h."""
 
     _fields_ = (
@@ -43,7 +46,9 @@ class _Layer(Structure):
         *(("inputs", c_int64), ("outputs", c_int64)),
         *(("gated", c_int), ("epsilon", c_float)),
         *(("norm", c_void_p), ("residual", c_void_p), ("residual_stride", c_int64)),
+        ("adapted", c_void_p),
     )
+    sums: LowRankSums
 
 
 class _Scales(Structure):
@@ -57,15 +62,17 @@ class LinearKernels:
 
     Args:
         library: The compiled kernels.
+        low_rank: Those of adapters, if layers have any.
 
     Attributes:
         panel: Outputs of a panel. Of a gated one, half are a gate's.
     """
 
-    def __init__(self, library: CDLL) -> None:
+    def __init__(self, library: CDLL, low_rank: LowRankKernels | None = None) -> None:
+        self._low_rank = low_rank
         self.panel = int(library.octavo_panel_outputs())
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
-        layer, scales = POINTER(_Layer), POINTER(_Scales)
+        layer, scales = POINTER(Layer), POINTER(_Scales)
         self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
         self._nibbles = library.octavo_linear_nibbles
         for function in (self._linear, self._wide, self._nibbles):
@@ -147,6 +154,8 @@ class LinearKernels:
         norm: Tensor | None = None,
         epsilon: float = 0.0,
         residual: Tensor | None = None,
+        *,
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by bfloat16 weights.
 
@@ -161,13 +170,16 @@ class LinearKernels:
                 Sennrich, 2019); None for no norm.
             epsilon: The norm's epsilon.
             residual: `[rows, outputs]` bfloat16 to add to outputs that are not gated.
+            low_rank: What adapters add to the products, before gates and residuals.
 
         Returns:
             `[rows, outputs]` bfloat16, rounded once.
         """
-        x, layer = _prepare(x, outputs, panels, bias, gated, norm, epsilon, residual)
+        x, layer = self._prepare(
+            *(x, outputs, panels, bias, gated, norm, epsilon, residual), low_rank=low_rank
+        )
         out = x.new_empty(x.shape[0], outputs)
-        self._linear(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
+        self._linear(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_nibbles(
@@ -177,6 +189,7 @@ class LinearKernels:
         nibbles: Tensor,
         bias: Tensor,
         *fused: Any,  # noqa: ANN401 - as `linear`
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by 4-bit weights, of which there are no others; activations stay as they are.
 
@@ -185,21 +198,30 @@ class LinearKernels:
             outputs: The number of outputs.
             nibbles: What `pack_int4` returned.
             bias: `[padded outputs]` float32.
-            *fused: The last four arguments of `linear`.
+            *fused: The last four positional arguments of `linear`.
+            low_rank: As for `linear`.
 
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, layer = _prepare(x, outputs, nibbles, bias, *fused)
+        x, layer = self._prepare(x, outputs, nibbles, bias, *fused, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs)
-        self._nibbles(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
+        self._nibbles(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
-    def linear_wide(self, x: Tensor, outputs: int, panels: Tensor, bias: Tensor) -> Tensor:
+    def linear_wide(
+        self,
+        x: Tensor,
+        outputs: int,
+        panels: Tensor,
+        bias: Tensor,
+        *,
+        low_rank: LowRankOfLayer | None = None,
+    ) -> Tensor:
         """Multiply by bfloat16 weights; as `linear`, but return the float32 sums."""
-        x, layer = _prepare(x, outputs, panels, bias)
+        x, layer = self._prepare(x, outputs, panels, bias, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
-        self._wide(*_rows(x), byref(layer), out.data_ptr(), torch.get_num_threads())
+        self._wide(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_int8(  # noqa: PLR0917 - as the operator
@@ -212,6 +234,7 @@ class LinearKernels:
         scales: Tensor,
         row_sums: Tensor,
         *fused: Any,  # noqa: ANN401 - as `linear`
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by 8-bit weights; activations are rounded to 8 bits row by row.
 
@@ -223,15 +246,16 @@ class LinearKernels:
             factors: `[inputs]` float32, factors of x before it is rounded.
             scales: `[padded outputs]` float32, factors of the weights.
             row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
-            *fused: The last four arguments of `linear`.
+            *fused: The last four positional arguments of `linear`.
+            low_rank: As for `linear`.
 
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, layer = _prepare(x, outputs, panels, bias, *fused)
+        x, layer = self._prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs)
         own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
-        self._int8(*_rows(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
+        self._int8(*rows_of(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_int4(  # noqa: PLR0917 - as the operator
@@ -245,30 +269,46 @@ class LinearKernels:
         row_sums: Tensor,
         nibbles: Tensor,
         *fused: Any,  # noqa: ANN401 - as `linear`
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by 4-bit weights if there are few rows, else by the same weights in 8 bits.
 
         The arguments are those of `linear_int8`, and `nibbles`, which `pack_int4` returned.
         """
-        x, layer = _prepare(x, outputs, panels, bias, *fused)
+        x, layer = self._prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs)
         own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
         self._int4(
-            *(*_rows(x), nibbles.data_ptr(), byref(layer), byref(own)),
+            *(*rows_of(x), nibbles.data_ptr(), byref(layer), byref(own)),
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _prepare(
+        self,
+        x: Tensor,
+        *layer: Any,  # noqa: ANN401 - as `prepare_layer`
+        low_rank: LowRankOfLayer | None = None,
+    ) -> tuple[Tensor, Layer]:
+        """Return rows that C++ can read, and the layer, as `prepare_layer`, with its adapters."""
+        x, own = prepare_layer(x, *layer)
+        if low_rank is not None:
+            assert self._low_rank is not None
+            own.sums = self._low_rank.multiply_down(x, low_rank, own)  # lives as long
+            own.adapted = own.sums.address
+        return x, own
 
 
 def _pad(values: Tensor, whole: int) -> Tensor:
     return pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % whole))
 
 
-def _rows(x: Tensor) -> tuple[int, int, int]:
+def rows_of(x: Tensor) -> tuple[int, int, int]:
+    """Return rows as C++ takes them: their address, how many there are, and their stride."""
     return x.data_ptr(), x.shape[0], x.stride(0)
 
 
-def _prepare(  # noqa: PLR0917 - as the operators
+def prepare_layer(  # noqa: PLR0917 - as the operators
     x: Tensor,
     outputs: int,
     panels: Tensor,
@@ -277,11 +317,11 @@ def _prepare(  # noqa: PLR0917 - as the operators
     norm: Tensor | None = None,
     epsilon: float = 0.0,
     residual: Tensor | None = None,
-) -> tuple[Tensor, _Layer]:
+) -> tuple[Tensor, Layer]:
     """Return rows that C++ can read, and the layer."""
     if x.stride(1) != 1 or x.stride(0) % _PAIR:
         x = x.contiguous()
-    layer = _Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
+    layer = Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
     if norm is not None:
         layer.norm = norm.data_ptr()
     if residual is not None:

@@ -1,28 +1,18 @@
-// Adds products of low rank to rows of a batch, of which each has its own pair of matrices.
+// Products of low rank for rows of a batch, of which each has its own pair of matrices.
+
+#include "low_rank.h"
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "vector.h"
+#include "linear.h"
+#include "prepare_rows.h"
 
 namespace {
 
-constexpr int kTileRows = 16;   // at most; as TILE_ROWS in low_rank.py
-constexpr int kTogether = 4;    // rows of a matrix that are read together
-
-// A layer's matrices of one adapter; as make_record in low_rank.py.
-struct Record {
-  const void* down;  // [rank, inputs]
-  const void* up;    // [rank, outputs]
-  int64_t rank;
-  double scale;
-};
-
-// Rows of one adapter; as LowRankBatch.tiles.
-struct Tile {
-  int32_t adapter, begin, end;
-};
+constexpr int kTogether = 4;  // rows of a matrix that are read together
+constexpr int64_t kShare = 16;  // rows of a matrix that a thread multiplies by at a time
 
 template <class Type>
 Floats load_some(const typename Type::Stored* from, int64_t count) {
@@ -65,7 +55,7 @@ void multiply_up(const float* factors, const typename Type::Stored* matrix, int6
   }
 }
 
-struct Rows {
+struct GivenRows {
   const void* x;
   void* out;
   const int32_t* rows;
@@ -73,7 +63,7 @@ struct Rows {
 };
 
 template <class Type, class Out>
-void add_tile(const Rows& given, const Tile& tile, const Record& record,
+void add_tile(const GivenRows& given, const LowRankTile& tile, const LowRankRecord& record,
               std::vector<float>& memory) {
   using Stored = typename Type::Stored;
   const int count = tile.end - tile.begin;
@@ -120,27 +110,105 @@ void add_tile(const Rows& given, const Tile& tile, const Record& record,
 }
 
 template <class Type, class Out>
-void add_tiles(const Rows& rows, const Tile* tiles, int64_t num_tiles, const Record* records,
+void add_tiles(const GivenRows& rows, const LowRankTile* tiles, int64_t num_tiles, const LowRankRecord* records,
                int threads) {
 #pragma omp parallel num_threads(threads) if (num_tiles > 1)
   {
     std::vector<float> memory;
 #pragma omp for schedule(dynamic)
     for (int64_t i = 0; i < num_tiles; i++) {
-      const Record& record = records[tiles[i].adapter];
+      const LowRankRecord& record = records[tiles[i].adapter];
       if (record.rank) add_tile<Type, Out>(rows, tiles[i], record, memory);
     }
   }
 }
 
+// A packed layer's rows, in bfloat16, as the products take them.
+struct PackedRows {
+  const uint16_t* x;
+  int64_t stride, inputs;
+};
+
+// Sets `inner`, [kCount] for each row of a tile and `stride` apart, to the rows' products with
+// `kCount` rows of `down` times the scale.
+template <int kCount>
+void multiply_share(const PackedRows& given, const LowRankBatch& batch, const LowRankTile& tile,
+                    const LowRankRecord& record, int64_t k, float* inner, int64_t stride) {
+  const uint16_t* down = static_cast<const uint16_t*>(record.down) + k * given.inputs;
+  const Floats scale = broadcast(static_cast<float>(record.scale));
+  for (int32_t place = tile.begin; place < tile.end; place++) {
+    const int64_t row = batch.rows[place];
+    const uint16_t* x = given.x + row * given.stride;
+    Floats sums[kCount] = {};
+    for (int64_t i = 0; i < given.inputs; i += kLanes) {
+      const int64_t left = given.inputs - i;
+      const Floats values = load_first_floats(x + i, left);
+      for (int j = 0; j < kCount; j++)
+        sums[j] += values * load_first_floats(down + j * given.inputs + i, left);
+    }
+    for (int j = 0; j < kCount; j++)
+      inner[row * stride + k + j] = reduce_add(sums[j]) * scale[0];
+  }
+}
+
+// Whether an adapter of the batch adapts a part of the layer.
+bool is_adapted(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts) {
+  for (int64_t i = 0; i < num_parts; i++)
+    for (int64_t adapter = 0; adapter < batch.num_adapters; adapter++)
+      if (batch.records[parts[i].layer * batch.num_adapters + adapter].rank) return true;
+  return false;
+}
+
 }  // namespace
+
+// Prepares what adapters add to a packed layer's outputs: sets `inner`, as LowRankSums has it, from
+// rows of bfloat16. Returns 0 if they add nothing, and -1 if the rows are not the batch's.
+extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
+                                    int64_t num_parts, const uint16_t* x, int64_t rows,
+                                    int64_t row_stride, const LinearLayer* layer, float* inner,
+                                    int threads) {
+  if (rows != batch->num_rows) return -1;
+  if (!is_adapted(*batch, parts, num_parts)) return 0;
+  struct Normed {
+    uint16_t value;
+  };
+  auto* const normed =
+      layer->norm ? reinterpret_cast<uint16_t*>(scratch<Normed>(rows * layer->inputs)) : nullptr;
+  const PackedRows given{normed ? normed : x, normed ? layer->inputs : row_stride, layer->inputs};
+  const int64_t shares = (batch->max_rank + kShare - 1) / kShare;
+  const int64_t tasks = batch->num_tiles * num_parts * shares;
+#pragma omp parallel num_threads(threads) if (tasks > 1)
+  {
+    if (normed) {
+#pragma omp for
+      for (int64_t row = 0; row < rows; row++)
+        if (batch->adapters[row] >= 0)
+          norm_row(x + row * row_stride, *layer, normed + row * layer->inputs);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < tasks; task++) {
+      const LowRankTile& tile = batch->tiles[task / shares / num_parts];
+      const int64_t part = task / shares % num_parts;
+      const LowRankRecord& record =
+          batch->records[parts[part].layer * batch->num_adapters + tile.adapter];
+      float* const own = inner + part * batch->max_rank;
+      const int64_t stride = num_parts * batch->max_rank;
+      int64_t k = task % shares * kShare;
+      const int64_t end = std::min(record.rank, k + kShare);
+      for (; k + kTogether <= end; k += kTogether)
+        multiply_share<kTogether>(given, *batch, tile, record, k, own, stride);
+      for (; k < end; k++) multiply_share<1>(given, *batch, tile, record, k, own, stride);
+    }
+  }
+  return 1;
+}
 
 // Adds to each row of `out`, [rows][outputs], of `dtype` or float32 if `wide`, the product of its
 // adapter's matrices with the row of `x`, [rows][inputs]. `dtype` as in cache.h.
 extern "C" void octavo_add_low_rank(const void* x, int64_t x_stride, int64_t inputs, void* out,
                                     int64_t out_stride, int64_t outputs, int dtype, int wide,
-                                    const int32_t* rows, const Tile* tiles, int64_t num_tiles,
-                                    const Record* records, int threads) {
+                                    const int32_t* rows, const LowRankTile* tiles, int64_t num_tiles,
+                                    const LowRankRecord* records, int threads) {
   const auto run = dtype == 0   ? add_tiles<Float32, Float32>
                    : dtype == 1 ? (wide ? add_tiles<Float16, Float32> : add_tiles<Float16, Float16>)
                    : wide       ? add_tiles<BFloat16, Float32>

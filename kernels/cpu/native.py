@@ -12,6 +12,7 @@ from ctypes import (
     POINTER,
     Array,
     Structure,
+    addressof,
     byref,
     c_char_p,
     c_double,
@@ -35,6 +36,7 @@ from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.low_rank import LowRankKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
+from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
@@ -92,7 +94,8 @@ class _Step(Structure):
 
     _fields_ = (
         *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
-        *(("states", POINTER(_State)), ("batches", POINTER(_Batch)), ("threads", c_int32)),
+        *(("states", POINTER(_State)), ("batches", POINTER(_Batch))),
+        *(("adapters", c_void_p), ("threads", c_int32)),
     )
 
 
@@ -255,6 +258,7 @@ class CompiledInputs(NamedTuple):
         token_ids: `[1, num_tokens]`.
         positions: `[1, num_tokens]`.
         rows: `[num_rows]`, the rows to return logits of.
+        adapters: The step's adapters, if any.
     """
 
     caches: CheckedCaches
@@ -262,6 +266,7 @@ class CompiledInputs(NamedTuple):
     token_ids: Tensor
     positions: Tensor
     rows: Tensor
+    adapters: StepAdapters | None = None
 
 
 class NativeKernels:
@@ -336,7 +341,7 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.low_rank = LowRankKernels(library)
-        self.linear, self.blocks = LinearKernels(library), BlockKernels(library)
+        self.linear, self.blocks = LinearKernels(library, self.low_rank), BlockKernels(library)
         self.states, self.sums = StateKernels(library), RankSums(library)
         self.latents = LatentKernels(self.linear)
         self.experts = ExpertKernels(library, self.linear)
@@ -536,12 +541,13 @@ class NativeKernels:
         inputs: CompiledInputs,
         *made: object,
     ) -> None:
-        step = self._step(inputs.caches, inputs.groups)
+        step, kept = self._step(inputs.caches, inputs.groups, inputs.adapters)
         tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
         failed = run(
             *(model.run, model.container, byref(step)),
             *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows), *made),
         )
+        del kept
         if failed:
             raise RuntimeError("the compiled model failed")
 
@@ -554,16 +560,34 @@ class NativeKernels:
         if self._register():
             raise RuntimeError("PyTorch refuses Octavo's operators")
 
-    def set_step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> None:
-        """Set this thread's step for `octavo_native::*`. The arguments must outlive their calls."""
-        self._set_step(byref(self._step(caches, groups)))
+    def set_step(
+        self,
+        caches: CheckedCaches,
+        groups: Sequence[AttentionMetadata],
+        adapters: StepAdapters | None = None,
+    ) -> object:
+        """Set this thread's step for `octavo_native::*`.
 
-    def _step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> _Step:
+        The arguments, and what is returned, must outlive their calls.
+        """
+        step, kept = self._step(caches, groups, adapters)
+        self._set_step(byref(step))
+        return kept
+
+    def _step(
+        self,
+        caches: CheckedCaches,
+        groups: Sequence[AttentionMetadata],
+        adapters: StepAdapters | None,
+    ) -> tuple[_Step, object]:
+        """Return a step's struct, and what it points to besides the arguments."""
         batches = self._check_batches(groups)
-        return _Step(
+        own = None if adapters is None else self.low_rank.structs.make(adapters)
+        step = _Step(
             *(caches.layers, caches.groups, caches.written, caches.states, batches.structs),
-            torch.get_num_threads(),
+            *(None if own is None else addressof(own), torch.get_num_threads()),
         )
+        return step, own
 
     def take_spent(self) -> Spent:
         """Return the seconds in kernels of this thread's compiled steps since the last call."""

@@ -34,20 +34,22 @@ Error aoti_torch_cpu_latent_attention(Tensor, Tensor, Tensor, Tensor, Tensor, in
                                       int64_t, double, int64_t*, double*, int64_t*, Tensor*);
 
 Error aoti_torch_cpu_sum_over_ranks(Tensor, Tensor*);
-Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*, double,
-                                   Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_linear_nibbles(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*,
-                                           double, Tensor*, Tensor*);
+Error aoti_torch_cpu_add_adapters(Tensor, Tensor, int64_t, int64_t, Tensor*);
+Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t, Tensor*,
+                                   double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_nibbles(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
+                                           Tensor*, double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear_blocks(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
                                           Tensor*, double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_embedding(Tensor, int64_t, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_embedding_wide(Tensor, int64_t, Tensor, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
 Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
-                                        int64_t, Tensor*, double, Tensor*, Tensor*);
+                                        int64_t, int64_t, Tensor*, double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
-                                        Tensor, int64_t, Tensor*, double, Tensor*, Tensor*);
+                                        Tensor, int64_t, int64_t, Tensor*, double, Tensor*,
+                                        Tensor*);
 Error aoti_torch_cpu_packed_experts(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                     int64_t, int64_t, double, double, double, Tensor*, Tensor*,
                                     Tensor*, Tensor*, Tensor*);
@@ -127,14 +129,24 @@ void sum_over_ranks(Value* stack, uint64_t, uint64_t) {
   finish(stack, aoti_torch_cpu_sum_over_ranks(x, &result), result, "sum_over_ranks");
 }
 
+void add_adapters(Value* stack, uint64_t, uint64_t) {
+  Given out(stack[0]), x(stack[1]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_add_adapters(out, x, static_cast<int64_t>(stack[2]),
+                                     static_cast<int64_t>(stack[3]), &result),
+         result, "add_adapters");
+}
+
 // Calls one of the layers that have panels and a bias alone.
 template <auto call>
 void layer(Value* stack, const char* name) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[5]), residual(stack[7]);
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
   Tensor result = nullptr;
   finish(stack,
          call(x, static_cast<int64_t>(stack[1]), panels, bias, static_cast<int64_t>(stack[4]),
-              norm.optional(), as_double(stack[6]), residual.optional(), &result),
+              static_cast<int64_t>(stack[5]), norm.optional(), as_double(stack[7]),
+              residual.optional(), &result),
          result, name);
 }
 
@@ -188,31 +200,31 @@ void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
   Tensor result = nullptr;
   finish(stack,
          aoti_torch_cpu_packed_linear_wide(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                           &result),
+                                           static_cast<int64_t>(stack[4]), &result),
          result, "packed_linear_wide");
 }
 
 void packed_linear_int8(Value* stack, uint64_t, uint64_t) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
-      row_sums(stack[6]), norm(stack[8]), residual(stack[10]);
+      row_sums(stack[6]), norm(stack[9]), residual(stack[11]);
   Tensor result = nullptr;
   finish(stack,
-         aoti_torch_cpu_packed_linear_int8(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                           factors, scales, row_sums,
-                                           static_cast<int64_t>(stack[7]), norm.optional(),
-                                           as_double(stack[9]), residual.optional(), &result),
+         aoti_torch_cpu_packed_linear_int8(
+             x, static_cast<int64_t>(stack[1]), panels, bias, factors, scales, row_sums,
+             static_cast<int64_t>(stack[7]), static_cast<int64_t>(stack[8]), norm.optional(),
+             as_double(stack[10]), residual.optional(), &result),
          result, "packed_linear_int8");
 }
 
 void packed_linear_int4(Value* stack, uint64_t, uint64_t) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
-      row_sums(stack[6]), nibbles(stack[7]), norm(stack[9]), residual(stack[11]);
+      row_sums(stack[6]), nibbles(stack[7]), norm(stack[10]), residual(stack[12]);
   Tensor result = nullptr;
   finish(stack,
-         aoti_torch_cpu_packed_linear_int4(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                           factors, scales, row_sums, nibbles,
-                                           static_cast<int64_t>(stack[8]), norm.optional(),
-                                           as_double(stack[10]), residual.optional(), &result),
+         aoti_torch_cpu_packed_linear_int4(
+             x, static_cast<int64_t>(stack[1]), panels, bias, factors, scales, row_sums, nibbles,
+             static_cast<int64_t>(stack[8]), static_cast<int64_t>(stack[9]), norm.optional(),
+             as_double(stack[11]), residual.optional(), &result),
          result, "packed_linear_int4");
 }
 
@@ -275,7 +287,8 @@ struct Operator {
   void (*function)(Value*, uint64_t, uint64_t);
 };
 
-#define FUSED "int gated, Tensor norm, float epsilon, Tensor residual"
+#define NORMED "Tensor norm, float epsilon, Tensor residual"
+#define FUSED "int gated, int adapted, " NORMED
 #define LAYER "Tensor x, int outputs, Tensor panels, Tensor bias"
 #define EMBEDDING "Tensor ids, int width, Tensor blocks, int number"
 #define SCALES "Tensor factors, Tensor scales, Tensor row_sums"
@@ -296,14 +309,17 @@ constexpr Operator kOperators[] = {
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
     {"packed_linear_nibbles", "packed_linear_nibbles(" LAYER ", " FUSED ") -> Tensor",
      packed_linear_nibbles},
+    {"packed_linear_wide", "packed_linear_wide(" LAYER ", int adapted) -> Tensor",
+     packed_linear_wide},
+    {"add_adapters", "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor",
+     add_adapters},
     {"packed_linear_blocks",
-     "packed_linear_blocks(" LAYER ", int number, " FUSED ") -> Tensor", packed_linear_blocks},
+     "packed_linear_blocks(" LAYER ", int number, int gated, " NORMED ") -> Tensor", packed_linear_blocks},
     {"packed_linear_blocks_wide", "packed_linear_blocks_wide(" LAYER ", int number) -> Tensor",
      packed_linear_blocks_wide},
     {"packed_embedding", "packed_embedding(" EMBEDDING ") -> Tensor", packed_embedding},
     {"packed_embedding_wide", "packed_embedding_wide(" EMBEDDING ") -> Tensor",
      packed_embedding_wide},
-    {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},
     {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
      packed_linear_int8},
     {"packed_linear_int4",

@@ -1,4 +1,4 @@
-// The results of a linear layer: its bias, gate and residual, and where they go.
+// The results of a linear layer: its bias, adapters, gate and residual, and where they go.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,45 @@ inline int64_t num_panels(const LinearLayer& layer) {
   return (layer.outputs + outputs - 1) / outputs;
 }
 
+// Adds `factors` times the rows of a panel of `up`; of each row, `kVectors` vectors.
+template <int kVectors>
+inline void add_panel(const float* factors, const uint16_t* up, int64_t rank, Floats* sums) {
+  Floats odd[kVectors] = {};
+  int64_t k = 0;
+  for (; k + 2 <= rank; k += 2, up += 2 * kVectors * kLanes)
+    for (int j = 0; j < kVectors; j++) {
+      sums[j] += factors[k] * BFloat16::load_floats(up + j * kLanes);
+      odd[j] += factors[k + 1] * BFloat16::load_floats(up + (kVectors + j) * kLanes);
+    }
+  for (int j = 0; j < kVectors; j++) {
+    if (k < rank) odd[j] += factors[k] * BFloat16::load_floats(up + j * kLanes);
+    sums[j] += odd[j];
+  }
+}
+
+// Adds what a row's adapter adds to a panel's outputs.
+inline void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Floats& left,
+                         Floats& right) {
+  const LowRankBatch& batch = *own.batch;
+  const int32_t adapter = batch.adapters[row];
+  if (adapter < 0) return;
+  Floats sums[kPanelVectors] = {left, right};
+  for (int64_t i = 0; i < own.num_parts; i++) {
+    const LowRankPart& part = own.parts[i];
+    const int64_t at = panel - part.panel;
+    if (at < 0 || at >= part.panels) continue;
+    const LowRankRecord& record = batch.records[part.layer * batch.num_adapters + adapter];
+    const float* factors = own.inner + (row * own.num_parts + i) * batch.max_rank;
+    const auto* up = static_cast<const uint16_t*>(record.up) + at * record.rank * part.lanes;
+    if (part.lanes == kPanel)
+      add_panel<kPanelVectors>(factors, up, record.rank, sums);
+    else
+      add_panel<1>(factors, up, record.rank, sums + part.lane / kLanes);
+  }
+  left = sums[0];
+  right = sums[1];
+}
+
 // Writes results in bfloat16 or float32.
 template <class Element>
 struct Outputs {
@@ -21,8 +60,9 @@ struct Outputs {
   // Stores a row's products with a panel's weights, without the bias.
   void write(int64_t row, int64_t panel, const Floats* products) const {
     const float* bias = layer.bias + panel * kPanel;
-    const Floats left = products[0] + load<Floats>(bias);
-    const Floats right = products[1] + load<Floats>(bias + kLanes);
+    Floats left = products[0] + load<Floats>(bias);
+    Floats right = products[1] + load<Floats>(bias + kLanes);
+    if (layer.adapted) add_low_rank(*layer.adapted, row, panel, left, right);
     if (layer.gated) return put(row, panel * kLanes, times_sigmoid(left, left) * right);
     put(row, panel * kPanel, left);
     put(row, panel * kPanel + kLanes, right);

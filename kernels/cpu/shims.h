@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "low_rank.h"
 #include "plan.h"
 
 // PyTorch's stable C functions. Their header, torch/csrc/inductor/aoti_torch/c/shim.h, needs all of
@@ -54,6 +55,7 @@ struct Step {
   const int32_t* written;  // whether a layer writes its cache; else an earlier one does
   const StateCache* states;
   const Batch* batches;  // of each group
+  const StepAdapters* adapters;  // or null if no sequence has one
   int32_t threads;
 };
 extern __thread Step step HIDDEN;

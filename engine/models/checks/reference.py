@@ -89,7 +89,7 @@ def reference(
         shape.vocab_size, (min(TOKENS, shape.max_position),), generator=generator
     )
     with widened(model), routing.recorded() as recorded:
-        logits = _logits(model, tokens, device)
+        logits = forward_logits(model, tokens, device)
     exact = Reference(tokens, logits, torch.zeros(len(logits)), tuple(recorded))
     return with_rounding(exact, model, routing, device) if is_narrow(model) else exact
 
@@ -110,12 +110,12 @@ def with_rounding(
         device: Likewise.
     """
     with routing.forced(expected.choices, 0):
-        rounded = _logits(model, expected.tokens, device)
+        rounded = forward_logits(model, expected.tokens, device)
     return replace(expected, rounding=row_errors(rounded, expected.logits))
 
 
-def _logits(model: nn.Module, tokens: Tensor, device: torch.device | None) -> Tensor:
-    """Return the compared rows of logits in float32, on the CPU."""
+def forward_logits(model: nn.Module, tokens: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return the compared rows of a model's logits in float32, on the CPU; as `reference`."""
     device = device or next(model.parameters()).device
     logits: Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
     return logits[compared_rows(len(tokens))].float().cpu().contiguous()

@@ -211,9 +211,14 @@ class SelfCheck:
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         logits = self._logits(step, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
         free = bool(self.expected.choices)
-        other = copy(self)
-        other.expected = replace(self.expected, logits=logits, choices=(), free=free)
+        other = self.against(replace(self.expected, logits=logits, choices=(), free=free))
         other.tolerance = 0.0
+        return other
+
+    def against(self, expected: Reference) -> "SelfCheck":
+        """Return the check for steps that must compute something else, of the same model."""
+        other = copy(self)
+        other.expected = expected
         other._set_limits()  # noqa: SLF001 - its own
         return other
 

@@ -14,6 +14,7 @@ from torch.library import Library, register_fake
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from octavo.engine.models.linear.adapted_layers import with_adapters
 from octavo.engine.models.linear.fuse_linears import (
     JoinLinears,
     LocatedLinear,
@@ -33,6 +34,7 @@ class PackedLayer(nn.Module):
     Attributes:
         outputs: The number of outputs.
         gated: Whether the weights are a SwiGLU's, from `LinearKernels.interleave`.
+        adapted: Its number among the layers that adapters adapt; -1: they do not.
     """
 
     bias: Tensor
@@ -41,11 +43,22 @@ class PackedLayer(nn.Module):
         super().__init__()
         self.outputs = linear.out_features
         self.gated = False
+        self.adapted = -1
         self.register_buffer("bias", padded_bias(linear))
 
     def gate(self, outputs: int) -> None:
         """Treat every other half panel as a gate's, with this number of outputs."""
         self.outputs, self.gated = outputs, True
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """The operators' arguments `gated` and `adapted`."""
+        return int(self.gated), self.adapted
+
+    @property
+    def order(self) -> Tensor | None:
+        """`[inputs]` int64, the input of each column of the weights; None if they are in order."""
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., in_features]` to `[..., outputs]`, of the same dtype or float32."""
@@ -76,9 +89,9 @@ class PackedLinear(PackedLayer):
         """Map `[rows, in_features]` to `[rows, outputs]`."""
         arguments = (rows, self.outputs, self.panels, self.bias)
         out: Tensor = (
-            torch.ops.octavo.packed_linear_wide(*arguments)
+            torch.ops.octavo.packed_linear_wide(*arguments, self.adapted)
             if self.wide
-            else torch.ops.octavo.packed_linear(*arguments, int(self.gated))
+            else torch.ops.octavo.packed_linear(*arguments, *self.stages)
         )
         return out
 
@@ -192,8 +205,12 @@ _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 OPERATORS: list[OpOverload] = []
 """The operators of packed layers. A compiled step calls the C functions of the same names in
 kernels/cpu/aoti.cpp."""
-FUSED = "int gated, Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
-"""The last arguments of operators that `fusion.py` can move a norm and a residual into."""
+ADAPTED = "int adapted"
+NORMED = "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
+"""The last arguments of operators that `fusion.py` can move a norm and a residual into; before them
+is `gated`."""
+FUSED = f"int gated, {ADAPTED}, {NORMED}"
+"""The last arguments of those that take adapters too."""
 
 
 def define_operator(
@@ -203,13 +220,16 @@ def define_operator(
 
     Args:
         schema: Its name and arguments; the first two are the rows and the number of outputs.
-        kernel: Its implementation; None where this CPU has none.
+        kernel: Its implementation; None where this CPU has none. If `ADAPTED` is among the
+            arguments, it takes what adapters add as `low_rank` in its place.
         dtype: The outputs' dtype, if not the rows'.
     """
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
     if kernel is not None:
-        _library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        before, adapted, _ = schema.partition(ADAPTED)
+        own = with_adapters(kernel, before.count(",")) if adapted else kernel
+        _library.impl(name, own, "CPU")  # type: ignore[no-untyped-call]
     register_fake(
         f"octavo::{name}",
         lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),
@@ -222,7 +242,7 @@ define_operator(
     None if kernels is None else kernels.linear,
 )
 define_operator(
-    "packed_linear_wide(Tensor x, int outputs, Tensor panels, Tensor bias) -> Tensor",
+    f"packed_linear_wide(Tensor x, int outputs, Tensor panels, Tensor bias, {ADAPTED}) -> Tensor",
     None if kernels is None else kernels.linear_wide,
     torch.float32,
 )

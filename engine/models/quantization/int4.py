@@ -96,7 +96,7 @@ class PackedInt4Linear(PackedLayer):
         int8 = self.int8
         out: Tensor = torch.ops.octavo.packed_linear_int4(
             *(rows, self.outputs, int8.panels, self.bias),
-            *(int8.factors, int8.scale, int8.row_sums, self.nibbles, int(self.gated)),
+            *(int8.factors, int8.scale, int8.row_sums, self.nibbles, *self.stages),
         )
         return out
 

@@ -103,7 +103,7 @@ class PackedInt8Linear(PackedLayer):
         """Map `[rows, in_features]` to `[rows, outputs]`."""
         out: Tensor = torch.ops.octavo.packed_linear_int8(
             *(rows, self.outputs, self.panels, self.bias),
-            *(self.factors, self.scale, self.row_sums, int(self.gated)),
+            *(self.factors, self.scale, self.row_sums, *self.stages),
         )
         return out
 

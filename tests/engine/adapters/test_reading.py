@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from octavo.engine.adapters.adapter import AdapterRegistry
 from octavo.engine.adapters.config import read_config
 from octavo.engine.adapters.errors import AdapterError
-from octavo.engine.adapters.targets import Target, Targets
+from octavo.engine.adapters.targets import Targets
 from octavo.engine.adapters.weights import read_adapter
+from octavo.engine.models.linear.adapted_layers import Target
 from octavo.kernels.low_rank import matrix_at
 
 SIZES = {"q_proj": (64, 64), "k_proj": (64, 32), "v_proj": (64, 32), "o_proj": (64, 64)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
+from octavo.engine.models.linear.packed_linear import NORMED, PackedLayer, define_operator
 from octavo.engine.models.quantization.checkpoints.gguf import Blocks
 from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat
@@ -113,7 +113,7 @@ class PackedBlocksEmbedding(nn.Module):
 
 define_operator(
     "packed_linear_blocks(Tensor x, int outputs, Tensor blocks, Tensor bias, int number,"
-    f" {FUSED}) -> Tensor",
+    f" int gated, {NORMED}) -> Tensor",
     None if kernels is None else kernels.linear,
 )
 define_operator(

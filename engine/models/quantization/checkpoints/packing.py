@@ -170,19 +170,24 @@ class PackedNibblesLinear(PackedLayer):
     """
 
     nibbles: Tensor
-    order: Tensor | None
+    columns: Tensor | None
 
     def __init__(self, linear: nn.Linear, weight: Nibbles) -> None:
         super().__init__(linear)
         assert kernels is not None
         self.register_buffer("nibbles", kernels.pack_int4(weight.codes, weight.scale, weight.zero))
-        self.register_buffer("order", weight.order)
+        self.register_buffer("columns", weight.order)
+
+    @property
+    def order(self) -> Tensor | None:
+        """See `PackedLayer`."""
+        return self.columns
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""
         own = rows if self.order is None else rows.index_select(1, self.order)
         out: Tensor = torch.ops.octavo.packed_linear_nibbles(
-            own, self.outputs, self.nibbles, self.bias, int(self.gated)
+            own, self.outputs, self.nibbles, self.bias, *self.stages
         )
         return out
 

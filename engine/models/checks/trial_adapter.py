@@ -1,0 +1,103 @@
+"""What transformers' forward pass computes with a LoRA adapter that is made for the self-check.
+
+The adapter adapts every linear layer that runs for all tokens, with random matrices whose products
+are as large as a share of each layer's own outputs. So a layer that adds nothing, or adds it in the
+wrong place, changes the logits by more than rounding and quantization do.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from octavo.engine.models.checks.module_routing import ModuleRouting
+from octavo.engine.models.checks.reference import Reference, forward_logits, with_rounding
+from octavo.engine.models.checks.trial_matrices import trial_matrices
+from octavo.engine.models.checks.widened import is_narrow, widened
+
+SHARE = 0.5
+"""The size of a layer's products of low rank, as a share of that of its own outputs."""
+TINY = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class TrialReference:
+    """What transformers computes with the trial adapter.
+
+    Attributes:
+        expected: As without it.
+        scales: Of each layer that it adapts, by name.
+    """
+
+    expected: Reference
+    scales: Mapping[str, float]
+
+
+@torch.inference_mode()
+def trial_reference(
+    model: nn.Module,
+    plain: Reference,
+    routing: ModuleRouting,
+    left_out: Collection[nn.Module],
+) -> TrialReference:
+    """Run transformers' forward pass with the trial adapter.
+
+    Args:
+        model: A transformers model with its attention, not Octavo's.
+        plain: What it computes without it.
+        routing: Its layers of experts.
+        left_out: Linear layers that adapters cannot adapt.
+    """
+    found = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer not in left_out
+    }
+    scales: dict[str, float] = {}
+    partly: set[str] = set()
+
+    def measure(name: str, x: Tensor, out: Tensor, product: Tensor) -> None:
+        if x.numel() != len(plain.tokens) * x.shape[-1]:
+            partly.add(name)
+        size = product.square().mean().sqrt().clamp_min(TINY)
+        scales.setdefault(name, float(SHARE * out.float().square().mean().sqrt() / size))
+
+    with _hooked(found, measure):
+        forward_logits(model, plain.tokens)
+    scales = {name: scale for name, scale in scales.items() if name not in partly}
+
+    def add(name: str, _: Tensor, out: Tensor, product: Tensor) -> Tensor:
+        return (out.float() + scales[name] * product).to(out.dtype)
+
+    with _hooked({name: found[name] for name in scales}, add):
+        with widened(model), routing.recorded() as recorded:
+            logits = forward_logits(model, plain.tokens)
+        expected = Reference(plain.tokens, logits, torch.zeros(len(logits)), tuple(recorded))
+        if is_narrow(model):
+            expected = with_rounding(expected, model, routing)
+    return TrialReference(expected, scales)
+
+
+@contextmanager
+def _hooked(
+    layers: Mapping[str, nn.Module],
+    call: Callable[[str, Tensor, Tensor, Tensor], Tensor | None],
+) -> Iterator[None]:
+    """Call a function with each layer's name, inputs, outputs and product of low rank."""
+
+    def hook(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        x = given[0]
+        down, up = trial_matrices(name, x.shape[-1], out.shape[-1])
+        product = x.float() @ down.to(x.device).t() @ up.to(x.device).t()
+        return call(name, x, out, product)
+
+    hooks = [layer.register_forward_hook(partial(hook, name)) for name, layer in layers.items()]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()

@@ -1,0 +1,29 @@
+"""The matrices of the LoRA adapter that the self-check applies; see `trial_adapter.py`."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+LEAST_RANK, RANKS = 3, 6
+"""Ranks of the matrices: they differ from layer to layer."""
+
+
+def trial_matrices(name: str, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    """Return the trial adapter's matrices of a layer, the same at every start.
+
+    Args:
+        name: The layer's name in transformers' model.
+        inputs: Its inputs.
+        outputs: Its outputs.
+
+    Returns:
+        A, `[rank, inputs]`, and B, `[outputs, rank]`: float32 numbers that bfloat16 and float16
+        have too.
+    """
+    seed = zlib.crc32(name.encode())
+    draw = torch.Generator().manual_seed(seed)
+    rank = LEAST_RANK + seed % RANKS
+    shapes = (rank, inputs), (outputs, rank)
+    down, up = (torch.randint(-64, 65, shape, generator=draw) / 64 for shape in shapes)
+    return down, up

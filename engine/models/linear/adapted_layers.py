@@ -1,0 +1,153 @@
+"""Linear layers that LoRA adapters adapt, and the adapters of the step that runs.
+
+`applying` sets them around the model, as `attending` sets its batch and cache. Packed layers add
+their products in the kernels. Other layers have a hook that calls `add_adapters`; in a captured
+step that is an operator, `octavo::add_adapters`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from octavo.kernels.low_rank import LowRankBatch, StepAdapters
+from octavo.kernels.ops import add_low_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a packed layer has the outputs of a layer of the model.
+
+    Attributes:
+        packed: The packed layer's number among those that adapters adapt.
+        panel: The panel that has the first output.
+        lane: The first lane of its panels that has outputs of the layer.
+        lanes: Lanes from there on that have some.
+        shift: Of those of the first panel, how many come before the first output.
+        order: The packed layer's order of inputs, by its number in `Targets.orders`; -1: as in the
+            model.
+    """
+
+    packed: int
+    panel: int
+    lane: int
+    lanes: int
+    shift: int = 0
+    order: int = -1
+
+    def panels(self, outputs: int) -> int:
+        """Return the number of panels that have outputs of the layer."""
+        return -(-(self.shift + outputs) // self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear layer that adapters may adapt.
+
+    Attributes:
+        index: Its place among the model's targets.
+        inputs: Its inputs.
+        outputs: Its outputs.
+        is_head: Whether it makes the logits: then it runs for some of the tokens only.
+        placement: Where a packed layer has it; None if it is a layer of its own.
+    """
+
+    index: int
+    inputs: int
+    outputs: int
+    is_head: bool = False
+    placement: Placement | None = None
+
+
+class CapturedAdapters:
+    """Replaces adapters while a step is captured, for whichever it will have."""
+
+
+_adapters: ContextVar[StepAdapters | CapturedAdapters | None] = ContextVar(
+    "octavo_step_adapters", default=None
+)
+
+
+@contextmanager
+def applying(adapters: StepAdapters | CapturedAdapters | None) -> Iterator[None]:
+    """Set the adapters of the model that runs in this context; None for none."""
+    token = _adapters.set(adapters)
+    try:
+        yield
+    finally:
+        _adapters.reset(token)
+
+
+def current_adapters() -> StepAdapters | None:
+    """Return the adapters of the current context; None if no sequence has one."""
+    adapters = _adapters.get()
+    return None if isinstance(adapters, CapturedAdapters) else adapters
+
+
+def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
+    """Add what the current adapters add to a layer's outputs, in place unless it is captured.
+
+    Args:
+        target: The layer.
+        x: `[..., inputs]`.
+        out: `[..., outputs]`, of the dtype of `x` or float32.
+
+    Returns:
+        `[..., outputs]`.
+
+    Raises:
+        ValueError: The rows are not those of the step.
+    """
+    adapters = _adapters.get()
+    if adapters is None:
+        return out
+    rows = x.reshape(-1, target.inputs)
+    if isinstance(adapters, CapturedAdapters):
+        added: Tensor = ADD_ADAPTERS(
+            out.reshape(-1, target.outputs), rows, target.index, int(target.is_head)
+        )
+        return added.view(out.shape)
+    batch = adapters.batch(of_logits=target.is_head)
+    # A view, or it raises: a copy would take the products and be dropped.
+    add_low_rank(out.view(-1, target.outputs), rows, batch, target.index)
+    return out
+
+
+def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
+    """Return a packed layer's kernel as its operator calls it.
+
+    Args:
+        kernel: Takes what adapters add as `low_rank`.
+        place: Of the operator's argument that is the layer's number among those that adapters
+            adapt, negative if they do not.
+    """
+
+    def run(*given: Any) -> Tensor:  # noqa: ANN401 - as the kernel
+        adapters, number = current_adapters(), given[place]
+        added = None if adapters is None or number < 0 else adapters.of_layer(number)
+        return kernel(*given[:place], *given[place + 1 :], low_rank=added)
+
+    return run
+
+
+def _add(out: Tensor, x: Tensor, target: int, of_logits: int) -> Tensor:
+    added = out.contiguous().clone()
+    if (adapters := current_adapters()) is not None:
+        batch: LowRankBatch = adapters.batch(of_logits=bool(of_logits))
+        add_low_rank(added, x, batch, target)
+    return added
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor"
+)
+_library.impl("add_adapters", _add, "CPU")  # type: ignore[no-untyped-call]
+register_fake("octavo::add_adapters", lambda out, *_: out.new_empty(out.shape))
+ADD_ADAPTERS = torch.ops.octavo.add_adapters.default
+"""`octavo::add_adapters`: what a captured layer that is not packed adds."""

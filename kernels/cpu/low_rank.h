@@ -1,0 +1,54 @@
+// Products of low rank that adapters add to the rows of a batch; the structs are those of
+// low_rank.py.
+#pragma once
+
+#include <cstdint>
+
+// A layer's matrices of one adapter; as make_record.
+struct LowRankRecord {
+  const void* down;  // [rank, inputs]
+  const void* up;    // [rank, outputs], or in panels: see LowRankPart
+  int64_t rank;      // 0: the adapter leaves the layer as it is
+  double scale;
+};
+
+// Rows of one adapter; as LowRankBatch.tiles.
+struct LowRankTile {
+  int32_t adapter, begin, end;
+};
+
+// The rows of a batch that have adapters; as LowRankBatch.
+struct LowRankBatch {
+  const int32_t* rows;      // sorted by adapter
+  const int32_t* adapters;  // of each row of the batch; -1 for none
+  const LowRankTile* tiles;
+  const LowRankRecord* records;  // [layers][num_adapters]
+  int64_t num_rows, num_tiles, num_adapters, max_rank;
+};
+
+// The outputs of a packed layer that are those of one layer of the model. `up` is in panels:
+// [panels][rank][lanes], from the packed layer's panel `panel` and the panel's lane `lane` on.
+struct LowRankPart {
+  int32_t layer, panel, panels, lane, lanes;
+};
+
+struct LowRankLayer {
+  const LowRankPart* parts;
+  int32_t num_parts;
+  int32_t of_logits;  // whether its rows are those of the logits
+};
+
+// The adapters of a step.
+struct StepAdapters {
+  LowRankBatch tokens, logits;
+  const LowRankLayer* layers;
+  int64_t num_layers;
+};
+
+// What a packed layer adds to its outputs.
+struct LowRankSums {
+  const LowRankBatch* batch;
+  const LowRankPart* parts;
+  int64_t num_parts;
+  const float* inner;  // [rows][num_parts][max_rank]: each row times `down`, times the scale
+};
