@@ -155,7 +155,7 @@ class Requests:
 
     Attributes:
         tokens: that have come.
-        decoding: requests that have sent a token and go on.
+        decoding: requests whose prompt was begun, and that go on.
     """
 
     def __init__(self, sequences: int, *, chunk: bool) -> None:
@@ -164,6 +164,7 @@ class Requests:
         self._sequences = sequences
         self._chunk = chunk
         self._names = count()
+        self._numbers = count(1)
         self._draw = np.random.default_rng(0)
         self._submits: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
 
@@ -191,6 +192,7 @@ class Requests:
             prompt_token_ids=self._draw.integers(0, VOCABULARY - 1, prompt).tolist(),
         )
         submit.sampling.temperature = 0
+        submit.first_number = next(self._numbers)
         submit.stop.max_tokens = output
         submit.stop.ignore_eos = True
         self._submits.put_nowait(engine_pb2.SessionRequest(submit=submit))
@@ -198,10 +200,13 @@ class Requests:
     def _take(self, response: engine_pb2.SessionResponse) -> None:
         if response.failures:
             raise RuntimeError(f"a request failed: {response.failures[0].message}")
+        self.tokens += len(response.tokens.token_ids)
+        for started in response.started:
+            if started.request_id.startswith("decode"):
+                self.decoding.add(started.request_id)
         for output in response.outputs:
             self.tokens += len(output.token_ids)
             if not output.finish_reason:
-                self.decoding.add(output.request_id)
                 continue
             self.decoding.discard(output.request_id)
             if output.request_id.startswith("decode"):

@@ -12,6 +12,7 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
 )
 from octavo.engine.memory.swap import staging_memory
+from octavo.engine.models.device import choose_device
 from octavo.engine.settings import EngineSettings
 
 CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
@@ -125,3 +126,12 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
             " --cache-memory or --num-blocks, or lower --max-model-len"
         )
     return asked
+
+
+def keeps_blocks(settings: EngineSettings) -> bool:
+    """Return whether the weights of a GGUF file stay in its blocks: on one CPU's kernels."""
+    return (
+        settings.quantization == "none"
+        and settings.tensor_parallel_size == 1
+        and choose_device(settings.device).type == "cpu"
+    )

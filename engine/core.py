@@ -38,6 +38,7 @@ from octavo.engine.events import (
     Failure,
     FailureCode,
     Load,
+    NumberedTokens,
     OutputEvent,
     PrefixChange,
     Started,
@@ -45,7 +46,7 @@ from octavo.engine.events import (
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor, LaunchedModel
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.drafting import guess_constrained
 from octavo.engine.scheduling.request import FinishReason, Request
@@ -251,7 +252,7 @@ class EngineCore:
         batch = model.batch
         late = {
             scheduled.sequence.id
-            for scheduled in batch.sequences
+            for scheduled in batch.ruled
             if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
         }
         with _step_errors(batch):
@@ -280,9 +281,9 @@ class EngineCore:
         if not batch.constrained:
             return
         speculation = self._scheduler.speculation
-        if speculation is not None and not speculation.begin_step(len(batch.sequences)):
+        if speculation is not None and not speculation.begin_step(batch.num_sequences):
             speculation = None
-        for group in dict.fromkeys(scheduled.group for scheduled in batch.sequences):
+        for group in dict.fromkeys(scheduled.group for scheduled in batch.ruled):
             if group.request.constraint is None or group.state is GroupState.FINISHED:
                 continue
             if group.beam is not None or not self._scheduler.can_recompute:
@@ -317,7 +318,7 @@ class EngineCore:
     def _report_starts(self, batch: Batch) -> None:
         """Make a `Started` event for each request that is computed for the first time."""
         now = time.monotonic()
-        for scheduled in batch.sequences:
+        for scheduled in batch.ruled:
             group, request = scheduled.group, scheduled.group.request
             if group.start_reported:
                 continue
@@ -331,36 +332,47 @@ class EngineCore:
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
         """Make an event for each new token, and forget the groups that are finished."""
         started, finished = list[SequenceGroup](), list[SequenceGroup]()
+        columns: dict[int, NumberedTokens] = {}
+        events: list[Event] = []
         for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
             group, sequence, token_id, logprob = sampled
+            if (
+                group.decoding
+                and logprob is None
+                and sequence.finish_reason is None
+                and not (sequence.drafted_tokens or group.prompt_logprobs)
+                and group.request.first_number
+            ):  # most tokens
+                column = columns.get(group.request.session)
+                if column is None:
+                    column = columns[group.request.session] = NumberedTokens(group.request.session)
+                column.numbers.append(group.request.first_number + sequence.index)
+                column.token_ids.append(token_id)
+                continue
             last = following is None or following.sequence is not sequence
             request, scores = group.request, list[TokenLogprob]()
             if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
                 scores = group.prompt_logprobs
             counts = sequence.take_draft_counts() if last and sequence.drafted_tokens else (0, 0)
-            self._events.append(
-                OutputEvent(
-                    request.session,
-                    request.request_id,
-                    sequence.index,
-                    [token_id],
-                    logprob,
-                    scores,
-                    sequence.finish_reason if last else None,
-                    None,
-                    *counts,
-                )
-            )
+            reason = sequence.finish_reason if last else None
+            if request.first_number and not (logprob or scores or counts[0] or reason is not None):
+                column = columns.setdefault(request.session, NumberedTokens(request.session))
+                column.numbers.append(request.first_number + sequence.index)
+                column.token_ids.append(token_id)
+            else:
+                events.append(_output_event(sampled, scores, reason, counts))
             if not group.decoding:
                 started.append(group)
             if group.state is GroupState.FINISHED:
                 finished.append(group)
+        self._events += columns.values()  # first: what ends an output follows its tokens
+        self._events += events
         for group in dict.fromkeys(started):
             group.decoding = True
             group.record(GroupEvent.DECODE)
         for group in dict.fromkeys(finished):
             self._forget(group, "finished")
-        for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam is not None):
+        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
             if group.beam is not None and group.state is GroupState.FINISHED:
                 self._report_search(group, group.beam)
                 self._forget(group, "finished")
@@ -580,7 +592,7 @@ class EngineCore:
         log.error(
             "step failed",
             tokens=batch.num_tokens,
-            sequences=len(batch.sequences),
+            sequences=batch.num_sequences,
             exc_info=error,
         )
         self._pending = None
@@ -615,6 +627,29 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+def _output_event(
+    sampled: SampledToken,
+    scores: list[TokenLogprob],
+    reason: FinishReason | None,
+    draft_counts: tuple[int, int],
+) -> OutputEvent:
+    """Return the event of a token of which there may be more to say."""
+    group, sequence, token_id, logprob = sampled
+    request = group.request
+    return OutputEvent(
+        request.session,
+        request.request_id,
+        sequence.index,
+        [token_id],
+        logprob,
+        scores,
+        reason,
+        None,
+        *draft_counts,
+        number=request.first_number + sequence.index if request.first_number else 0,
+    )
 
 
 @contextmanager

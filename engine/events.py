@@ -1,7 +1,7 @@
 """Events that the core publishes to the sessions after each step."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from octavo.engine.compilation.background import CompileProgress
@@ -36,7 +36,8 @@ class OutputEvent:
     """New tokens of one output; the last ones if `finish_reason` is set.
 
     A beam search gives all of each output when it ends, best first, with a score. Drafted tokens,
-    and those of them that were right, are counted since the event before.
+    and those of them that were right, are counted since the event before. `number` is the
+    session's for the output, 0 if it has none.
     """
 
     session: int
@@ -49,6 +50,19 @@ class OutputEvent:
     score: float | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedTokens:
+    """A step's tokens of outputs of which there is no more to say, by their numbers.
+
+    An event for each would take longer than all else that a step does for it.
+    """
+
+    session: int
+    numbers: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,7 @@ class Failure:
     field: str = ""
 
 
-Event = Started | OutputEvent | Failure
+Event = Started | OutputEvent | NumberedTokens | Failure
 
 
 @dataclass(frozen=True, slots=True)

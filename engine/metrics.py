@@ -125,7 +125,7 @@ class EngineMetrics:
         self.compiled.set(compiled and not eager)
         self.step_seconds.observe(seconds)
         self.batch_tokens.observe(batch.num_tokens)
-        self.batch_sequences.set(len(batch.sequences))
+        self.batch_sequences.set(batch.num_sequences)
 
     def show_rank_times(self, times: Times) -> None:
         """Make the gauge of times read those of rank 0 when it is scraped."""

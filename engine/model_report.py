@@ -17,6 +17,7 @@ from octavo.engine.capacity import (
     batch_size,
     count_blocks,
     count_swap_blocks,
+    keeps_blocks,
     longest_sequence,
 )
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
@@ -112,7 +113,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         ModelError: The model's config cannot be had or read.
         OSError: A file cannot be opened.
     """
-    directory = Path(resolve_config(settings.model))
+    directory = Path(resolve_config(settings.model, packed=keeps_blocks(settings)))
     if weight_files(directory):
         check_checkpoint(directory)
     else:

@@ -10,7 +10,15 @@ from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
 from octavo.engine.commands import Abort, CloseSession, OpenSession, Submit
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, Failure, Load, OutputEvent, PrefixChange, Started
+from octavo.engine.events import (
+    Event,
+    Failure,
+    Load,
+    NumberedTokens,
+    OutputEvent,
+    PrefixChange,
+    Started,
+)
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
@@ -30,6 +38,7 @@ class Session:
         self._translate = translate
         self._pending = engine_pb2.SessionResponse()
         self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # in `_pending`
+        self._numbered: dict[int, engine_pb2.SequenceOutput] = {}  # of these, by their number
         self._prefixes: dict[bytes, bool] | None = None  # changes to send: stored, or evicted
         self._ready = asyncio.Event()
         self._closing = False
@@ -55,6 +64,7 @@ class Session:
                     raise RpcError(grpc.StatusCode.INTERNAL, lost)
                 response, self._pending = self._pending, engine_pb2.SessionResponse()
                 self._entries.clear()
+                self._numbered.clear()
                 self._put_prefixes(response)
                 if response.HasField("load"):
                     yield response
@@ -110,12 +120,16 @@ class Session:
         pending = self._pending
         for event in events:
             match event:
+                case NumberedTokens():
+                    self._add_numbered(event)
                 case OutputEvent():
                     key = event.request_id, event.index
                     if key not in self._entries:
                         self._entries[key] = pending.outputs.add(
                             request_id=event.request_id, index=event.index
                         )
+                        if event.number:
+                            self._numbered[event.number] = self._entries[key]
                     _add_tokens(self._entries[key], event)
                 case Started(_, request_id, cached_tokens):
                     pending.started.add(request_id=request_id, cached_tokens=cached_tokens)
@@ -125,6 +139,21 @@ class Session:
                     )
         pending.load.CopyFrom(load)
         self._ready.set()
+
+    def _add_numbered(self, event: NumberedTokens) -> None:
+        """Put tokens into columns; those of an output that has an entry already into that."""
+        numbers, token_ids = event.numbers, event.token_ids
+        if self._numbered:  # rare: a router that is slow to read
+            columns = [list[int](), list[int]()]
+            for number, token_id in zip(numbers, token_ids, strict=True):
+                if (entry := self._numbered.get(number)) is not None:
+                    entry.token_ids.append(token_id)
+                    continue
+                for column, value in zip(columns, (number, token_id), strict=True):
+                    column.append(value)
+            numbers, token_ids = columns
+        self._pending.tokens.numbers.extend(numbers)
+        self._pending.tokens.token_ids.extend(token_ids)
 
     def add_prefixes(self, change: PrefixChange) -> None:
         """Put a change of the prefix cache into the next message that `add` completes.

@@ -28,6 +28,7 @@ from octavo.engine.capacity import (
     batch_size,
     count_blocks,
     count_swap_blocks,
+    keeps_blocks,
     longest_sequence,
 )
 from octavo.engine.compilation.load_step import LoadedStep, load_step
@@ -126,7 +127,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """
     began = time.perf_counter()
     threads = set_threads(place)
-    model = resolve(settings.model)
+    model = resolve(settings.model, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
     has_tokenizer = _has_tokenizer(Path(model))
     world = None if place is None else join_ranks(settings, place)
@@ -450,7 +451,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
         counts = layout.sequence_blocks(size)
         tables = [list(range(first, first := first + count)) for count in counts]
         sampled = [sequence] * seqs if not batch else []
-        batch.sequences.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
+        batch.ruled.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
     return batch
 
 

@@ -27,6 +27,8 @@ from octavo.engine.scheduling.request import BeamSearch, Request, RequestAdapter
 from octavo.v1 import engine_pb2, sampling_pb2
 
 FindAdapter = Callable[[str], RequestAdapter | None]
+MAX_NUMBER = (1 << 64) - 1
+"""Greatest number of an output."""
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -74,6 +76,12 @@ def to_request(
     if beam and submit.resume:
         raise rpc.invalid("resume", "resume must be empty with beam search")
     resume = _resume(submit.resume, outputs, max_tokens, limits)
+    if submit.first_number + outputs > MAX_NUMBER:
+        raise rpc.invalid(
+            "first_number",
+            f"first_number must be at most {MAX_NUMBER - outputs} with {outputs} outputs; "
+            f"got {submit.first_number}",
+        )
     stop = submit.stop
     goes_on = stop.ignore_eos and constraint is None
     now = time.monotonic()
@@ -99,6 +107,7 @@ def to_request(
         constraint=constraint,
         ignore_eos=stop.ignore_eos,
         adapter=adapter,
+        first_number=submit.first_number,
     )
 
 

@@ -138,6 +138,7 @@ class KVCacheManager:
         self._step_tokens = step_tokens
         self._finder = PrefixFinder(self.groups, self.device, self.swap)
         self._keeps_states = prefix_caching and any(group.state_blocks for group in self.groups)
+        self._grows_only = not any(g.state_blocks or g.bounded for g in self.groups)
         self._tables: dict[int, BlockTable] = {}
         self.counters = CacheCounters()
         self._transfers = Transfers()
@@ -181,6 +182,13 @@ class KVCacheManager:
 
         Of sequences that share their last block, the longest counts.
         """
+        if self._grows_only and not self.device.num_shared:
+            tables = [table for table in self._tables.values() if not table.swapped]
+            return sum(
+                -table.num_tokens % group.block_size * self.block_size // group.block_size
+                for group in self.groups
+                for table in tables
+            )
         wasted = 0
         for group, layers in enumerate(self.groups):
             if layers.state_blocks:
@@ -503,6 +511,15 @@ class KVCacheManager:
         table.num_tokens = max(table.num_tokens, position + 1)
         table.computed = position + 1
         return True
+
+    def own_table(self, sequence_id: int) -> BlockTable | None:
+        """Return a sequence's block table if its writes within a block change none; else None.
+
+        Once a token of a block was made writable, the block's other tokens are too, until the
+        sequence is forked, trimmed or swapped out. This holds unless states are kept or blocks
+        fall out of a window. Whoever writes such tokens counts them in the table.
+        """
+        return self._tables[sequence_id] if self._grows_only else None
 
     def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
         """Replace a shared block by a copy of the tokens before `start`, or of the state."""

@@ -67,6 +67,8 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
             bits = stored.kernel_bits(path, layer.in_features) if stored.covers(path) else None
             if bits is not None:
                 saved += layer.weight.numel() * (layer.weight.itemsize * 8 - bits) // 8
+    if stored.packs_ends:
+        saved += _saved_at_ends(model, stored)
     for experts in find_experts(model):
         if experts.dtype != torch.bfloat16:
             continue
@@ -74,6 +76,23 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
         bits = stored.kernel_bits(path, experts.inner) if stored.covers(path) else None
         if bits is not None and bits < 8 and has_expert_kernels(experts, torch.uint8):
             saved += experts.elements * (experts.dtype.itemsize * 8 - bits) // 8
+    return saved
+
+
+def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:
+    """Return the bytes that embeddings and head take less for running as stored."""
+    embeddings = model.get_input_embeddings()
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    saved = 0
+    for path, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if layer not in {embeddings, head} or not isinstance(weight, torch.Tensor):
+            continue
+        if layer is head and isinstance(layer, nn.Linear) and _is_tied(layer, model):
+            saved += weight.nbytes if has_kernels(layer) else 0  # it shares the embeddings' blocks
+        elif stored.covers(path):
+            bits = stored.kernel_bits(path, weight.shape[1])
+            saved += 0 if bits is None else weight.numel() * (weight.itemsize * 8 - bits) // 8
     return saved
 
 

@@ -138,7 +138,7 @@ class DraftModel:
             left -= end - start
             tables = self._cache.table(sequence.id)
             sampled = [sequence] if end == sequence.num_tokens else []
-            batch.sequences.append(
+            batch.ruled.append(
                 ScheduledSequence(shadow.group, sequence, start, end, tables, sampled)
             )
             sequence.num_computed = end

@@ -110,7 +110,7 @@ class Executor:
         Returns:
             The step's inputs; None for a batch that only copies blocks.
         """
-        if not batch.sequences:
+        if not batch.num_sequences:
             if self._leader is not None:
                 self._leader.copy(batch.transfers)
             self.cache.apply(batch.transfers)
@@ -164,7 +164,9 @@ class Executor:
         batch, inputs, logits = launched.batch, launched.inputs, launched.logits
         if inputs is None:
             return PendingStep(batch)
-        rows = [row for row in inputs.sampled if row.sequence.id not in left_out]
+        rows = inputs.sampled
+        if left_out:
+            rows = [row for row in rows if row.sequence.id not in left_out]
         if logits is None:
             assert launched.token_ids is not None
             chosen = [launched.token_ids[row.row] for row in rows]
@@ -342,7 +344,7 @@ class Executor:
 
     def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
         """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""
-        scheduled = batch.sequences[i]
+        scheduled = batch.ruled[i]
         count = scheduled.group.request.sampling.prompt_logprobs or 0
         token_ids = scheduled.sequence.token_ids
         targets = [token_ids[position + 1] for position in scheduled.scored]

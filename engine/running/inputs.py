@@ -90,7 +90,7 @@ def make_inputs(
     sampled: list[SamplingRow] = []
     beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
-    for i, scheduled in enumerate(batch.sequences):
+    for i, scheduled in enumerate(batch.ruled):
         group, sequence, start, end, _, drawing, draft = scheduled
         if end == start + 1:
             tokens.append(sequence.token_ids[start])
@@ -112,6 +112,13 @@ def make_inputs(
             for drafted in range(1, len(draft) + 1):
                 drawn.append(SamplingRow(group, sequence, len(rows), draft[:drafted]))
                 rows.append(len(tokens) - 1 - len(draft) + drafted)
+    if steady := batch.steady:
+        tokens += [each.sequence.token_ids[each.start] for each in steady]
+        positions += [each.start for each in steady]
+        starts += range(starts[-1] + 1, len(tokens) + 1)
+        ends += [each.end for each in steady]
+        sampled += [SamplingRow(s.group, s.sequence, i) for i, s in enumerate(steady, len(rows))]
+        rows += range(len(tokens) - len(steady), len(tokens))
     slots = [
         [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
         for group, layers in enumerate(layout.groups)
@@ -169,11 +176,16 @@ def to_inputs(
 
 def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
     """Return a layer group's block tables; what attention does not read is 0."""
-    width = max(len(scheduled.tables[group]) for scheduled in batch.sequences)
-    tables = np.zeros((len(batch.sequences), width), np.int32)
-    for i, scheduled in enumerate(batch.sequences):
-        blocks = scheduled.tables[group]
-        tables[i, : len(blocks)] = blocks
+    rows = [np.array(each.tables[group], np.int32) for each in batch.ruled]
+    for each in batch.steady:
+        table = each.sequence.table
+        assert table is not None
+        if table.arrays is None:
+            table.arrays = [np.array(blocks, np.int32) for blocks in table.groups]
+        rows.append(table.arrays[group])
+    lengths = np.fromiter(map(len, rows), np.intp, len(rows))
+    tables = np.zeros((len(rows), int(lengths.max())), np.int32)
+    tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.concatenate(rows)
     if released:
         tables[tables == RELEASED] = 0
     return tables
@@ -182,8 +194,12 @@ def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
 def _all_slots(batch: Batch, group: int, block_size: int) -> list[int]:
     """Return the slots of a batch's tokens in the blocks of a layer group."""
     slots: list[int] = []
-    for scheduled in batch.sequences:
+    for scheduled in batch.ruled:
         slots += _slots(scheduled.tables[group], scheduled.start, scheduled.end, block_size)
+    slots += [
+        s.tables[group][s.start // block_size] * block_size + s.start % block_size
+        for s in batch.steady
+    ]
     return slots
 
 

@@ -85,10 +85,13 @@ class PendingTokens:
     def collect(self) -> list[SampledToken]:
         """Wait until the tokens have arrived, and return them."""
         token_ids = self._arriving.tolist()
-        logprobs: dict[int, TokenLogprob] = {}
-        if self._reports is not None:
-            places, report = self._reports
-            logprobs = dict(zip(places, report.logprobs(), strict=True))
+        if self._reports is None:
+            return [
+                SampledToken(row.group, row.sequence, token_id)
+                for row, token_id in zip(self.rows, token_ids, strict=True)
+            ]
+        places, report = self._reports
+        logprobs = dict(zip(places, report.logprobs(), strict=True))
         return [
             SampledToken(row.group, row.sequence, token_id, logprobs.get(i))
             for i, (row, token_id) in enumerate(zip(self.rows, token_ids, strict=True))
@@ -196,7 +199,11 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
 
 def take_greatest(rows: Rows[SamplingRow]) -> bool:
     """Return whether all take the most likely token of those allowed, and report nothing more."""
-    return all(map(_takes_greatest, rows))
+    return all(
+        row.group.request.takes_greatest
+        and (not row.group.request.min_tokens or not _masks_stop_tokens(row))
+        for row in rows
+    )
 
 
 def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
@@ -205,11 +212,6 @@ def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
     Outputs that begin share a row. They have no tokens yet, so their masks are the same.
     """
     return {row.row: mask for row in rows if (mask := row.mask) is not None}
-
-
-def _takes_greatest(row: SamplingRow) -> bool:
-    """Return whether a row takes the greatest of the logits that its constraint leaves."""
-    return row.group.request.takes_greatest and not _masks_stop_tokens(row)
 
 
 def _changes_logits(row: SamplingRow) -> bool:

@@ -48,24 +48,37 @@ class Batch:
     """The work of one step.
 
     Attributes:
-        sequences: what to compute, all at once.
+        ruled: what to compute of sequences that a rule may hold for.
+        steady: what to compute of sequences that no rule holds for but to decode on: one token,
+            which follows one of the sequence's own in the same block, and gives the next one.
         transfers: block copies to do before that.
         created: when scheduling it began, in `time.perf_counter()` seconds.
     """
 
-    sequences: list[ScheduledSequence] = field(default_factory=list)
+    ruled: list[ScheduledSequence] = field(default_factory=list)
+    steady: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     created: float = field(default_factory=time.perf_counter)
 
     @property
+    def sequences(self) -> list[ScheduledSequence]:
+        """What to compute, all at once."""
+        return [*self.ruled, *self.steady]
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences it computes tokens of."""
+        return len(self.ruled) + len(self.steady)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return sum(scheduled.end - scheduled.start for scheduled in self.sequences)
+        return len(self.steady) + sum(each.end - each.start for each in self.ruled)
 
     @property
     def num_drafted(self) -> int:
         """Tokens to compute that are drafted."""
-        return sum(len(scheduled.draft) for scheduled in self.sequences)
+        return sum(len(scheduled.draft) for scheduled in self.ruled)
 
     @property
     def can_overlap(self) -> bool:
@@ -80,17 +93,17 @@ class Batch:
             or group.request.sampling.penalised
             or group.wants_prompt_logprobs
             or scheduled.draft
-            for scheduled in self.sequences
+            for scheduled in self.ruled
             for group in (scheduled.group,)
         )
 
     @property
     def constrained(self) -> bool:
         """Whether a constraint says which tokens may be sampled."""
-        return any(s.group.request.constraint is not None for s in self.sequences if s.sampled)
+        return any(s.group.request.constraint is not None for s in self.ruled if s.sampled)
 
     def __bool__(self) -> bool:
-        return bool(self.sequences) or bool(self.transfers)
+        return bool(self.ruled or self.steady) or bool(self.transfers)
 
 
 class SampledToken(NamedTuple):

@@ -173,7 +173,7 @@ def accept(batch: Batch, tokens: list[SampledToken]) -> list[SampledToken]:
         batch: the step.
         tokens: of each sequence in order, one more than it has drafted tokens.
     """
-    drafts = {s.sequence.id: iter(s.draft) for s in batch.sequences if s.draft}
+    drafts = {s.sequence.id: iter(s.draft) for s in batch.ruled if s.draft}
     if not drafts:
         return tokens
     accepted, rejected = list[SampledToken](), set[int]()

@@ -80,6 +80,7 @@ class Request:
         ignore_eos: whether the client asked to go on past `eos_token_ids`; a constrained output
             ends by them where nothing else can follow.
         adapter: what the model's layers add for it, or None.
+        first_number: the session's number of output 0, the others follow; 0: they have none.
         takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
     """
 
@@ -101,6 +102,7 @@ class Request:
     constraint: Constraint | None = None
     ignore_eos: bool = False
     adapter: RequestAdapter | None = None
+    first_number: int = 0
     takes_greatest: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

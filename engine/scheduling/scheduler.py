@@ -23,7 +23,13 @@ from octavo.engine.scheduling.drafting import (
 from octavo.engine.scheduling.fork_beams import advance_search
 from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
 from octavo.engine.scheduling.request import FinishReason
-from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import (
+    PLACEHOLDER,
+    GroupEvent,
+    GroupState,
+    Sequence,
+    SequenceGroup,
+)
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.speculation import Speculation
 
@@ -36,6 +42,8 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
 
+_ONE: list[tuple[Sequence, int]] = []
+"""Stands for a decoder's one token."""
 _BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
 
@@ -126,7 +134,15 @@ class Scheduler:
                 is computed again: the same K and V in the same place.
         """
         size = self.cache.block_size
-        for scheduled in batch.sequences:
+        for group, sequence, start, *_ in batch.steady:
+            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
+                continue
+            sequence.num_computed = end = start + 1
+            sequence.token_ids.append(PLACEHOLDER)
+            sequence.num_placeholders += 1
+            if not end % size:
+                self._publish_prefix(sequence)
+        for scheduled in batch.ruled:
             group, sequence, start, end, _, sampled, draft = scheduled
             end -= len(draft)  # of which `update` counts what was right
             ended = sequence.finish_reason is not None or group.state is GroupState.FINISHED
@@ -150,7 +166,7 @@ class Scheduler:
             The tokens, without those of sequences that ended after the step was launched.
         """
         for i, logprobs in output.prompt_logprobs.items():
-            batch.sequences[i].group.prompt_logprobs.extend(logprobs)
+            batch.ruled[i].group.prompt_logprobs.extend(logprobs)
         self._advance_searches(batch, output)
         used = []
         for sampled in accept(batch, output.tokens):
@@ -158,13 +174,16 @@ class Scheduler:
             if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
                 continue
             used.append(sampled)
-            if not sequence.num_placeholders:  # the token before it was drafted, and right
+            left = sequence.num_placeholders
+            if not left:  # the token before it was drafted, and right
                 sequence.append_placeholder()
+                left = 1
                 sequence.num_computed += 1
                 if sequence.num_computed % self.cache.block_size == 0:
                     self._publish_prefix(sequence)
-            sequence.fill_placeholder(token_id)
-            known = sequence.num_known
+            sequence.token_ids[-left] = token_id
+            sequence.num_placeholders = left - 1
+            known = len(sequence.token_ids) - left + 1
             reason = group.request.finish_reason(token_id, known - sequence.num_prompt)
             if reason is not None:
                 self.finish(group, sequence, reason)
@@ -176,7 +195,7 @@ class Scheduler:
 
     def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
         """Count the drafted tokens that were right; roll the others back."""
-        for group, sequence, start, end, _, _, draft in batch.sequences:
+        for group, sequence, start, end, _, _, draft in batch.ruled:
             if not draft:
                 continue
             # A token was sampled behind the last right one; none if the output was aborted.
@@ -197,10 +216,10 @@ class Scheduler:
         moved = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
         if moved:
             return
-        prefill = batch.num_tokens - batch.num_drafted - len(batch.sequences)
+        prefill = batch.num_tokens - batch.num_drafted - batch.num_sequences
         if prefill > PREFILL_SHARE * batch.num_tokens:
             self.policy.observe_prefill(batch.num_tokens, seconds)
-        elif not prefill and batch.sequences and self.speculation is not None:
+        elif not prefill and batch.num_sequences and self.speculation is not None:
             self.speculation.observe_step(batch.num_tokens, seconds)
 
     def waits_to_draft(self, batch: Batch) -> bool:
@@ -208,7 +227,7 @@ class Scheduler:
         return self.speculation is not None and waits_to_draft(self.speculation, batch)
 
     def _advance_searches(self, batch: Batch, output: SamplerOutput) -> None:
-        for group in dict.fromkeys(s.group for s in batch.sequences if s.group.beam):
+        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam):
             if all(beam.id in output.continuations for beam in group.live) and not advance_search(
                 group, output.continuations, self.cache, self._fork_ids
             ):
@@ -279,10 +298,15 @@ class Scheduler:
         """
         decoders = [group.decoder for group in self.running]
         counts = [
-            [(decoder, 1)] if decoder is not None else self._count_tokens(group)
+            _ONE if decoder is not None else self._count_tokens(group)
             for group, decoder in zip(self.running, decoders, strict=True)
         ]
-        decodes = sum(count == 1 for group_counts in counts for _, count in group_counts)
+        decodes = 0
+        for group_counts in counts:
+            if group_counts is _ONE:
+                decodes += 1
+            else:
+                decodes += sum(count == 1 for _, count in group_counts)
         budget = self.max_num_batched_tokens - decodes
         drafts: Drafts = {}
         if self.speculation is not None and decodes:
@@ -300,10 +324,15 @@ class Scheduler:
         while position < len(self.running):
             group, decoder = self.running[position], decoders[position]
             drafted = bool(drafts) and any(s.id in drafts for s in group.live)
+            if decoder is not None and not drafted and decoder.num_computed < decoder.steady_end:
+                self._add_steady(batch, group, decoder)
+                position += 1
+                continue
             if decoder is not None and not drafted and self._add_in_place(batch, group, decoder):
                 position += 1
                 continue
-            spans, used = self._next_spans(counts[position], budget)
+            count = counts[position] if decoder is None else [(decoder, 1)]
+            spans, used = self._next_spans(count, budget)
             try:
                 if not drafted or not self._add_drafted(batch, group, spans, drafts):
                     self.cache.extend(spans)
@@ -389,7 +418,7 @@ class Scheduler:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
             tables, draft = self.cache.table(id_), drafts.get(id_, ()) if drafts else ()
-            batch.sequences.append(
+            batch.ruled.append(
                 ScheduledSequence(group, sequence, start, end + len(draft), tables, sampled, draft)
             )
 
@@ -399,10 +428,24 @@ class Scheduler:
         if not self.cache.extend_in_place(decoder.id, start):
             return False
         tables = self.cache.table(decoder.id)
-        batch.sequences.append(
-            ScheduledSequence(group, decoder, start, start + 1, tables, [decoder])
-        )
+        batch.ruled.append(ScheduledSequence(group, decoder, start, start + 1, tables, [decoder]))
+        if not group.request.sampling.penalised:
+            decoder.table = self.cache.own_table(decoder.id)
+        if decoder.table is not None:
+            size, last = self.cache.block_size, decoder.num_prompt + group.request.max_tokens - 1
+            decoder.steady_end = min((start // size + 1) * size, last)
+            decoder.table.arrays = None
         return True
+
+    def _add_steady(self, batch: Batch, group: SequenceGroup, sequence: Sequence) -> None:
+        """Schedule the next token of a sequence that is decoded steadily."""
+        table, start = sequence.table, sequence.num_computed
+        assert table is not None
+        end = table.computed = start + 1
+        table.num_tokens = max(table.num_tokens, end)
+        batch.steady.append(
+            ScheduledSequence(group, sequence, start, end, table.groups, [sequence])
+        )
 
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
         """Share the blocks of a lead that has computed the prompt with its siblings."""

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 from octavo.common.priority import effective_arrival
 from octavo.engine.constraints.matcher import Matcher
+from octavo.engine.kv_cache.block_table import BlockTable
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.speculation.method import DraftState
@@ -40,6 +41,9 @@ class Sequence:
         drafting: what drafts tokens for it know of it, once some were drafted.
         drafted_tokens: tokens drafted for it that no event has told yet.
         accepted_tokens: how many of these were right.
+        table: its block table, while it is decoded steadily (`Batch.steady`).
+        steady_end: where that ends: the first token that may need a new block, or that is not
+            computed. 0 while it is not decoded steadily.
     """
 
     id: int
@@ -53,6 +57,8 @@ class Sequence:
     drafting: DraftState | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    table: BlockTable | None = None
+    steady_end: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -89,11 +95,6 @@ class Sequence:
         """Append a token that a launched step samples."""
         self.token_ids.append(PLACEHOLDER)
         self.num_placeholders += 1
-
-    def fill_placeholder(self, token_id: int) -> None:
-        """Replace the first placeholder by the sampled token."""
-        self.token_ids[-self.num_placeholders] = token_id
-        self.num_placeholders -= 1
 
     def drop_placeholders(self) -> None:
         """Remove all placeholders; their tokens will not be used."""
@@ -198,6 +199,8 @@ class SequenceGroup:
         if len(self.sequences) > 1 or self.beam is not None:
             return None
         sequence, request = self.sequences[0], self.request
+        if sequence.num_computed < sequence.steady_end:
+            return sequence
         if (
             len(sequence.token_ids) != sequence.num_computed + 1
             or len(sequence.token_ids) >= sequence.num_prompt + request.max_tokens

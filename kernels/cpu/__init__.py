@@ -42,6 +42,7 @@ add_low_rank = (fallback if _kernels is None else _kernels.low_rank).add_low_ran
 latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
+blocks = None if _kernels is None else _kernels.blocks
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
 if _kernels is not None:  # for compiled steps, which need the C++ kernels

@@ -26,6 +26,11 @@ void octavo_mask_logits(void*, int64_t, int64_t, int64_t, int, const uint32_t* c
                         int);
 void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int64_t, int64_t,
+                          void*, int);
+void octavo_embed_blocks(const int64_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, void*,
+                         int);
+int octavo_panel_outputs();
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_nibbles(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
@@ -300,6 +305,63 @@ extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, int64_t outputs, Te
   octavo_linear_wide(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                      static_cast<float*>(call.out), step.threads);
   return 0;
+}
+
+// octavo::packed_linear_blocks
+extern "C" Error aoti_torch_cpu_packed_linear_blocks(Tensor x, int64_t outputs, Tensor blocks,
+                                                     Tensor bias, int64_t number, int64_t gated,
+                                                     Tensor* norm, double epsilon,
+                                                     Tensor* residual, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, blocks, bias, gated, norm, epsilon, residual, 0, result);
+  if (!call.out) return kFailed;
+  const bool wide = call.rows.dtype == aoti_torch_dtype_float32();
+  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       wide ? kWideBlocks : kNarrowBlocks, call.out, step.threads);
+  return 0;
+}
+
+// octavo::packed_linear_blocks_wide
+extern "C" Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor x, int64_t outputs,
+                                                          Tensor blocks, Tensor bias,
+                                                          int64_t number, Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const int32_t float32 = aoti_torch_dtype_float32();
+  const LinearCall call(x, outputs, blocks, bias, 0, nullptr, 0, nullptr, float32, result);
+  if (!call.out) return kFailed;
+  const bool wide = call.rows.dtype == float32;
+  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       wide ? kWideBlocks : kWideOutputBlocks, call.out, step.threads);
+  return 0;
+}
+
+// Looks up embeddings of a dtype.
+static Error embed(Tensor ids, int64_t width, Tensor blocks, int64_t number, bool wide,
+                   Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const View tokens(ids), weights(blocks);
+  const int64_t count = tokens.sizes[0], outputs = weights.sizes[0] * octavo_panel_outputs();
+  if (count > 1 && tokens.strides[0] != 1) return kFailed;
+  const auto* own = tokens.as<int64_t>();
+  for (int64_t i = 0; i < count; i++)
+    if (own[i] < 0 || own[i] >= outputs) return kFailed;
+  const int32_t dtype = wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  void* out = make({count, width}, dtype, result);
+  if (!out) return kFailed;
+  octavo_embed_blocks(own, count, weights.as<uint8_t>(), width, number, wide, out, step.threads);
+  return 0;
+}
+
+// octavo::packed_embedding
+extern "C" Error aoti_torch_cpu_packed_embedding(Tensor ids, int64_t width, Tensor blocks,
+                                                 int64_t number, Tensor* result) {
+  return embed(ids, width, blocks, number, false, result);
+}
+
+// octavo::packed_embedding_wide
+extern "C" Error aoti_torch_cpu_packed_embedding_wide(Tensor ids, int64_t width, Tensor blocks,
+                                                      int64_t number, Tensor* result) {
+  return embed(ids, width, blocks, number, true, result);
 }
 
 // octavo::packed_linear_int8

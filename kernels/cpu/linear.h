@@ -195,6 +195,10 @@ struct LinearLayer {
   int64_t residual_stride;
 };
 
+// Of the rows and outputs of layers in blocks: bfloat16, float32 outputs alone, or float32; the same
+// as in blocks.py.
+enum BlockElements { kNarrowBlocks, kWideOutputBlocks, kWideBlocks };
+
 // Factors of 8-bit weights and activations; the same as in linear.py.
 struct Scales {
   const float* factors;   // per input

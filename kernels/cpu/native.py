@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu.blocks import BlockKernels
 from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
 from octavo.kernels.cpu.library import load_library
@@ -335,7 +336,7 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.low_rank = LowRankKernels(library)
-        self.linear = LinearKernels(library)
+        self.linear, self.blocks = LinearKernels(library), BlockKernels(library)
         self.states, self.sums = StateKernels(library), RankSums(library)
         self.latents = LatentKernels(self.linear)
         self.experts = ExpertKernels(library, self.linear)

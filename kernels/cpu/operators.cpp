@@ -38,6 +38,11 @@ Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, Ten
                                    Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_nibbles(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*,
                                            double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_blocks(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
+                                          Tensor*, double, Tensor*, Tensor*);
+Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
+Error aoti_torch_cpu_packed_embedding(Tensor, int64_t, Tensor, int64_t, Tensor*);
+Error aoti_torch_cpu_packed_embedding_wide(Tensor, int64_t, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, Tensor*);
 Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
                                         int64_t, Tensor*, double, Tensor*, Tensor*);
@@ -141,6 +146,43 @@ void packed_linear_nibbles(Value* stack, uint64_t, uint64_t) {
   layer<aoti_torch_cpu_packed_linear_nibbles>(stack, "packed_linear_nibbles");
 }
 
+void packed_linear_blocks(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), blocks(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_blocks(
+             x, static_cast<int64_t>(stack[1]), blocks, bias, static_cast<int64_t>(stack[4]),
+             static_cast<int64_t>(stack[5]), norm.optional(), as_double(stack[7]),
+             residual.optional(), &result),
+         result, "packed_linear_blocks");
+}
+
+void packed_linear_blocks_wide(Value* stack, uint64_t, uint64_t) {
+  Given x(stack[0]), blocks(stack[2]), bias(stack[3]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_blocks_wide(x, static_cast<int64_t>(stack[1]), blocks, bias,
+                                                  static_cast<int64_t>(stack[4]), &result),
+         result, "packed_linear_blocks_wide");
+}
+
+template <auto call>
+void embed(Value* stack, const char* name) {
+  Given ids(stack[0]), blocks(stack[2]);
+  Tensor result = nullptr;
+  finish(stack,
+         call(ids, static_cast<int64_t>(stack[1]), blocks, static_cast<int64_t>(stack[3]), &result),
+         result, name);
+}
+
+void packed_embedding(Value* stack, uint64_t, uint64_t) {
+  embed<aoti_torch_cpu_packed_embedding>(stack, "packed_embedding");
+}
+
+void packed_embedding_wide(Value* stack, uint64_t, uint64_t) {
+  embed<aoti_torch_cpu_packed_embedding_wide>(stack, "packed_embedding_wide");
+}
+
 void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]);
   Tensor result = nullptr;
@@ -235,6 +277,7 @@ struct Operator {
 
 #define FUSED "int gated, Tensor norm, float epsilon, Tensor residual"
 #define LAYER "Tensor x, int outputs, Tensor panels, Tensor bias"
+#define EMBEDDING "Tensor ids, int width, Tensor blocks, int number"
 #define SCALES "Tensor factors, Tensor scales, Tensor row_sums"
 #define RECURRENCE "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int state"
 #define STEPS "Tensor d, Tensor dt_bias, bool softplus"
@@ -253,6 +296,13 @@ constexpr Operator kOperators[] = {
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
     {"packed_linear_nibbles", "packed_linear_nibbles(" LAYER ", " FUSED ") -> Tensor",
      packed_linear_nibbles},
+    {"packed_linear_blocks",
+     "packed_linear_blocks(" LAYER ", int number, " FUSED ") -> Tensor", packed_linear_blocks},
+    {"packed_linear_blocks_wide", "packed_linear_blocks_wide(" LAYER ", int number) -> Tensor",
+     packed_linear_blocks_wide},
+    {"packed_embedding", "packed_embedding(" EMBEDDING ") -> Tensor", packed_embedding},
+    {"packed_embedding_wide", "packed_embedding_wide(" EMBEDDING ") -> Tensor",
+     packed_embedding_wide},
     {"packed_linear_wide", "packed_linear_wide(" LAYER ") -> Tensor", packed_linear_wide},
     {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
      packed_linear_int8},

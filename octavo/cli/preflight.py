@@ -50,8 +50,8 @@ def check_engine(settings: EngineSettings) -> None:
     cache.check_usable()
 
 
-def check_model(model: str) -> Path:
-    """Check a model, as far as its small files tell; return its directory.
+def check_model(settings: EngineSettings) -> Path:
+    """Check an engine's model, as far as its small files tell; return its directory.
 
     A model of the hub is downloaded, and a GGUF file is converted.
 
@@ -59,9 +59,17 @@ def check_model(model: str) -> Path:
         ModelError: There is no such model, or it cannot be served.
         OSError: A file cannot be opened.
     """
-    directory = Path(resolve(model))
+    directory = Path(resolve(settings.model, packed=_keeps_blocks(settings)))
     check_checkpoint(directory)
     return directory
+
+
+def _keeps_blocks(settings: EngineSettings) -> bool:
+    if not Path(settings.model).expanduser().is_file():
+        return False
+    from octavo.engine.capacity import keeps_blocks  # noqa: PLC0415 - imports PyTorch
+
+    return keeps_blocks(settings)
 
 
 def check_tokenizer(source: str) -> None:

@@ -136,7 +136,7 @@ async def _serve(
     preflight.check_router(router, listeners_of_engines(router, [engine]))
     cache.check_usable()
     progress.stage(f"Looking for {engine.model}")
-    model = await call_in_thread(preflight.check_model, engine.model)
+    model = await call_in_thread(preflight.check_model, engine)
     await call_in_thread(preflight.check_tokenizer, router.tokenizer or str(model))
     placements = plan_engines(engines_per_node, read_machine(engine.device, model))
     engines = settings_of_engines(router, engine, len(placements) or 1)

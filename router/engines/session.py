@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -53,6 +54,9 @@ class Session:
         # Never longer than a few commands for each request admitted to the engine.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._requests: dict[str, RequestState] = {}
+        self._outputs: dict[int, tuple[str, int]] = {}  # a request's id and the index, by number
+        self._first_numbers: dict[str, int] = {}
+        self._next_number = 1
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
         self._broken: str | None = None
@@ -81,14 +85,19 @@ class Session:
             raise self._lost()
         session_id = self._free_id(submit.request_id)
         submit.request_id = session_id
+        submit.first_number = self._next_number
         self._requests[session_id] = state
+        self._first_numbers[session_id] = self._next_number
+        for index in range(len(state.outputs)):
+            self._outputs[self._next_number] = session_id, index
+            self._next_number += 1
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
 
     def abort(self, session_id: str, index: int | None = None) -> None:
         """Stop a request, which is told of no more events, or one output of it."""
         if index is None:
-            if self._requests.pop(session_id, None) is None:
+            if self._forget(session_id) is None:
                 return
             self._aborted[session_id] = None
             if len(self._aborted) > MAX_ABORTED:
@@ -100,7 +109,7 @@ class Session:
         """End an attempt: stop on the engine what still runs there."""
         state = self._requests.get(session_id)
         if state is not None and state.ended_by_engine:
-            del self._requests[session_id]
+            self._forget(session_id)
         else:
             self.abort(session_id)
 
@@ -119,9 +128,9 @@ class Session:
         finally:
             self._broken = self._broken or "the router closed the connection"
             self._call.cancel()
-            requests, self._requests = self._requests, {}
-            for state in requests.values():
-                state.fail(self._lost())
+            for session_id in list(self._requests):
+                if (state := self._forget(session_id)) is not None:
+                    state.fail(self._lost())
         return self._broken
 
     async def _read(self) -> str:
@@ -153,24 +162,36 @@ class Session:
         for started in response.started:
             if (state := self._requests.get(started.request_id)) is not None:
                 state.started(started.cached_tokens)
+        for number, token_ids in by_number(response.tokens).items():
+            if (known := self._outputs.get(number)) is not None:  # else it was aborted
+                session_id, index = known
+                append = self._requests[session_id].append_tokens
+                self._append(session_id, index, partial(append, index, token_ids))
         for output in response.outputs:
-            self._append(output)
+            if (state := self._requests.get(output.request_id)) is not None:
+                self._append(output.request_id, output.index, partial(state.append, output))
         if any(failure.code == INTERNAL for failure in response.failures):
             self._on_fault()
         for failure in response.failures:
-            if (state := self._requests.pop(failure.request_id, None)) is not None:
+            if (state := self._forget(failure.request_id)) is not None:
                 state.fail(_error(failure))
         self._on_report(response)
 
-    def _append(self, output: engine_pb2.SequenceOutput) -> None:
+    def _forget(self, session_id: str) -> RequestState | None:
+        """Pass no more to a request, and return it; None if it is not known."""
+        state = self._requests.pop(session_id, None)
+        if state is not None:
+            first = self._first_numbers.pop(session_id)
+            for number in range(first, first + len(state.outputs)):
+                del self._outputs[number]
+        return state
+
+    def _append(self, session_id: str, index: int, append: Callable[[], bool]) -> None:
         """Hand tokens to their request; an error there fails that request alone."""
-        session_id = output.request_id
-        state = self._requests.get(session_id)
-        if state is None:
-            return  # aborted; this was on its way
+        state = self._requests[session_id]
         try:
-            if state.append(output):
-                self.abort(session_id, output.index)
+            if append():
+                self.abort(session_id, index)
         except rpc.RpcError as error:
             self.abort(session_id)
             state.fail(error)
@@ -188,6 +209,17 @@ class Session:
     def _lost(self) -> EngineLostError:
         """For clients: which engine, and why it was lost, is for the log."""
         return EngineLostError("the connection to the request's engine was lost; retry the request")
+
+
+def by_number(tokens: engine_pb2.NumberedTokens) -> dict[int, list[int]]:
+    """Return each output's tokens, by its number."""
+    found: dict[int, list[int]] = {}
+    for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
+        if (own := found.get(number)) is None:
+            found[number] = [token_id]
+        else:
+            own.append(token_id)
+    return found
 
 
 async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:

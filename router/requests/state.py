@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 
@@ -15,7 +15,7 @@ from octavo.router.requests.pacing import Pacer
 from octavo.router.requests.request import Request
 from octavo.router.tenants.quota import Usage
 from octavo.router.text.detokenizer import Pieces
-from octavo.v1 import engine_pb2, generation_pb2
+from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 
 class RequestState:
@@ -182,9 +182,6 @@ class RequestState:
         output = self.outputs[tokens.index]
         if output.ended:
             return False  # drawn before the engine heard of the end
-        if output.unread >= self._max_unread:
-            message = f"the client did not read its stream for {self._max_unread} tokens"
-            raise rpc.RpcError(grpc.StatusCode.CANCELLED, message)
         if tokens.index == 0 and not self._may_accept:
             self._accepted.prompt_logprobs.extend(tokens.prompt_logprobs)
             self._accept()
@@ -192,10 +189,31 @@ class RequestState:
             output.score = tokens.score
         output.drafted_tokens += tokens.drafted_tokens
         output.accepted_tokens += tokens.accepted_tokens
+        return self._push(output, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
+
+    def append_tokens(self, index: int, token_ids: list[int]) -> bool:
+        """Add new tokens of one output, of which there is no more to say; see `append`."""
+        output = self.outputs[index]
+        if output.ended:
+            return False
+        if index == 0 and not self._may_accept:
+            self._accept()
+        return self._push(output, token_ids, (), sampling_pb2.FINISH_REASON_UNSPECIFIED)
+
+    def _push(
+        self,
+        output: Output,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprob],
+        finish_reason: sampling_pb2.FinishReason.ValueType,
+    ) -> bool:
+        if output.unread >= self._max_unread:
+            message = f"the client did not read its stream for {self._max_unread} tokens"
+            raise rpc.RpcError(grpc.StatusCode.CANCELLED, message)
         now = time.monotonic()
         first = not output.token_ids
-        self._count(output, len(tokens.token_ids), now)
-        output.push(tokens.token_ids, tokens.logprobs, tokens.finish_reason)
+        self._count(output, len(token_ids), now)
+        output.push(token_ids, logprobs, finish_reason)
         if output.ended:
             self._observe_tpot(output)
             self._changed.set()
@@ -206,7 +224,7 @@ class RequestState:
         elif self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._next_message - now, self._changed.set)
-        return output.reason == STOP_STRING and not tokens.finish_reason
+        return output.reason == STOP_STRING and not finish_reason
 
     def fail(self, error: rpc.RpcError) -> None:
         """End the attempt, or for any error but `EngineLostError` the request."""

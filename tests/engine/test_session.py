@@ -89,6 +89,39 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
     assert not outputs[1].prompt_logprobs
 
 
+@pytest.mark.parametrize("late", [False, True])
+async def test_outputs_with_numbers_have_the_same_tokens(open_session, late):
+    _, messages, stream = open_session
+    common = {
+        "prompt_token_ids": range(10, 20),
+        "sampling": {"n": 2, "seed": 3},
+        "stop": {"max_tokens": 20},
+    }
+    submits = [
+        engine_pb2.Submit(request_id="by entry", **common),
+        engine_pb2.Submit(request_id="by number", first_number=5, **common),
+        engine_pb2.Submit(request_id="scored", first_number=7, output={"logprobs": 0}, **common),
+    ]
+    for submit in submits:
+        messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
+    tokens = {(submit.request_id, i): [] for submit in submits for i in range(2)}
+    by_number, ended = 0, 0
+    while ended < len(tokens):
+        if late:
+            await asyncio.sleep(0.1)
+        response = await anext(stream)
+        for number, token in zip(response.tokens.numbers, response.tokens.token_ids, strict=True):
+            tokens["by number", number - 5].append(token)
+            by_number += 1
+        for output in response.outputs:
+            tokens[output.request_id, output.index] += output.token_ids
+            ended += output.finish_reason == FinishReason.FINISH_REASON_LENGTH
+    assert by_number == 2 * 19
+    assert [len(found) for found in tokens.values()] == [20] * len(tokens)
+    for index in range(2):
+        assert len({tuple(tokens[submit.request_id, index]) for submit in submits}) == 1
+
+
 async def test_a_new_session_hears_what_the_cache_holds(open_session):
     _, messages, stream = open_session
     submit = engine_pb2.Submit(

@@ -44,6 +44,13 @@ def test_a_long_request_id_is_refused():
     assert caught.value.field == "request_id"
 
 
+def test_numbers_of_outputs_fit():
+    assert translate(first_number=2**64 - 2).first_number == 2**64 - 2
+    with pytest.raises(RpcError, match="at most 18446744073709551614 with 1 outputs") as caught:
+        translate(first_number=2**64 - 1)
+    assert caught.value.field == "first_number"
+
+
 def test_a_salt_is_kept_and_a_long_one_refused():
     assert translate(cache_salt="s" * 128).cache_salt == "s" * 128
     with pytest.raises(RpcError, match="at most 128 characters; it has 129") as caught:

@@ -255,7 +255,10 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
                 reason = FinishReason.FINISH_REASON_LENGTH if last else 0
                 if last and token == EOS:
                     reason = FinishReason.FINISH_REASON_EOS
-                self.send_tokens(request_id, [token], index=i, reason=reason)
+                if step % 2 and not last and len(self.outboxes) == 1:  # each form in turn
+                    self.send(tokens={"numbers": [submit.first_number + i], "token_ids": [token]})
+                else:
+                    self.send_tokens(request_id, [token], index=i, reason=reason)
                 if last:
                     playing.discard(i)
             step += 1

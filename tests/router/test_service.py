@@ -143,6 +143,39 @@ async def test_stop_string_ends_one_output(scripted, serve, encode, include):
     assert engine.aborts[0] == (engine.submits[0].request_id, 0)
 
 
+async def test_tokens_by_number_come_before_those_of_an_entry(scripted, serve, encode):
+    engine = scripted(interval=None)
+    async with serve(engine) as s:
+        await s.up()
+        asked = [ask(sampling={"n": 2}), ask()]
+        tasks = [asyncio.create_task(collect(s.stub.Generate(request))) for request in asked]
+        await s.until(lambda: len(engine.submits) == 2)
+        pair, single = sorted(engine.submits, key=lambda submit: -submit.sampling.n)
+        first, other = pair.first_number, single.first_number
+        assert len({first, first + 1, other}) == 3
+        ends = [(pair, 0, "d"), (pair, 1, "x"), (single, 0, "z")]
+        engine.send(
+            started=[{"request_id": submit.request_id} for submit in (pair, single)],
+            tokens={
+                "numbers": [first, other, first, first + 1, first, 999],
+                "token_ids": encode("aybwc?"),
+            },
+            outputs=[
+                {
+                    "request_id": submit.request_id,
+                    "index": index,
+                    "token_ids": encode(text),
+                    "finish_reason": LENGTH,
+                }
+                for submit, index, text in ends
+            ],
+        )
+        responses = [await asyncio.wait_for(task, 5) for task in tasks]
+        await s.clean()
+    assert [text_of(responses[0], i) for i in range(2)] == ["abcd", "wx"]
+    assert text_of(responses[1], 0) == "yz"
+
+
 async def test_prompt_logprobs_come_with_accepted(scripted, serve, encode):
     engine = scripted(interval=None)
     async with serve(engine) as s:

@@ -91,6 +91,11 @@ def has_kernels(layer: nn.Linear) -> bool:
     )
 
 
+def _can_gate(layer: nn.Linear) -> bool:
+    """Return whether the kernels of a layer can gate its outputs, whatever its packed weights."""
+    return kernels is not None and layer.weight.dtype in {torch.bfloat16, torch.float32}
+
+
 def padded_bias(linear: nn.Linear) -> Tensor:
     """Return a layer's bias in float32, padded to whole panels; zeros if it has none."""
     bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
@@ -131,7 +136,7 @@ def replace(
     if len(group) == 1:
         setattr(first.parent, first.name, convert(first.layer))
         return
-    if has_kernels(first.layer) and _are_swiglu(group):
+    if _can_gate(first.layer) and _are_swiglu(group):
         gate, up = (located.layer for located in group)
         assert kernels is not None
         interleave = kernels.interleave

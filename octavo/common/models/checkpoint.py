@@ -38,7 +38,7 @@ PACKED_NAMES = ("weight", "packed", "blocks", "proj", "experts", "qzeros")
 """How the last part of a tensor's name ends that is a weight, not a table or a mask."""
 USE_INSTEAD = (
     "use a version in bf16 or fp16, one that is quantized with"
-    f" {', '.join(METHODS.values())}, or a GGUF file"
+    f" {', '.join(name for name in METHODS.values() if name != 'GGUF')}, or a GGUF file"
 )
 
 

@@ -1,6 +1,11 @@
-"""Conversion of a GGUF file into a model directory, kept in the cache because it is slow."""
+"""Conversion of a GGUF file into a model directory, kept in the cache because it is slow.
+
+There are two forms. In one, all weights are floats. In the other, those that CPU kernels take stay
+in the file's own blocks; see `gguf_blocks.py`.
+"""
 
 import hashlib
+import re
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -8,8 +13,11 @@ from typing import Any
 
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.gguf_blocks import keep_blocks, packed_types
 
 MAGIC = b"GGUF"
+PACKED = "-packed"
+"""What follows the name of the form with blocks in the cache."""
 REVISION = 1
 """Increased when the conversion changes, to invalidate older caches."""
 
@@ -20,9 +28,21 @@ SINGLE_DIGITS = frozenset(
 )
 """Names of pre-tokenizers that are GPT-2's with single digits."""
 
+TYPES = {
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+}
+"""The types of tensors that are read."""
+UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
-def prepare(path: Path) -> Path:
+
+def prepare(path: Path, *, packed: bool | None = False) -> Path:
     """Return the directory of a GGUF file's model; convert it first if it is not in the cache.
+
+    Args:
+        path: The file.
+        packed: Whether weights stay in blocks where they can; None for either, whichever is there.
 
     Raises:
         ModelError: The file is not GGUF, damaged, not supported by transformers, or changed.
@@ -30,14 +50,19 @@ def prepare(path: Path) -> Path:
     """
     _check_magic(path)
     name = identity(path)
+    forms = {False: name, True: f"{name}{PACKED}"}
+    if packed is None:
+        made = (form for form in forms if (model_cache.cache_dir() / forms[form]).is_dir())
+        packed = next(made, False)
+    keeps = packed
 
     def make(target: Path, stage: model_cache.Stage) -> None:
         stage(f"Converting {path.name} to safetensors, once")
-        convert(path, target)
+        convert(path, target, packed=keeps)
         if identity(path) != name:
             raise ModelError(f"{path} was written to while it was converted")
 
-    return model_cache.prepare(name, make)
+    return model_cache.prepare(forms[keeps], make)
 
 
 def identity(path: Path) -> str:
@@ -55,19 +80,36 @@ def identity(path: Path) -> str:
     return f"{path.stem}-{digest.hexdigest()[:16]}"
 
 
-def convert(source: Path, target: Path) -> None:
+def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     """Write the model and tokenizer of a GGUF file to the directory `target`.
 
     Weights become bfloat16; files of float32 or float16 weights keep their type.
+
+    Args:
+        source: The file.
+        target: The directory.
+        packed: Whether the weights that CPU kernels take stay in blocks.
     """
     reader = _read(source)
+    packed = packed and bool(packed_types(reader))
+    dtype = _dtype(reader)
     with redirect_stderr(StringIO()):  # progress bars over the spinner
-        model, tokenizer = _load(source, _dtype(reader))
+        # In float32, a weight can be told to be exactly one of the file's.
+        model, tokenizer = _load(source, _float32() if packed else dtype)
         _set_end_tokens(model, reader)
         _set_pre_tokenizer(tokenizer, reader)
         tokenizer.model_max_length = model.config.max_position_embeddings
-        model.save_pretrained(target)
+        model.save_pretrained(target, **({"max_shard_size": "1000TB"} if packed else {}))
         tokenizer.save_pretrained(target)
+    del model
+    if packed:
+        keep_blocks(target, reader, dtype)
+
+
+def _float32() -> Any:  # noqa: ANN401
+    import torch  # noqa: PLC0415 - seconds to import, once in a model's life
+
+    return torch.float32
 
 
 def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
@@ -107,9 +149,20 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     try:
         reader = gguf.GGUFReader(path)
     except Exception as error:
+        if (unknown := UNKNOWN_TYPE.search(str(error))) is not None:
+            raise ModelError(
+                f"{path} has tensors of type {unknown[1]}, which is none that Octavo knows: use a"
+                f" file of {', '.join(sorted(TYPES))}"
+            ) from error
         raise ModelError(
             f"{path} cannot be read; it is cut short or damaged ({first_line(error)})"
         ) from error
+    for tensor in reader.tensors:
+        if (kind := tensor.tensor_type.name) not in TYPES:
+            raise ModelError(
+                f"{path} has {tensor.name} of type {kind}, which Octavo does not read: use a file"
+                f" of {', '.join(sorted(TYPES))}"
+            )
     parts = _field(reader, "split.count") or 1
     if parts > 1:
         raise ModelError(

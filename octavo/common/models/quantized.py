@@ -13,6 +13,7 @@ METHODS = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "mxfp4": "MXFP4",
+    "gguf": "GGUF",
 }
 """The methods that Octavo reads, by their names in configs. The engine has a module for each, in
 `octavo.engine.models.quantization.checkpoints`."""

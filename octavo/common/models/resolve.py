@@ -12,31 +12,35 @@ DEMO = "demo"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve(model: str) -> str:
+def resolve(model: str, *, packed: bool = False) -> str:
     """Return the absolute path of a model's directory.
 
     `model` is "demo", a local directory, a GGUF file or a hub name; a local path wins over a hub
     name. "demo" and GGUF files are converted into the cache on first use; models of the hub are
     downloaded.
 
+    Args:
+        model: See above.
+        packed: Whether a GGUF file's weights stay in its blocks where they can.
+
     Raises:
         ModelError: The path holds no model, the name is invalid, the conversion failed, or the hub
             does not have the model or cannot be reached.
         OSError: A file cannot be opened.
     """
-    return str(_local_model(model) or hub.fetch_model(model))
+    return str(_local_model(model, packed=packed) or hub.fetch_model(model))
 
 
-def resolve_config(model: str) -> str:
+def resolve_config(model: str, *, packed: bool = False) -> str:
     """Return the absolute path of a directory with a model's config, and perhaps its weights.
 
-    Of a model of the hub, only the config is downloaded.
+    Of a model of the hub, only the config is downloaded. The arguments are those of `resolve`.
 
     Raises:
         ModelError: As `resolve`.
         OSError: Likewise.
     """
-    return str(_local_model(model) or hub.fetch_config(model))
+    return str(_local_model(model, packed=packed) or hub.fetch_config(model))
 
 
 def resolve_tokenizer(source: str) -> str:
@@ -46,23 +50,23 @@ def resolve_tokenizer(source: str) -> str:
         ModelError: As `resolve`.
         OSError: Likewise.
     """
-    return str(_local(source) or hub.fetch_tokenizer(source))
+    return str(_local(source, packed=None) or hub.fetch_tokenizer(source))
 
 
-def _local_model(model: str) -> Path | None:
+def _local_model(model: str, *, packed: bool) -> Path | None:
     """Return the directory of a model as `_local`, which must hold a config.
 
     Raises:
         ModelError: As `_local`, or it holds none.
         OSError: As `_local`.
     """
-    directory = _local(model)
+    directory = _local(model, packed=packed)
     if directory is not None and not (directory / CONFIG).is_file():
         raise ModelError(f"{directory} {why_no_model(directory)}")
     return directory
 
 
-def _local(name: str) -> Path | None:
+def _local(name: str, *, packed: bool | None) -> Path | None:
     """Return the directory of what is on this machine, or made here; None for a hub name.
 
     Raises:
@@ -81,7 +85,7 @@ def _local(name: str) -> Path | None:
     if path.is_file():
         from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
 
-        return gguf.prepare(path.resolve())
+        return gguf.prepare(path.resolve(), packed=packed)
     if name.endswith(".gguf"):
         raise ModelError(f"there is no file {path.absolute()}")
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(name):

@@ -9,8 +9,9 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from octavo.common.models import gguf as gguf_models
 from octavo.common.models.errors import ModelError
-from octavo.common.models.resolve import resolve
+from octavo.common.models.resolve import resolve, resolve_tokenizer
 from tests.common.models import tiny_gguf
 
 
@@ -152,6 +153,35 @@ def test_files_that_cannot_be_served(tmp_path, cache, options, message):
         resolve(str(path))
     assert "\n" not in str(caught.value)
     assert not _converted(cache)
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (777, r"has tensors of type 777, which is none that Octavo knows: use a file of .*Q4_K"),
+        (int(Kind.Q8_1), r"has .* of type Q8_1, which Octavo does not read: use a file of .*Q4_K"),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_types_that_are_not_known_are_refused_by_name(file, cache, number, message, packed):
+    content = bytearray(file.read_bytes())
+    reader = gguf.GGUFReader(file)
+    (own,) = (own for own in reader.tensors if own.name == "blk.0.ffn_up.weight")
+    at = own.field.offset + sum(part.nbytes for part in own.field.parts[:-2])
+    assert int.from_bytes(content[at : at + 4], "little") == Kind.F32
+    content[at : at + 4] = number.to_bytes(4, "little")
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        gguf_models.prepare(file, packed=packed)
+    assert "\n" not in str(caught.value)
+    assert not _converted(cache)
+
+
+def test_a_tokenizer_takes_the_form_that_is_there(tmp_path, cache):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", kind=Kind.Q8_0)
+    packed = resolve(str(file), packed=True)
+    assert resolve_tokenizer(str(file)) == packed
+    assert len(_converted(cache)) == 1
 
 
 def test_a_file_that_is_written_to_meanwhile(file, cache, monkeypatch):

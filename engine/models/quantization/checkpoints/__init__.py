@@ -20,6 +20,7 @@ FORMATS = {
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8_blocks",
     "mxfp4": "mxfp4",
+    "gguf": "gguf",
 }
 """Each format's module by its name in configs."""
 

@@ -97,6 +97,9 @@ class Format(ABC):
     weight_ending: ClassVar[str] = ".weight"
     """What follows a layer's name in the name of its weight in transformers."""
 
+    packs_ends: ClassVar[bool] = False
+    """Whether kernels take embeddings and the head as they are stored too."""
+
     @abstractmethod
     def __init__(self, settings: Settings) -> None: ...
 

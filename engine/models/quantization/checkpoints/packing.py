@@ -2,6 +2,7 @@
 
 - Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every
   32 inputs, so those of larger groups are repeated. Inputs are gathered in the groups' order.
+- Weights in GGUF's blocks run as they are, those of embeddings and the head too.
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
 
 All others are widened to the model's dtype, as transformers loads them here. A weight is packed
@@ -37,6 +38,11 @@ from octavo.engine.models.linear.packed_linear import (
     replace,
 )
 from octavo.engine.models.quantization.checkpoints.base import Integers, in_groups
+from octavo.engine.models.quantization.checkpoints.block_layers import (
+    BlockWeights,
+    PackedBlocksEmbedding,
+    block_weights,
+)
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
@@ -86,7 +92,7 @@ class Nibbles:
             self.order,
         )
 
-    def fits(self, other: "Nibbles | Bytes") -> bool:
+    def fits(self, other: object) -> bool:
         """Return whether the weights of two layers of the same input can be joined."""
         if not isinstance(other, Nibbles) or (self.order is None) != (other.order is None):
             return False
@@ -114,9 +120,13 @@ class Bytes:
         every = [self, *others]
         return Bytes(join([one.codes for one in every]), join([one.scale for one in every]))
 
-    def fits(self, other: "Nibbles | Bytes") -> bool:
+    def fits(self, other: object) -> bool:
         """Return whether the weights of two layers of the same input can be joined."""
         return isinstance(other, Bytes)
+
+
+Packable = Nibbles | Bytes | BlockWeights
+"""Weights as kernels take them."""
 
 
 def for_kernels(weight: object) -> Nibbles | Bytes | None:
@@ -185,7 +195,7 @@ class _Packing:
         self.packed = 0
         self._model = model
         self._checkpoint = checkpoint
-        self._found: dict[nn.Module, Nibbles | Bytes] = {}
+        self._found: dict[nn.Module, Packable] = {}
 
     def pack_linears(self) -> None:
         """Replace linear layers where all that have the same input can be packed."""
@@ -194,17 +204,64 @@ class _Packing:
         while groups:
             group = groups.pop()  # frees it once it is replaced
             if group[0].layer is head:
-                continue  # logits need float32
+                continue  # see pack_ends
             found = [self._find(located) for located in group]
+            if any(isinstance(one, BlockWeights) for one in found):
+                for alike in self._split(group, found):
+                    self._replace(*alike)
+                continue
             first = found[0]
             own = [one for one in found if one is not None]
             if first is None or len(own) < len(group) or not all(map(first.fits, own)):
                 continue
-            self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
-            replace(self._model, group, self._convert, self._join)
-            self.packed += sum(located.layer.weight.numel() for located in group)
+            self._replace(group, own)
             if isinstance(first, Bytes):
                 self.tolerance = INT8.tolerance
+
+    def pack_ends(self) -> None:
+        """Replace embeddings and the head, if they are in blocks; tied ones share them."""
+        embeddings: nn.Module = self._model.get_input_embeddings()
+        head: nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        paths = {module: path for path, module in self._model.named_modules()}
+        shared: dict[Tensor, BlockWeights] = {}
+        for layer in (embeddings, head):
+            if layer is None or layer not in paths:
+                continue
+            weight = getattr(layer, "weight", None)
+            is_plain = type(layer) is nn.Linear or type(layer) is nn.Embedding
+            if not isinstance(weight, nn.Parameter) or not is_plain:
+                continue
+            own = shared.get(weight) or self._find_blocks(f"{paths[layer]}.weight", weight)
+            if own is None:
+                continue
+            own = BlockWeights(own.rows, own.format, own.pack(), wide=True)
+            if weight not in shared:
+                self.packed += weight.numel()
+            shared[weight] = own
+            parent, _, name = paths[layer].rpartition(".")
+            setattr(self._model.get_submodule(parent), name, _end(layer, weight, own))
+
+    def _replace(self, group: list[LocatedLinear], own: Sequence[Packable]) -> None:
+        self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
+        replace(self._model, group, self._convert, self._join)
+        self.packed += sum(located.layer.weight.numel() for located in group)
+
+    @staticmethod
+    def _split(
+        group: list[LocatedLinear], found: Sequence[Packable | None]
+    ) -> list[tuple[list[LocatedLinear], list[Packable]]]:
+        """Return the layers of a group in parts that can be joined, without those not found."""
+        parts: list[tuple[list[LocatedLinear], list[Packable]]] = []
+        for located, one in zip(group, found, strict=True):
+            if one is None:
+                continue
+            fitting = next((part for part in parts if part[1][0].fits(one)), None)
+            if fitting is None:
+                parts.append(([located], [one]))
+            else:
+                fitting[0].append(located)
+                fitting[1].append(one)
+        return parts
 
     def pack_experts(self) -> None:
         """Replace layers of experts where all of them can be packed."""
@@ -221,9 +278,21 @@ class _Packing:
             self.packed += layer.elements
             layer.replace(_packed_experts(layer, own))
 
-    def _find(self, located: LocatedLinear) -> Nibbles | Bytes | None:
+    def _find_blocks(self, name: str, weight: Tensor) -> BlockWeights | None:
+        """Return a weight in blocks; None if it is not so in the file."""
+        if name not in self._checkpoint.shapes:
+            return None
+        stored = self._checkpoint.read(name)
+        own = block_weights(stored, weight.dtype)
+        if own is None or not torch.equal(stored.dequantize().to(weight.dtype), weight.detach()):
+            return None
+        return own
+
+    def _find(self, located: LocatedLinear) -> Packable | None:
         """Return a layer's weights as kernels take them; None if they are not so in the file."""
         name = f"{located.path}.weight"
+        if (own := self._find_blocks(name, located.layer.weight)) is not None:
+            return own
         if name not in self._checkpoint.shapes or not has_kernels(located.layer):
             return None
         stored = self._checkpoint.read(name)
@@ -274,8 +343,16 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
     if kernels is not None:
         packing.pack_linears()
         packing.pack_experts()
+        packing.pack_ends()
     log_widened(checkpoint, packing.packed, model.dtype)
     return packing.tolerance
+
+
+def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights) -> nn.Module:
+    """Return what replaces embeddings or a head."""
+    if isinstance(layer, nn.Linear):
+        return own.layer(layer)
+    return PackedBlocksEmbedding(weight.shape[1], weight.dtype, own.pack(), own.format.number)
 
 
 def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:

@@ -1,0 +1,134 @@
+"""Linear layers and embeddings of weights in GGUF's blocks, for the kernels of blocks.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
+from octavo.engine.models.quantization.checkpoints.gguf import Blocks
+from octavo.kernels.cpu import blocks as kernels
+from octavo.kernels.cpu.blocks import BlockFormat
+
+DTYPES = {torch.bfloat16, torch.float32}
+"""Of the activations that the kernels take."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeights:
+    """Weights for the kernels of blocks.
+
+    Attributes:
+        rows: `[outputs, bytes]` uint8, as in the file.
+        format: Of the blocks.
+        packed: The same for the kernels, once they are packed; shared by a head and embeddings.
+    """
+
+    rows: Tensor
+    format: BlockFormat
+    packed: Tensor | None = None
+    wide: bool = False
+
+    def layer(self, linear: nn.Linear) -> PackedLayer:
+        """Return what replaces a layer of these weights."""
+        return PackedBlocksLinear(linear, self)
+
+    def joined(
+        self, others: "Sequence[BlockWeights]", join: Callable[[list[Tensor]], Tensor]
+    ) -> "BlockWeights":
+        """Return these weights and others as one."""
+        return BlockWeights(join([own.rows for own in (self, *others)]), self.format)
+
+    def fits(self, other: object) -> bool:
+        """Return whether the weights of two layers of the same input can be joined."""
+        return isinstance(other, BlockWeights) and other.format == self.format
+
+    def pack(self) -> Tensor:
+        """Return the weights as the kernels take them."""
+        assert kernels is not None
+        return kernels.pack(self.rows, self.format) if self.packed is None else self.packed
+
+
+def block_weights(weight: object, dtype: torch.dtype) -> BlockWeights | None:
+    """Return a stored weight as the kernels take it; None if they do not."""
+    if kernels is None or dtype not in DTYPES or not isinstance(weight, Blocks):
+        return None
+    return BlockWeights(weight.rows, weight.format)
+
+
+class PackedBlocksLinear(PackedLayer):
+    """A layer of weights in blocks.
+
+    Args:
+        linear: The layer to replace.
+        weight: Its weights.
+    """
+
+    blocks: Tensor
+
+    def __init__(self, linear: nn.Linear, weight: BlockWeights) -> None:
+        super().__init__(linear)
+        self.number, self.wide = weight.format.number, weight.wide
+        self.register_buffer("blocks", weight.pack())
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Map `[rows, in_features]` to `[rows, outputs]`."""
+        arguments = (rows, self.outputs, self.blocks, self.bias, self.number)
+        out: Tensor = (
+            torch.ops.octavo.packed_linear_blocks_wide(*arguments)
+            if self.wide
+            else torch.ops.octavo.packed_linear_blocks(*arguments, int(self.gated))
+        )
+        return out
+
+
+class PackedBlocksEmbedding(nn.Module):
+    """Embeddings of weights in blocks.
+
+    Args:
+        width: The number of elements of an embedding.
+        dtype: Of embeddings: bfloat16 or float32.
+        weight: The weights, packed.
+        number: The format's.
+    """
+
+    blocks: Tensor
+
+    def __init__(self, width: int, dtype: torch.dtype, weight: Tensor, number: int) -> None:
+        super().__init__()
+        self.width, self.dtype, self.number = width, dtype, number
+        self.register_buffer("blocks", weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Map `[...]` int64 to `[..., width]`."""
+        look_up = (
+            torch.ops.octavo.packed_embedding
+            if self.dtype == torch.bfloat16
+            else torch.ops.octavo.packed_embedding_wide
+        )
+        out: Tensor = look_up(ids.reshape(-1), self.width, self.blocks, self.number)
+        return out.reshape(*ids.shape, -1)
+
+
+define_operator(
+    "packed_linear_blocks(Tensor x, int outputs, Tensor blocks, Tensor bias, int number,"
+    f" {FUSED}) -> Tensor",
+    None if kernels is None else kernels.linear,
+)
+define_operator(
+    "packed_linear_blocks_wide(Tensor x, int outputs, Tensor blocks, Tensor bias, int number)"
+    " -> Tensor",
+    None if kernels is None else kernels.linear_wide,
+    torch.float32,
+)
+define_operator(
+    "packed_embedding(Tensor ids, int width, Tensor blocks, int number) -> Tensor",
+    None if kernels is None else kernels.embed,
+    torch.bfloat16,
+)
+define_operator(
+    "packed_embedding_wide(Tensor ids, int width, Tensor blocks, int number) -> Tensor",
+    None if kernels is None else kernels.embed_wide,
+    torch.float32,
+)

@@ -1,0 +1,102 @@
+"""GGUF's own blocks, of which `octavo.common.models.gguf_blocks` keeps the bytes.
+
+A layer's `blocks` `[outputs, bytes]` uint8 are whole units of one of GGUF's types, which the config
+names for each layer. ggml's ggml-common.h defines them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from octavo.engine.models.quantization.checkpoints.base import (
+    Format,
+    Settings,
+    TensorHeader,
+    known,
+    need,
+    need_finite,
+    need_header,
+    need_parts,
+    one_of,
+    unsupported,
+)
+from octavo.kernels.cpu.blocks import FORMATS, BlockFormat, dequantize, read_fields
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A weight in blocks.
+
+    Attributes:
+        rows: `[outputs, bytes]` uint8, as in the file.
+        format: Of the blocks.
+    """
+
+    rows: Tensor
+    format: BlockFormat
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32, `[outputs, inputs]`."""
+        return dequantize(self.rows, self.format)
+
+
+class Gguf(Format):
+    """Weights in GGUF's blocks."""
+
+    endings: ClassVar = {".blocks": "blocks"}
+    packs_ends: ClassVar = True
+
+    def __init__(self, settings: Settings) -> None:
+        known(settings, ALLOWED)
+        kinds: Mapping[str, str] = settings.get("weights") or {}
+        for kind in kinds.values():
+            if kind not in FORMATS:
+                raise unsupported("weights of type", kind)
+        self._kinds = {layer: FORMATS[kind] for layer, kind in kinds.items()}
+
+    @property
+    def description(self) -> str:
+        """The format and its settings, for people."""
+        return f"GGUF, {', '.join(sorted({own.name for own in self._kinds.values()}))}"
+
+    def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that kernels store, rounded up."""
+        own = self._kinds.get(layer)
+        return None if own is None else -(-own.unit_bytes * 8 // own.unit)
+
+    def covers(self, layer: str) -> bool:
+        """Return whether a layer is quantized."""
+        return layer in self._kinds
+
+    def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
+        """Check the tensor of a weight; return `(outputs, inputs)`."""
+        need_parts(layer, parts, ("blocks",))
+        need(layer in self._kinds, layer, "has a type that the config does not say")
+        own, header = self._kinds[layer], parts["blocks"]
+        need(len(header.shape) == 2, layer, f"has blocks of shape {list(header.shape)}")
+        need_header(layer, "blocks", header, ["U8"], header.shape)
+        outputs, size = header.shape
+        whole = size > 0 and size % own.unit_bytes == 0
+        need(whole, layer, f"has {size} bytes an output, which {own.name} does not divide")
+        return outputs, size // own.unit_bytes * own.unit
+
+    def read(self, layer: str, parts: Mapping[str, Tensor]) -> Blocks:
+        """Return a weight."""
+        own = self._kinds[layer]
+        fields = read_fields(parts["blocks"], own)
+        for name, values in (("scales", fields.scale), ("minima", fields.least)):
+            if values is not None:
+                need_finite(layer, name, values)
+        return Blocks(parts["blocks"], own)
+
+
+def _are_kinds(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(part, str) for pair in value.items() for part in pair
+    )
+
+
+ALLOWED = {"quant_method": one_of("gguf"), "weights": _are_kinds}
+FORMAT = Gguf

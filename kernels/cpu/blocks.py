@@ -1,0 +1,338 @@
+"""Linear layers and embeddings whose weights stay in GGUF's block formats.
+
+A format has blocks of 32 inputs of an output, and a scale for each; the "K" formats have units of
+eight blocks with a scale of their own. The kernels read the same bits in another order: of Q4_K and
+Q5_K, numbers of 6 bits take 8.
+"""
+
+from collections.abc import Sequence
+from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from octavo.kernels.cpu.linear import _Layer, _prepare, _rows
+
+BLOCK = 32
+"""Inputs of a block."""
+_UNIT_BLOCKS = 8  # of a K format
+_NARROW, _WIDE_OUTPUTS, _WIDE = 0, 1, 2  # as in linear_blocks.cpp
+
+
+class BlockFormat(NamedTuple):
+    """A format.
+
+    Attributes:
+        name: GGUF's.
+        number: That of blocks.h.
+        bits: Of a code.
+        is_super: Whether it is a K format.
+        has_min: Whether a weight is `code * scale + minimum`, not `(code - middle) * scale`.
+        unit_bytes: Of a unit, in the file.
+    """
+
+    name: str
+    number: int
+    bits: int
+    is_super: bool
+    has_min: bool
+    unit_bytes: int
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a unit."""
+        return BLOCK * _UNIT_BLOCKS if self.is_super else BLOCK
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return BLOCK // 2 if self.bits == 6 else BLOCK
+
+
+FORMATS = {
+    own.name: own
+    for own in (
+        BlockFormat("Q4_0", 0, 4, is_super=False, has_min=False, unit_bytes=18),
+        BlockFormat("Q4_1", 1, 4, is_super=False, has_min=True, unit_bytes=20),
+        BlockFormat("Q5_0", 2, 5, is_super=False, has_min=False, unit_bytes=22),
+        BlockFormat("Q5_1", 3, 5, is_super=False, has_min=True, unit_bytes=24),
+        BlockFormat("Q8_0", 4, 8, is_super=False, has_min=False, unit_bytes=34),
+        BlockFormat("Q4_K", 5, 4, is_super=True, has_min=True, unit_bytes=144),
+        BlockFormat("Q5_K", 6, 5, is_super=True, has_min=True, unit_bytes=176),
+        BlockFormat("Q6_K", 7, 6, is_super=True, has_min=False, unit_bytes=210),
+    )
+}
+"""The formats that kernels take, by their names."""
+
+
+class BlockFields(NamedTuple):
+    """What the bytes of a weight say.
+
+    Attributes:
+        codes: `[outputs, blocks, 32]` uint8; those of Q8_0 have a sign, as int8.
+        scale: `[outputs, units]` float16.
+        least: As `scale`; None if the format has no minimum.
+        scales: `[outputs, blocks, groups of a block]` uint8, as int8 in Q6_K; None if the format
+            has none.
+        mins: `[outputs, blocks, 1]` uint8; None likewise.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    least: Tensor | None
+    scales: Tensor | None
+    mins: Tensor | None
+
+
+def read_fields(rows: Tensor, own: BlockFormat) -> BlockFields:
+    """Take a weight's bytes apart; see ggml's ggml-common.h for the layouts.
+
+    Args:
+        rows: `[outputs, bytes]` uint8, whole units, as in the file.
+        own: Their format.
+    """
+    units = rows.reshape(len(rows), -1, own.unit_bytes)
+    if own.bits == 6:
+        return _read_q6_k(units)
+    scale, rest = _half(units[..., :2]), units[..., 2:]
+    least = None
+    if own.has_min:
+        least, rest = _half(rest[..., :2]), rest[..., 2:]
+    scales = mins = None
+    if own.is_super:
+        scales, mins = _read_small(rest[..., :12])
+        rest = rest[..., 12:]
+    if own.bits == 8:
+        return BlockFields(rest, scale, None, None, None)
+    high_bytes = (own.bits - 4) * own.unit // 8
+    high, low = rest[..., :high_bytes], rest[..., high_bytes:]
+    # Two blocks, or the halves of one, share bytes.
+    low = _apart(low, -1, -1, BLOCK if own.is_super else BLOCK // 2)
+    codes = torch.stack([low & 15, low >> 4], -2).reshape(len(rows), -1, BLOCK)
+    if high_bytes:
+        eight = torch.arange(8, dtype=torch.uint8)
+        if own.is_super:  # bit b of a byte is of block b
+            bits = (high.unsqueeze(-2) >> eight[:, None]) & 1
+        else:
+            bits = (high.unsqueeze(-1) >> eight) & 1
+        codes = codes | bits.reshape(codes.shape) << 4
+    return BlockFields(codes, scale, least, scales, mins)
+
+
+def _read_q6_k(units: Tensor) -> BlockFields:
+    low, high = _apart(units[..., :128], -1, 2, 2, 32), units[..., 128:192]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    crumbs = (_apart(high, -1, 2, 1, 32) >> shifts) & 3
+    codes = torch.cat([low & 15, low >> 4], -2) | crumbs << 4
+    scales = units[..., 192:208].reshape(len(units), -1, 2)
+    codes = codes.reshape(len(units), -1, BLOCK)
+    return BlockFields(codes, _half(units[..., 208:210]), None, scales, None)
+
+
+def _read_small(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the eight scales and minima of 6 bits in 12 bytes."""
+    first, second, third = _apart(packed, -1, 3, 4).unbind(-2)
+    scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
+    mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
+    return scales.flatten(1).unsqueeze(-1), mins.flatten(1).unsqueeze(-1)
+
+
+def _half(two_bytes: Tensor) -> Tensor:
+    return two_bytes.contiguous().view(torch.float16).squeeze(-1)
+
+
+def dequantize(rows: Tensor, own: BlockFormat) -> Tensor:
+    """Return the weights that bytes stand for.
+
+    Args:
+        rows: `[outputs, bytes]` uint8, as in the file.
+        own: Their format.
+
+    Returns:
+        `[outputs, inputs]` float32.
+    """
+    fields = read_fields(rows, own)
+    blocks = _UNIT_BLOCKS if own.is_super else 1
+    codes = fields.codes.view(torch.int8) if own.bits == 8 else fields.codes
+    scale = fields.scale.float().repeat_interleave(blocks, 1)[..., None]
+    if fields.scales is not None:
+        small = fields.scales.view(torch.int8) if own.bits == 6 else fields.scales
+        scale = scale * small.float()
+    wide = codes.float()
+    if not own.has_min and own.bits < 8:
+        wide -= 1 << (own.bits - 1)
+    wide = _apart(wide, -1, -1, own.group) * scale[..., None]
+    if fields.least is not None:
+        least = fields.least.float().repeat_interleave(blocks, 1)[..., None, None]
+        wide = wide + least if fields.mins is None else wide - least * fields.mins[..., None]
+    return wide.reshape(len(rows), -1)
+
+
+class BlockKernels:
+    """The kernels of linear_blocks.cpp.
+
+    Args:
+        library: The compiled kernels.
+    """
+
+    def __init__(self, library: CDLL) -> None:
+        self._panel = int(library.octavo_panel_outputs())
+        self._linear = library.octavo_linear_blocks
+        self._linear.argtypes = (
+            *(c_void_p, c_int64, c_int64, POINTER(_Layer), c_int64, c_int64),
+            *(c_void_p, c_int),
+        )
+        self._linear.restype = None
+        self._embed = library.octavo_embed_blocks
+        self._embed.argtypes = (
+            *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
+            *(c_void_p, c_int),
+        )
+        self._embed.restype = None
+
+    def pack(self, rows: Tensor, own: BlockFormat) -> Tensor:
+        """Lay out a weight's bytes for the kernels.
+
+        Args:
+            rows: `[outputs, bytes]` uint8, as in the file.
+            own: Their format.
+
+        Returns:
+            `[panels, units, bytes]` uint8.
+        """
+        rows = pad(rows, (0, 0, 0, -len(rows) % self._panel))
+        panels = len(rows) // self._panel
+        fields = read_fields(rows, own)
+        blocks = fields.codes.shape[1]
+        codes = fields.codes.reshape(panels, 2, self._panel // 2, blocks, 8, 4)
+        lanes = _lanes(codes, own.bits).permute(0, 3, 1, 4, 2, 5).flatten(2)
+        small = [part for part in (fields.scales, fields.mins) if part is not None]
+        parts = [_of_panels(part, panels).transpose(2, 3).flatten(2) for part in small]
+        units = torch.cat([*parts, lanes], -1).reshape(panels, fields.scale.shape[1], -1)
+        halves = [part for part in (fields.scale, fields.least) if part is not None]
+        outer = [
+            _of_panels(_apart(part.contiguous().view(torch.uint8), 1, -1, 2), panels)
+            for part in halves
+        ]
+        return torch.cat([*(part.flatten(2) for part in outer), units], -1).contiguous()
+
+    def linear(
+        self,
+        x: Tensor,
+        outputs: int,
+        blocks: Tensor,
+        bias: Tensor,
+        number: int,
+        *fused: Any,  # noqa: ANN401 - as `LinearKernels.linear`
+    ) -> Tensor:
+        """Multiply by weights in blocks.
+
+        Args:
+            x: `[rows, inputs]` bfloat16, or float32, with which products are exact up to rounding.
+            outputs: The number of outputs.
+            blocks: What `pack` returned.
+            bias: `[padded outputs]` float32.
+            number: The format's.
+            *fused: The last four arguments of `LinearKernels.linear`; none but the first if x is
+                float32.
+
+        Returns:
+            `[rows, outputs]`, of x's dtype.
+        """
+        wide = x.dtype == torch.float32
+        return self._run(x, outputs, blocks, bias, number, _WIDE if wide else _NARROW, fused)
+
+    def linear_wide(
+        self, x: Tensor, outputs: int, blocks: Tensor, bias: Tensor, number: int
+    ) -> Tensor:
+        """Multiply by weights in blocks; as `linear`, but return float32."""
+        elements = _WIDE if x.dtype == torch.float32 else _WIDE_OUTPUTS
+        return self._run(x, outputs, blocks, bias, number, elements, ())
+
+    def embed(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
+        """Return the weights of outputs.
+
+        Args:
+            ids: `[rows]` int64, numbers of outputs.
+            width: The number of inputs.
+            blocks: What `pack` returned.
+            number: The format's.
+
+        Returns:
+            `[rows, width]` bfloat16.
+
+        Raises:
+            IndexError: There is no such output.
+        """
+        return self._look_up(ids, width, blocks, number, torch.bfloat16)
+
+    def embed_wide(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
+        """Return the weights of outputs; as `embed`, but in float32."""
+        return self._look_up(ids, width, blocks, number, torch.float32)
+
+    def _look_up(
+        self, ids: Tensor, width: int, blocks: Tensor, number: int, dtype: torch.dtype
+    ) -> Tensor:
+        ids = ids.contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(blocks) * self._panel:
+            raise IndexError("a token is outside of the vocabulary")
+        out = torch.empty((len(ids), width), dtype=dtype)
+        self._embed(
+            *(ids.data_ptr(), len(ids), blocks.data_ptr(), width, number),
+            *(int(dtype == torch.float32), out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+    def _run(  # noqa: PLR0917
+        self,
+        x: Tensor,
+        outputs: int,
+        blocks: Tensor,
+        bias: Tensor,
+        number: int,
+        elements: int,
+        fused: Sequence[Any],
+    ) -> Tensor:
+        x, layer = _prepare(x, outputs, blocks, bias, *fused)
+        wide = elements != _NARROW
+        out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if wide else x.dtype)
+        self._linear(
+            *(*_rows(x), byref(layer), number, elements),
+            *(out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
+
+
+def _apart(values: Tensor, dim: int, *sizes: int) -> Tensor:
+    """Return a tensor with a dimension taken apart into dimensions of these sizes."""
+    taken: Tensor = values.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def _of_panels(values: Tensor, panels: int) -> Tensor:
+    """Return `[panels, n, outputs of a panel, ...]` of `[outputs, n, ...]`."""
+    return _apart(values, 0, panels, -1).transpose(1, 2)
+
+
+def _lanes(codes: Tensor, bits: int) -> Tensor:
+    """Return the bytes of words of `bits` words of codes each, as blocks.h has them.
+
+    Args:
+        codes: `[..., 8, 4]` uint8.
+        bits: Of a code.
+
+    Returns:
+        `[..., bits, 4]` uint8.
+    """
+    if bits == 8:
+        return codes
+    first, last = codes[..., :4, :], codes[..., 4:, :]
+    low, high = first & 15 | last << 4, codes >> 4
+    if bits == 4:
+        return low
+    each = 8 if bits == 5 else 4  # that share a byte
+    shifts = torch.arange(each, dtype=torch.uint8)[:, None] * (bits - 4)
+    spread = _apart(high, -2, -1, each) << shifts
+    return torch.cat([low, spread.sum(-2, dtype=torch.uint8)], -2)

@@ -1,0 +1,230 @@
+"""GGUF files whose weights stay in blocks say what transformers says with them dequantized."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from octavo.common.models.checkpoint import check_checkpoint
+from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.common.models.resolve import resolve
+from octavo.engine.models.load_model import load
+from octavo.engine.models.quantization.checkpoints.block_layers import (
+    PackedBlocksEmbedding,
+    PackedBlocksLinear,
+)
+from octavo.kernels.cpu.blocks import FORMATS
+from tests.common.models import tiny_gguf
+from tests.engine.models.quantization.checkpoints.quantize import change_tensors
+from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
+    error,
+    served_logits,
+)
+
+WIDTH, INNER, LAYERS = 256, 512, 2
+HEADS, KV_HEADS = 2, 1  # of 128, which transformers takes for qwen3 whatever the file says
+HEAD = WIDTH // HEADS
+VOCABULARY = len(tiny_gguf.TOKENS)
+SHAPES = {
+    "attn_q": (WIDTH, WIDTH),
+    "attn_k": (KV_HEADS * HEAD, WIDTH),
+    "attn_v": (KV_HEADS * HEAD, WIDTH),
+    "attn_output": (WIDTH, WIDTH),
+    "ffn_gate": (INNER, WIDTH),
+    "ffn_up": (INNER, WIDTH),
+    "ffn_down": (WIDTH, INNER),
+}
+SCALES = {
+    "Q4_0": (0.02,),
+    "Q4_1": (0.02, -0.15),
+    "Q5_0": (0.01,),
+    "Q5_1": (0.01, -0.15),
+    "Q8_0": (0.001,),
+    "Q4_K": (0.0003, 0.0024),
+    "Q5_K": (0.00015, 0.0024),
+    "Q6_K": (0.0001,),
+}
+"""Of random bytes, so that weights are near 0.1."""
+
+
+def all_of(kind):
+    return lambda name: kind
+
+
+def q4_k_m(name):
+    """As llama.cpp mixes types: some in more bits."""
+    if name in {"token_embd", "blk.1.attn_v", "blk.1.ffn_down"}:
+        return "Q6_K"
+    return "Q4_K"
+
+
+def with_others(name):
+    """Gate and up of two types, and layers that stay floats."""
+    kinds = {"blk.0.ffn_gate": "Q5_1", "blk.0.attn_v": "F16", "blk.1.ffn_up": "IQ4_NL"}
+    return kinds.get(name, "Q8_0")
+
+
+CASES = {
+    "llama": {
+        **{kind: all_of(kind) for kind in FORMATS},
+        "Q4_K_M": q4_k_m,
+        "with others": with_others,
+    },
+    "qwen2": {"Q4_1": all_of("Q4_1"), "Q8_0": all_of("Q8_0"), "Q4_K_M": q4_k_m},
+    "qwen3": {"Q4_1": all_of("Q4_1"), "Q8_0": all_of("Q8_0"), "Q4_K_M": q4_k_m},
+}
+
+
+def random_matrix(draw, kind, shape):
+    """Returns a matrix as a file has it."""
+    if kind == "F16":
+        return (0.1 * draw.normal(size=shape)).astype(np.float16)
+    block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    units = draw.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    places = (208,) if kind == "Q6_K" else (0, 2)
+    for at, scale in zip(places, SCALES.get(kind, (0.001,)), strict=False):
+        scales = (scale * draw.uniform(0.5, 1.5, (*units.shape[:2], 1))).astype(np.float16)
+        units[..., at : at + 2] = scales.view(np.uint8)
+    return units.reshape(shape[0], -1)
+
+
+def write(path, family, kind_of, untied=False):
+    draw = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_name("tiny")
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD)
+    writer.add_value_length(HEAD)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    tiny_gguf._add_tokenizer(writer)
+
+    def matrix(name, shape):
+        kind = kind_of(name)
+        writer.add_tensor(f"{name}.weight", random_matrix(draw, kind, shape), raw_dtype=Kind[kind])
+
+    def vector(name, size, middle=1.0):
+        values = middle + 0.1 * draw.normal(size=size)
+        writer.add_tensor(name, values.astype(np.float32), raw_dtype=Kind.F32)
+
+    matrix("token_embd", (VOCABULARY, WIDTH))
+    if untied:
+        matrix("output", (VOCABULARY, WIDTH))
+    vector("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        for name, shape in SHAPES.items():
+            matrix(f"blk.{layer}.{name}", shape)
+            if family == "qwen2" and name in {"attn_q", "attn_k", "attn_v"}:
+                vector(f"blk.{layer}.{name}.bias", shape[0], 0.0)
+        vector(f"blk.{layer}.attn_norm.weight", WIDTH)
+        vector(f"blk.{layer}.ffn_norm.weight", WIDTH)
+        if family == "qwen3":
+            vector(f"blk.{layer}.attn_q_norm.weight", HEAD)
+            vector(f"blk.{layer}.attn_k_norm.weight", HEAD)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def transformers_logits(file, tokens, dtype):
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=dtype,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    with torch.inference_mode():
+        return model(tokens[None]).logits[0].float()
+
+
+def loaded_as(dtype, path):
+    return load(path, dtype=dtype, device="cpu", block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
+)
+def test_served_logits_are_those_of_the_dequantized_weights(tmp_path, family, case):
+    file = write(tmp_path / "tiny.gguf", family, CASES[family][case], untied=case == "Q8_0")
+    path = resolve(str(file), packed=True)
+    check_checkpoint(Path(path))
+    tokens = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
+    expected = transformers_logits(file, tokens, torch.float32)
+    wide = loaded_as("float32", path)
+    if case == "with others":  # floats of other types are bfloat16 in the cache
+        assert error(served_logits(wide, tokens), expected) < 5e-3
+    else:
+        assert error(served_logits(wide, tokens), expected) < 1e-5
+    with capture_logs() as logs:
+        narrow = loaded_as("auto", path)
+    assert narrow.dtype == torch.bfloat16
+    told = next(entry for entry in logs if entry["event"] == "quantized weights")
+    assert told["as_stored_percent"] == 100
+    kinds = [type(layer) for layer in narrow.model.modules()]
+    assert PackedBlocksEmbedding in kinds
+    assert PackedBlocksLinear in kinds
+    rounding = error(transformers_logits(file, tokens, torch.bfloat16), expected)
+    many = error(served_logits(narrow, tokens), expected)
+    few = error(served_logits(narrow, tokens[:8]), expected[:8])
+    assert 0 < many < 1.5 * rounding + 1e-3
+    assert 0 < few < 0.04  # inputs in bytes
+
+
+def weight_bytes(model):
+    tensors = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    return sum(tensors.values())
+
+
+@pytest.mark.parametrize("case", ["Q4_1", "Q8_0", "Q4_K_M"])
+def test_weights_take_no_more_than_the_file(tmp_path, case):
+    file = write(tmp_path / "tiny.gguf", "llama", CASES["llama"][case])
+    tensors = sum(own.n_bytes for own in gguf.GGUFReader(file).tensors)
+    loaded = loaded_as("bfloat16", resolve(str(file), packed=True))
+    assert weight_bytes(loaded.model) <= 1.25 * tensors
+
+
+def test_both_forms_are_kept_apart(tmp_path):
+    file = str(write(tmp_path / "tiny.gguf", "llama", q4_k_m))
+    packed, plain = resolve(file, packed=True), resolve(file)
+    assert packed != plain
+    assert "quantization_config" not in json.loads((Path(plain) / "config.json").read_text())
+    assert loaded_as("bfloat16", plain).dtype == torch.bfloat16
+
+
+def test_damaged_blocks_are_refused(tmp_path):
+    path = Path(resolve(str(write(tmp_path / "tiny.gguf", "llama", q4_k_m)), packed=True))
+    name = "model.layers.0.mlp.up_proj.blocks"
+
+    def change(changed):
+        change_tensors(path, lambda own, value: (own, changed(value) if own == name else value))
+
+    change(lambda value: value[:, 1:].contiguous())
+    with pytest.raises(ModelError, match=r"up_proj has 143 bytes an output, which Q4_K does not"):
+        loaded_as("bfloat16", str(path))
+    change(lambda value: torch.full((len(value), 144), 255, dtype=torch.uint8))
+    with pytest.raises(ModelError, match="up_proj has numbers in scales that are not finite"):
+        loaded_as("bfloat16", str(path))
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["weights"]["model.layers.0.mlp.up_proj"] = "Q9_K"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="weights of type 'Q9_K', which Octavo"):
+        loaded_as("bfloat16", str(path))

@@ -1,0 +1,150 @@
+"""Layers of GGUF's block formats against products in double precision, for every kind of CPU.
+
+The `gguf` package says what bytes stand for. Instructions that this CPU lacks are emulated, as in
+test_linear.py.
+"""
+
+import ctypes
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels.cpu import blocks as native
+from octavo.kernels.cpu import linear as native_linear
+from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize
+from octavo.kernels.cpu.linear import LinearKernels
+from tests.kernels.test_linear import FAST, KERNELS, SOURCES, X86, for_x86
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "native",
+        *(name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in X86),
+    ],
+)
+def kernels(request, tmp_path_factory):
+    """The kernels of blocks, and those of other layers of the same CPU."""
+    if request.param == "native":
+        if native is None:
+            pytest.skip("there is no C++ compiler")
+        return native, native_linear
+    directory = tmp_path_factory.mktemp("kernels")
+    sources = (*KERNELS, SOURCES / "linear_blocks.cpp")
+    library = ctypes.CDLL(str(for_x86(*X86[request.param], directory, *sources)))
+    library.octavo_isa.restype = ctypes.c_char_p
+    assert library.octavo_isa().decode() == request.param
+    return BlockKernels(library), LinearKernels(library)
+
+
+def random_bytes(own, outputs, units, seed):
+    """Any bytes are weights, if their scales are numbers."""
+    draw = np.random.default_rng(seed)
+    rows = draw.integers(0, 256, (outputs, units, own.unit_bytes), dtype=np.uint8)
+    for at in (208,) if own.bits == 6 else (0, 2) if own.has_min else (0,):
+        scales = draw.normal(size=(outputs, units, 1)).astype(np.float16)
+        rows[..., at : at + 2] = scales.view(np.uint8)
+    return torch.from_numpy(rows.reshape(outputs, -1))
+
+
+def meaning(own, rows):
+    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), Kind[own.name]))
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+def test_bytes_stand_for_what_gguf_says(own):
+    rows = random_bytes(own, 7, 3, 1)
+    assert dequantize(rows, own).equal(meaning(own, rows))
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+def test_no_more_memory_than_the_file(kernels, own):
+    blocks, linear = kernels
+    rows = random_bytes(own, 2 * linear.panel, 3, 1)
+    assert blocks.pack(rows, own).nbytes <= 1.03 * rows.nbytes
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+@given(
+    rows=st.integers(1, 20),
+    units=st.integers(1, 3),
+    outputs=st.integers(1, 80),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=12)
+def test_products(kernels, own, rows, units, outputs, seed):
+    blocks, linear = kernels
+    weight = random_bytes(own, outputs, units, seed)
+    exact = meaning(own, weight)
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, exact.shape[1] + 8, generator=draw).bfloat16()[:, 4:-4]
+    bias = torch.randn(outputs, generator=draw)
+    packed, padded = blocks.pack(weight, own), linear.pad_outputs(bias)
+    expected = x.double() @ exact.double().T + bias
+    found = blocks.linear(x, outputs, packed, padded, own.number)
+    wide = blocks.linear_wide(x, outputs, packed, padded, own.number)
+    assert (found.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert found.equal(wide.bfloat16())
+    if rows > 8:  # widened as torch rounds, then as any layer in bfloat16
+        panels = linear.pack(exact.bfloat16())
+        assert wide.equal(linear.linear_wide(x, outputs, panels, padded))
+    else:  # each group of inputs in 255 steps, with errors of half a step
+        groups = x.double().abs().unflatten(1, (-1, own.group)).amax(-1) / 254
+        steps = groups.repeat_interleave(own.group, 1)
+        worst = steps @ exact.double().abs().T
+        size = x.double().abs() @ exact.double().abs().T
+        assert ((wide - expected).abs() <= 1.01 * worst + 1e-5 * size + 1e-4).all()
+        usual = (steps**2 @ exact.double().T ** 2).sqrt()
+        assert (wide - expected).norm() <= 1.5 * usual.norm() + 1e-5 * size.norm()
+    # Rows in float32 lose nothing.
+    exactly = blocks.linear(x.float(), outputs, packed, padded, own.number)
+    size = x.double().abs() @ exact.double().abs().T + bias.abs()
+    assert exactly.dtype == torch.float32
+    assert ((exactly - expected).abs() <= 1e-6 * size + 1e-6).all()
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+def test_embeddings(kernels, own):
+    blocks, _ = kernels
+    rows = random_bytes(own, 70, 2, 3)
+    exact, packed = meaning(own, rows), blocks.pack(rows, own)
+    ids = torch.tensor([69, 0, 33, 0])
+    assert blocks.embed_wide(ids, exact.shape[1], packed, own.number).equal(exact[ids])
+    narrow = blocks.embed(ids, exact.shape[1], packed, own.number)
+    assert narrow.equal(exact[ids].bfloat16())
+    for outside in (-1, 4000):
+        with pytest.raises(IndexError, match="outside of the vocabulary"):
+            blocks.embed(torch.tensor([outside]), exact.shape[1], packed, own.number)
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("tail", ["residual", "gate"])
+def test_fused(kernels, own, rows, tail):
+    """Norm, residual and gate, as if they were computed before and after the product."""
+    blocks, linear = kernels
+    weight = random_bytes(own, 80, 2, 5)
+    exact = meaning(own, weight).double()
+    draw = torch.Generator().manual_seed(7)
+    x = torch.randn(rows, exact.shape[1], generator=draw).bfloat16()
+    norm = torch.rand(x.shape[1], generator=draw).bfloat16() + 1
+    added = torch.randn(rows, 80, generator=draw).bfloat16()
+    bias = torch.randn(80, generator=draw)
+    gated = tail == "gate"
+    normed = (torch.nn.functional.rms_norm(x, norm.shape, eps=1e-5) * norm).double()
+    expected = normed @ exact.T + bias
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :40]) * expected[:, 40:]
+        weight, bias = (linear.interleave(part[:40], part[40:]) for part in (weight, bias))
+    else:
+        expected = expected + added
+    found = blocks.linear(
+        *(x, 40 if gated else 80, blocks.pack(weight, own), linear.pad_outputs(bias)),
+        *(own.number, int(gated), norm, 1e-5, None if gated else added),
+    )
+    assert (found.double() - expected).norm() <= 0.03 * expected.norm()
