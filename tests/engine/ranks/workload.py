@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 
 from octavo.common import logging
 from octavo.engine.compilation import background
@@ -98,6 +99,7 @@ def through_a_switch(engine):
         yield engine.submit(prompts(4)[i % 4], 40)
         for _ in range(7):
             engine.step()
+        time.sleep(0.2)  # for the compilers, whose priority is low
         steps_compiled += engine.parts.executor.compiled
         if steps_compiled > 6:
             return
