@@ -30,7 +30,7 @@ async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
 
     check_engine(settings)
     progress.stage(f"Looking for {settings.model}")
-    await call_in_thread(check_model, settings.model)
+    await call_in_thread(check_model, settings)
     progress.stage(f"Loading {settings.model}")
 
     def ready(address: str) -> None:
