@@ -182,7 +182,7 @@ def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
     def run(tokens):
         with torch.inference_mode(), attending(DryRun()):
             step(*example(device, tokens, min(tokens, EXAMPLE_ROWS)))
-        batch = SimpleNamespace(sequences=[], num_tokens=tokens)
+        batch = SimpleNamespace(num_sequences=0, num_tokens=tokens)
         metrics.observe_step(batch, 0.1, compiled=loaded.compiled, eager_steps=loaded.eager_steps)
         sample = metrics.registry.get_sample_value
         return sample("octavo_engine_eager_steps_total"), sample("octavo_engine_compiled")
