@@ -336,27 +336,17 @@ class EngineCore:
         events: list[Event] = []
         for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
             group, sequence, token_id, logprob = sampled
-            if (
-                group.decoding
-                and logprob is None
-                and sequence.finish_reason is None
-                and not (sequence.drafted_tokens or group.prompt_logprobs)
-                and group.request.first_number
-            ):  # most tokens
-                column = columns.get(group.request.session)
+            request, scores = group.request, _scores_to_report(group, sequence)
+            reason, counts = None, (0, 0)
+            if following is None or following.sequence is not sequence:
+                reason = sequence.finish_reason
+                if sequence.drafted_tokens:
+                    counts = sequence.take_draft_counts()
+            more = logprob is not None or scores or reason is not None or counts[0]
+            if request.first_number and not more:  # most tokens
+                column = columns.get(request.session)
                 if column is None:
-                    column = columns[group.request.session] = NumberedTokens(group.request.session)
-                column.numbers.append(group.request.first_number + sequence.index)
-                column.token_ids.append(token_id)
-                continue
-            last = following is None or following.sequence is not sequence
-            request, scores = group.request, list[TokenLogprob]()
-            if group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0:
-                scores = group.prompt_logprobs
-            counts = sequence.take_draft_counts() if last and sequence.drafted_tokens else (0, 0)
-            reason = sequence.finish_reason if last else None
-            if request.first_number and not (logprob or scores or counts[0] or reason is not None):
-                column = columns.setdefault(request.session, NumberedTokens(request.session))
+                    column = columns[request.session] = NumberedTokens(request.session)
                 column.numbers.append(request.first_number + sequence.index)
                 column.token_ids.append(token_id)
             else:
@@ -627,6 +617,12 @@ class EngineCore:
             outcome=outcome,
             output_tokens=sum(sequence.num_output for sequence in group.sequences),
         )
+
+
+def _scores_to_report(group: SequenceGroup, sequence: Sequence) -> list[TokenLogprob]:
+    """Return the prompt's log-probabilities with the first token of the first output, else none."""
+    first = group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0
+    return group.prompt_logprobs if first else []
 
 
 def _output_event(

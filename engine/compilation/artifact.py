@@ -69,6 +69,8 @@ SOURCES = (
     *("../models/sharding/load_shard.py", "../models/sharding/plan.py"),
     *("../models/sharding/sharded_layers.py", "../ranks/collectives.py"),
     *("../../kernels/cpu/aoti.cpp", "../../kernels/cpu/operators.cpp"),
+    *("../../kernels/cpu/blocks.h", "../../kernels/cpu/blocks.py"),
+    "../../kernels/cpu/linear_blocks.cpp",
     *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
     *("../../kernels/cpu/latent.py", "../../kernels/cpu/latent_attention.cpp"),
     *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py", "../../kernels/cpu/low_rank.h"),

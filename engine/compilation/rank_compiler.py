@@ -95,7 +95,7 @@ def load_together(artifact: Artifact | None, world: World) -> CompiledStep | Non
         remove_unusable(artifact, error)
         return None
     except Exception:
-        log.exception("a compiled step fails, and other ranks wait for its sums: the engine ends")
+        log.exception("a compiled step failed while other ranks wait for its sums: the engine ends")
         model_cache.remove(artifact.name)
         exit_at_once(EXIT_CODE)
     return step

@@ -153,13 +153,13 @@ class Matcher:
 
 
 def _allows(mask: np.ndarray, token_id: int) -> bool:
-    """Return whether a mask has a token."""
+    """Return whether a mask allows a token."""
     word, bit = divmod(token_id, WORD_BITS)
     return word < len(mask) and bool((int(mask[word]) >> bit) & 1)
 
 
 def _without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
-    """Return a mask without some tokens; the mask itself if it has no others."""
+    """Return a mask that forbids some tokens too; the mask itself if it allows no others."""
     kept = mask.copy()
     bits = kept.view(np.uint32)
     for token_id in token_ids:

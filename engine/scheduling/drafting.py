@@ -50,7 +50,7 @@ class DraftModel(Protocol):
 
 
 def may_draft(group: SequenceGroup) -> bool:
-    """Return whether tokens can ever be drafted for a group: beams branch by what is not theirs."""
+    """Return whether tokens can be drafted for a group: not for beams, which replace each other."""
     return group.beam is None
 
 
@@ -111,7 +111,7 @@ def _room(group: SequenceGroup, sequence: Sequence) -> int:
 
 
 def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, most: int) -> Guess:
-    """Return what the method of drafting takes to follow a sequence, as far as that may pay."""
+    """Return what the method proposes for a sequence, and how many tokens may pay."""
     if sequence.drafting is None:
         sequence.drafting = speculation.begin(sequence.num_prompt, group.request.cache_salt)
     return speculation.guess(sequence.drafting, sequence.token_ids, most)

@@ -42,8 +42,6 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
 
-_ONE: list[tuple[Sequence, int]] = []
-"""Stands for a decoder's one token."""
 _BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
 
@@ -298,15 +296,11 @@ class Scheduler:
         """
         decoders = [group.decoder for group in self.running]
         counts = [
-            _ONE if decoder is not None else self._count_tokens(group)
+            [] if decoder is not None else self._count_tokens(group)
             for group, decoder in zip(self.running, decoders, strict=True)
         ]
-        decodes = 0
-        for group_counts in counts:
-            if group_counts is _ONE:
-                decodes += 1
-            else:
-                decodes += sum(count == 1 for _, count in group_counts)
+        decodes = len(decoders) - decoders.count(None)
+        decodes += sum(count == 1 for group_counts in counts for _, count in group_counts)
         budget = self.max_num_batched_tokens - decodes
         drafts: Drafts = {}
         if self.speculation is not None and decodes:

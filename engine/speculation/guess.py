@@ -1,4 +1,4 @@
-"""What may be drafted behind a sequence's tokens."""
+"""Tokens that a method of drafting proposes for a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What may be drafted behind a sequence's tokens.
+    """Tokens that a method proposes to draft for a sequence, and how many may be drafted.
 
     Attributes:
-        token_ids: what a method of drafting takes to come next, maybe nothing.
+        token_ids: what the method proposes; may be empty.
         most: the most tokens to draft.
     """
 

@@ -181,16 +181,6 @@ template <class K>
 using CodeSum = SplitSum;
 #endif
 
-// A few rows: their bytes as words, CodeSum::kParts for each four inputs, and the sum and the value
-// of a step of each group.
-struct FewRows {
-  const uint32_t* words;
-  int64_t stride;
-  const float* sums;
-  const float* steps;
-  int64_t groups;
-};
-
 // Rounds a group of a row to bytes with a sign; returns the value of a step. `sum` is that of the
 // rounded inputs.
 template <int kGroup>

@@ -10,14 +10,11 @@
 
 #include "blocks.h"
 #include "outputs.h"
+#include "widened.h"
 
 namespace {
 
 constexpr int kMostFewRows = 8;
-
-struct alignas(64) Line {
-  uint32_t words[kLineWords];
-};
 
 // Prepares a few rows, in buffers of this thread.
 template <class K>
@@ -64,25 +61,15 @@ void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride,
   }
 }
 
-// Multiplies rows by panels that are widened to words of kind T, with `depth` for each output.
+// T is the kind of words that weights are dequantized to, `depth` for each output.
 template <class K, class T, class Element>
 void multiply_with_many(const Rows& rows, int64_t depth, const LinearLayer& layer, Element* y,
                         int threads) {
   const auto* weights = static_cast<const uint8_t*>(layer.panels);
-  const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
-  const Outputs<Element> out{y, layer};
-  std::atomic<int64_t> free{0};
-#pragma omp parallel num_threads(threads)
-  {
-    uint32_t* const widened = scratch<Line>((depth * kPanel + kLineWords - 1) / kLineWords)->words;
-    PanelProducts<T> products;
-    for (int64_t panel = free++; panel < panels; panel = free++) {
-      widen_blocks<K, T>(weights + panel * panel_bytes, layer.inputs, widened);
-      products.run(rows, widened, depth, widened,
-                   [&](int64_t row, const Floats* sums) { out.write(row, panel, sums); });
-    }
-  }
+  multiply_widened<T>(rows, depth, layer, y, threads, [=, &layer](int64_t panel, uint32_t* widened) {
+    widen_blocks<K, T>(weights + panel * panel_bytes, layer.inputs, widened);
+  });
 }
 
 template <class K, class Element>
@@ -112,7 +99,8 @@ void widen_output(const uint8_t* panels, int64_t inputs, int64_t output, Element
 
 }  // namespace
 
-// y = x * weights + bias. Inputs must be whole units. Rows in float32 take no norm and no residual.
+// y = x * weights + bias. The number of inputs must be a multiple of the format's unit: 32, or 256 of
+// a "K" format. With rows in float32, the layer may have neither a norm nor a residual.
 extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_stride,
                                      const LinearLayer* layer, int64_t format, int64_t elements,
                                      void* y, int threads) {

@@ -11,6 +11,7 @@
 #include "nibbles.h"
 #include "outputs.h"
 #include "prepare_rows.h"
+#include "widened.h"
 
 extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, const Scales* scales, uint16_t* y,
@@ -19,7 +20,7 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
 namespace {
 
 // Prepares a few rows, in buffers of this thread.
-Few prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer) {
+FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer) {
   const int64_t groups = layer.inputs / Group::kInputs;
   if (layer.norm) {
     uint16_t* const normed = scratch<uint16_t>(rows * layer.inputs);
@@ -40,7 +41,7 @@ Few prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLay
 
 void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
                        const LinearLayer& layer, uint16_t* y, int threads) {
-  const Few few = prepare(x, rows, row_stride, layer);
+  const FewRows few = prepare(x, rows, row_stride, layer);
   const int64_t panels = num_panels(layer), panel_bytes = few.groups * Group::kBytes;
   const Outputs<uint16_t> out{y, layer};
   std::atomic<int64_t> free{0};
@@ -56,24 +57,11 @@ void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride, cons
 
 void multiply_with_many(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
                         const LinearLayer& layer, uint16_t* y, int threads) {
-  const int64_t depth = layer.inputs / 2, groups = layer.inputs / Group::kInputs;
-  const int64_t panels = num_panels(layer), panel_bytes = groups * Group::kBytes;
-  const Rows prepared = prepare_pairs(x, rows, row_stride, layer, threads);
-  const Outputs<uint16_t> out{y, layer};
-  std::atomic<int64_t> free{0};
-#pragma omp parallel num_threads(threads)
-  {
-    struct alignas(64) Line {
-      uint32_t words[kLineWords];
-    };
-    uint32_t* const widened = scratch<Line>((depth * kPanel + kLineWords - 1) / kLineWords)->words;
-    PanelProducts<Pairs> products;
-    for (int64_t panel = free++; panel < panels; panel = free++) {
-      widen_panel(nibbles + panel * panel_bytes, groups, widened);
-      products.run(prepared, widened, depth, widened,
-                   [&](int64_t row, const Floats* sums) { out.write(row, panel, sums); });
-    }
-  }
+  const int64_t groups = layer.inputs / Group::kInputs, panel_bytes = groups * Group::kBytes;
+  multiply_widened<Pairs>(prepare_pairs(x, rows, row_stride, layer, threads), layer.inputs / 2, layer,
+                          y, threads, [=](int64_t panel, uint32_t* widened) {
+                            widen_panel(nibbles + panel * panel_bytes, groups, widened);
+                          });
 }
 
 }  // namespace

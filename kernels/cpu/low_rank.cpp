@@ -161,8 +161,9 @@ bool is_adapted(const LowRankBatch& batch, const LowRankPart* parts, int64_t num
 
 }  // namespace
 
-// Prepares what adapters add to a packed layer's outputs: sets `inner`, as LowRankSums has it, from
-// rows of bfloat16. Returns 0 if they add nothing, and -1 if the rows are not the batch's.
+// Multiplies each row (bfloat16) by the down-projection, LoRA's A, of its adapter. Stores the
+// products in `inner`; LowRankSums describes its layout. Returns 1; or 0 if no adapter of the batch
+// adapts this layer, and -1 if the batch has another number of rows.
 extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
                                     int64_t num_parts, const uint16_t* x, int64_t rows,
                                     int64_t row_stride, const LinearLayer* layer, float* inner,

@@ -22,15 +22,6 @@ struct Group {
 };
 constexpr int kFewRows = 4;  // twice two sums each, besides the operands
 
-// A few rows of words, and of each row's groups the sum and the value of a step; see below.
-struct Few {
-  const uint32_t* words;
-  int64_t stride;
-  const float* sums;
-  const float* steps;
-  int64_t groups;
-};
-
 #if defined(__AVX512BF16__)
 
 // Numbers become bfloat16, which represents them exactly, by a table.
@@ -98,7 +89,7 @@ inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
 }
 
 template <int kRows, class Store>
-void multiply_groups(const Few& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
+void multiply_groups(const FewRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
   const Numbers numbers;
   Floats total[kRows][kPanelVectors] = {};
   for (int64_t group = 0; group < few.groups; group++) {
@@ -164,7 +155,7 @@ inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
 template <class Store>
-void multiply_few(int rows, const Few& few, const uint8_t* panel, const uint8_t* ahead,
+void multiply_few(int rows, const FewRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {
   switch (rows) {
     case 1: return multiply_groups<1>(few, panel, ahead, store);

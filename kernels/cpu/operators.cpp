@@ -138,7 +138,7 @@ void add_adapters(Value* stack, uint64_t, uint64_t) {
          result, "add_adapters");
 }
 
-// Calls one of the layers that have panels and a bias alone.
+// Calls one of the layers that have weights and a bias alone.
 template <auto call>
 void layer(Value* stack, const char* name) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
@@ -159,23 +159,22 @@ void packed_linear_nibbles(Value* stack, uint64_t, uint64_t) {
 }
 
 void packed_linear_blocks(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), blocks(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
+  layer<aoti_torch_cpu_packed_linear_blocks>(stack, "packed_linear_blocks");
+}
+
+// Calls one of the layers with outputs in float32, which nothing is fused into.
+template <auto call>
+void wide_layer(Value* stack, const char* name) {
+  Given x(stack[0]), panels(stack[2]), bias(stack[3]);
   Tensor result = nullptr;
   finish(stack,
-         aoti_torch_cpu_packed_linear_blocks(
-             x, static_cast<int64_t>(stack[1]), blocks, bias, static_cast<int64_t>(stack[4]),
-             static_cast<int64_t>(stack[5]), norm.optional(), as_double(stack[7]),
-             residual.optional(), &result),
-         result, "packed_linear_blocks");
+         call(x, static_cast<int64_t>(stack[1]), panels, bias, static_cast<int64_t>(stack[4]),
+              &result),
+         result, name);
 }
 
 void packed_linear_blocks_wide(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), blocks(stack[2]), bias(stack[3]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear_blocks_wide(x, static_cast<int64_t>(stack[1]), blocks, bias,
-                                                  static_cast<int64_t>(stack[4]), &result),
-         result, "packed_linear_blocks_wide");
+  wide_layer<aoti_torch_cpu_packed_linear_blocks_wide>(stack, "packed_linear_blocks_wide");
 }
 
 template <auto call>
@@ -196,12 +195,7 @@ void packed_embedding_wide(Value* stack, uint64_t, uint64_t) {
 }
 
 void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear_wide(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                           static_cast<int64_t>(stack[4]), &result),
-         result, "packed_linear_wide");
+  wide_layer<aoti_torch_cpu_packed_linear_wide>(stack, "packed_linear_wide");
 }
 
 void packed_linear_int8(Value* stack, uint64_t, uint64_t) {

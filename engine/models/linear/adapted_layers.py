@@ -119,7 +119,7 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
 
 
 def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
-    """Return a packed layer's kernel as its operator calls it.
+    """Wrap a packed layer's kernel so that it gets the adapters of the current step.
 
     Args:
         kernel: Takes what adapters add as `low_rank`.

@@ -15,7 +15,7 @@ from octavo.common.models.files import CONFIG
 from octavo.common.models.weight_files import WHOLE
 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""The types whose blocks the kernels take."""
+"""GGUF's types that have kernels."""
 ENDING = ".blocks"
 """What follows a layer's name in the name of its bytes."""
 WEIGHT = ".weight"

@@ -45,7 +45,7 @@ class BlockWeights:
         return isinstance(other, BlockWeights) and other.format == self.format
 
     def pack(self) -> Tensor:
-        """Return the weights as the kernels take them."""
+        """Return the weights in the kernels' layout."""
         assert kernels is not None
         return kernels.pack(self.rows, self.format) if self.packed is None else self.packed
 

@@ -71,7 +71,7 @@ class Gguf(Format):
         return layer in self._kinds
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
-        """Check the tensor of a weight; return `(outputs, inputs)`."""
+        """Check the tensor of a layer's weight, and return its shape, `(outputs, inputs)`."""
         need_parts(layer, parts, ("blocks",))
         need(layer in self._kinds, layer, "has a type that the config does not say")
         own, header = self._kinds[layer], parts["blocks"]
