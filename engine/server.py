@@ -1,6 +1,7 @@
 """The engine's process: gRPC server, core thread, metrics, signals."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -36,6 +37,8 @@ log = structlog.get_logger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 DRAIN_POLL_SECONDS = 0.05
+COLLECTION_THRESHOLD = 20_000
+"""Objects made, beyond those dropped, before Python looks for garbage among the youngest."""
 
 
 async def serve(
@@ -100,6 +103,7 @@ async def serve(
             if ranks is not None:
                 ranks.ready()
             loading.loaded = service = EngineService(settings, parts, metrics, tracing)
+            _spare_collections()
             beats = watch(
                 service.core,
                 service.heartbeat,
@@ -158,6 +162,16 @@ def _build(settings: EngineSettings, place: Place | None) -> Parts:
     if parts.device == "cpu" and cpu.pin_threads(places):
         log.info("threads pinned", cpus=[format_list(place) for place in places])
     return parts
+
+
+def _spare_collections() -> None:
+    """Let Python look for garbage rarely, and not among what was there at the start.
+
+    A look at all objects of torch and transformers takes as long as many steps.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
 
 
 async def _unless_stopped(
