@@ -381,8 +381,9 @@ class Scheduler:
         elif (decoder := group.decoder) is not None:
             self._make_writable(decoder)
             table = self.cache.own_table(decoder.id)
-            rules = group.request.ruled or decoder.num_output < group.request.min_tokens
-            if table is not None and not rules:
+            ruled = group.request.ruled or decoder.matcher is not None
+            ruled |= decoder.num_output < group.request.min_tokens
+            if table is not None and not ruled:
                 self._steady.add(group, table)
                 return 0
             start, tables = decoder.num_computed, self.cache.table(decoder.id)
