@@ -108,5 +108,5 @@ class Judge:
             sequence = Sequence(0, found.index, tokens[:place], len(prompt), matcher=matcher)
             group = SequenceGroup(request, [sequence])
             rows += [SamplingRow(group, sequence, len(rows) + i) for i in range(COPIES)]
-        chosen = torch.tensor([token.token_id for token in sample(logits, rows).collect()])
+        chosen = torch.tensor([token.token_id for token in sample(logits, rows).collect()[1]])
         return bool((chosen.view(-1, COPIES) == torch.tensor(output)[:, None]).all())

@@ -6,6 +6,7 @@ threads send it commands, which it handles between steps, and receive events thr
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, zip_longest
@@ -58,12 +59,16 @@ from octavo.engine.scheduling.sequence import (
     SequenceGroup,
     TokenLogprob,
 )
+from octavo.engine.scheduling.steady import DecodedTokens
 
 log = structlog.get_logger(__name__)
 
 Publish = Callable[[list[Event], Load], None]
 PublishPrefixes = Callable[[PrefixChange], None]
 OnEnd = Callable[[SequenceGroup, str], None]
+
+_Columns = defaultdict[int, tuple[list[int], list[int]]]
+"""Numbers and tokens, by session."""
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core publishes its load this often: a longer silence means that it hangs."""
@@ -264,7 +269,7 @@ class EngineCore:
         """Collect a step's tokens and give them to their sequences."""
         with _step_errors(done.batch):
             output = done.collect()
-        output.tokens = self._scheduler.update(done.batch, output)
+        self._scheduler.update(done.batch, output)
         self._request_masks(done.batch)
         self._report_outputs(done.batch, output)
         self._measure_step(done.batch)
@@ -330,11 +335,46 @@ class EngineCore:
             self._events.append(Started(request.session, request.request_id, group.cached_tokens))
 
     def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
-        """Make an event for each new token, and forget the groups that are finished."""
-        started, finished = list[SequenceGroup](), list[SequenceGroup]()
-        columns: dict[int, NumberedTokens] = {}
+        """Make the events of new tokens, and forget the groups that are finished."""
+        columns: _Columns = defaultdict(lambda: ([], []))
+        events = self._steady_events(output.steady, columns)
+        events += self._ruled_events(output.tokens, columns)
+        # Columns are first: what ends an output follows its tokens.
+        self._events += [NumberedTokens(session, *each) for session, each in columns.items()]
+        self._events += events
+        finished = [s.group for s in output.tokens if s.group.state is GroupState.FINISHED]
+        finished += [g for g in output.steady.decodes.groups if g.state is GroupState.FINISHED]
+        for group in dict.fromkeys(finished):
+            self._forget(group, "finished")
+        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
+            if group.beam is not None and group.state is GroupState.FINISHED:
+                self._report_search(group, group.beam)
+                self._forget(group, "finished")
+        sampled = len(output.steady) + len(output.tokens) + len(output.continuations)
+        self._metrics.output_tokens.inc(sampled)
+
+    def _steady_events(self, tokens: DecodedTokens, columns: _Columns) -> list[Event]:
+        """Put tokens of steady sequences into the columns of their sessions.
+
+        Returns:
+            Events of the tokens that end an output, and of outputs without a number.
+        """
         events: list[Event] = []
-        for sampled, following in zip_longest(output.tokens, output.tokens[1:]):
+        for group, sequence, token_id in tokens:
+            request = group.request
+            if request.first_number and sequence.finish_reason is None:
+                numbers, token_ids = columns[request.session]
+                numbers.append(request.first_number)
+                token_ids.append(token_id)
+            else:
+                sampled = SampledToken(group, sequence, token_id)
+                events.append(_output_event(sampled, [], sequence.finish_reason, (0, 0)))
+        return events
+
+    def _ruled_events(self, tokens: list[SampledToken], columns: _Columns) -> list[Event]:
+        """Do the same with other tokens, of which there may be more to say."""
+        events: list[Event] = []
+        for sampled, following in zip_longest(tokens, tokens[1:]):
             group, sequence, token_id, logprob = sampled
             request, scores = group.request, _scores_to_report(group, sequence)
             reason, counts = None, (0, 0)
@@ -343,30 +383,16 @@ class EngineCore:
                 if sequence.drafted_tokens:
                     counts = sequence.take_draft_counts()
             more = logprob is not None or scores or reason is not None or counts[0]
-            if request.first_number and not more:  # most tokens
-                column = columns.get(request.session)
-                if column is None:
-                    column = columns[request.session] = NumberedTokens(request.session)
-                column.numbers.append(request.first_number + sequence.index)
-                column.token_ids.append(token_id)
+            if request.first_number and not more:
+                numbers, token_ids = columns[request.session]
+                numbers.append(request.first_number + sequence.index)
+                token_ids.append(token_id)
             else:
                 events.append(_output_event(sampled, scores, reason, counts))
             if not group.decoding:
-                started.append(group)
-            if group.state is GroupState.FINISHED:
-                finished.append(group)
-        self._events += columns.values()  # first: what ends an output follows its tokens
-        self._events += events
-        for group in dict.fromkeys(started):
-            group.decoding = True
-            group.record(GroupEvent.DECODE)
-        for group in dict.fromkeys(finished):
-            self._forget(group, "finished")
-        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
-            if group.beam is not None and group.state is GroupState.FINISHED:
-                self._report_search(group, group.beam)
-                self._forget(group, "finished")
-        self._metrics.output_tokens.inc(len(output.tokens) + len(output.continuations))
+                group.decoding = True
+                group.record(GroupEvent.DECODE)
+        return events
 
     def _report_search(self, group: SequenceGroup, search: BeamState) -> None:
         """Make an event for each output of a beam search that ended, best first.

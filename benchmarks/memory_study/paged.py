@@ -17,6 +17,7 @@ from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import BeamSearch, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.steady import DecodedTokens
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 SAMPLE_EVERY = 8
@@ -113,8 +114,8 @@ class PagedSystem:
 
     def _update(self, batch: Batch) -> list[SequenceGroup]:
         """Draws and books the step's tokens; returns the groups that are now complete."""
-        output = SamplerOutput([])
-        for part in batch.sequences:
+        output = SamplerOutput(DecodedTokens(batch.steady, [0] * len(batch.steady)))
+        for part in batch.ruled:
             if part.group.beam and part.sampled:
                 tokens = self._continuer.draw(part.group.beam.candidates_for(0))
                 output.continuations[part.sequence.id] = tokens

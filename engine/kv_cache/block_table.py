@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from octavo.common.prefix import ROOT_KEY
 
 RELEASED = -1
@@ -26,8 +24,6 @@ class BlockTable:
         keys: of the leading full blocks that are published so far, in blocks of the smallest size.
         snapshot: the keys under which the latest state of a decode was published.
         swapped: whether the blocks are in CPU swap space.
-        arrays: of each layer group, the blocks as an int32 array, which may lack later ones; None
-            where they were not asked for since they changed.
     """
 
     groups: list[list[int]]
@@ -39,7 +35,6 @@ class BlockTable:
     keys: list[bytes] = field(default_factory=list)
     snapshot: list[bytes] = field(default_factory=list)
     swapped: bool = False
-    arrays: list[np.ndarray] | None = None
 
     def blocks(self) -> Iterator[int]:
         """Yield every block that it holds, each group's last first."""

@@ -142,15 +142,13 @@ class DraftModel:
                 ScheduledSequence(shadow.group, sequence, start, end, tables, sampled)
             )
             sequence.num_computed = end
-        if not batch.sequences:
+        if not batch.ruled:
             return []
         batch.transfers = self._cache.take_transfers()
         for drawn in self._executor.execute(batch).tokens:
             drawn.sequence.token_ids.append(drawn.token_id)
         return [
-            self._shadows[scheduled.sequence.id]
-            for scheduled in batch.sequences
-            if scheduled.sampled
+            self._shadows[scheduled.sequence.id] for scheduled in batch.ruled if scheduled.sampled
         ]
 
     def _make_room(self, shadow: _Shadow, end: int, keep: Iterable[int]) -> bool:

@@ -118,7 +118,8 @@ class Executor:
             batch, layout=self.cache.layout, device=self._device, planners=self._planners
         )
         if self._adapters is not None:
-            spans = [(s.group.request.adapter, s.end - s.start) for s in batch.sequences]
+            spans = [(group.request.adapter, 1) for group in batch.steady.groups]
+            spans += [(s.group.request.adapter, s.end - s.start) for s in batch.ruled]
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
             self._leader.switch(self._loaded)
@@ -168,10 +169,12 @@ class Executor:
             rows = [row for row in rows if row.sequence.id not in left_out]
         if logits is None:
             assert launched.token_ids is not None
-            chosen = [launched.token_ids[row.row] for row in rows]
-            return PendingStep(batch, PendingTokens(torch.tensor(chosen, dtype=torch.int64), rows))
+            chosen = launched.token_ids[: len(inputs.steady)]
+            chosen += [launched.token_ids[row.row] for row in rows]
+            token_ids = torch.tensor(chosen, dtype=torch.int64)
+            return PendingStep(batch, PendingTokens(token_ids, rows, inputs.steady))
         scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
-        tokens = sample(logits, rows)
+        tokens = sample(logits, rows, inputs.steady)
         continuations = continue_beams(logits, inputs.beams) if inputs.beams else {}
         return PendingStep(batch, tokens, continuations, scores)
 

@@ -1,15 +1,17 @@
 """Turn a batch into the tensors that one step of the model takes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from octavo.common.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
 from octavo.engine.sampling.sampler import SamplingRow, take_greatest
 from octavo.engine.scheduling.batch import Batch
+from octavo.engine.scheduling.steady import Decodes
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata
@@ -46,7 +48,8 @@ class StepInputs:
         logit_rows: `[num_rows]` int64, the tokens whose logits are wanted; the first
             where none are.
         groups: for the attention of each layer group.
-        sampled: the sequences to sample for.
+        steady: the sequences whose logits are the first, one row each, to sample for.
+        sampled: the others to sample for.
         beams: the beams to find continuations of.
         scored: first row of the prompt's logits, by index in the batch of the scheduled
             sequence, for those that want prompt log-probabilities.
@@ -57,6 +60,7 @@ class StepInputs:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     groups: Sequence[AttentionMetadata]
+    steady: Decodes = field(default_factory=Decodes)
     sampled: list[SamplingRow] = field(default_factory=list)
     beams: list[SamplingRow] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
@@ -65,7 +69,9 @@ class StepInputs:
     @property
     def take_greatest(self) -> bool:
         """Whether the step is for the most likely of the allowed tokens alone."""
-        return not (self.beams or self.scored) and take_greatest(self.sampled)
+        if self.beams or self.scored:
+            return False
+        return self.steady.takes_greatest and take_greatest(self.sampled)
 
 
 def make_inputs(
@@ -73,7 +79,7 @@ def make_inputs(
 ) -> tuple[StepArrays, StepInputs]:
     """Lay a batch's sequences end to end.
 
-    It builds lists: for a decode's few numbers they are faster than array operations.
+    The steady ones come first.
 
     Args:
         batch: what to compute.
@@ -81,11 +87,13 @@ def make_inputs(
         device: the cache's device.
         planners: plan the attention of each layer group.
     """
-    tokens: list[int] = []
-    positions: list[int] = []
-    rows: list[int] = []
-    starts = [0]
-    ends: list[int] = []
+    steady = batch.steady
+    count = len(steady)
+    tokens = [sequence.token_ids[-1] for sequence in steady.sequences]
+    positions: list[int] = steady.starts.tolist()
+    rows = list(range(count))
+    starts = list(range(count + 1))
+    ends: list[int] = (steady.starts + 1).tolist()
     sampled: list[SamplingRow] = []
     beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
@@ -111,31 +119,24 @@ def make_inputs(
             for drafted in range(1, len(draft) + 1):
                 drawn.append(SamplingRow(group, sequence, len(rows), draft[:drafted]))
                 rows.append(len(tokens) - 1 - len(draft) + drafted)
-    if steady := batch.steady:
-        tokens += [each.sequence.token_ids[each.start] for each in steady]
-        positions += [each.start for each in steady]
-        starts += range(starts[-1] + 1, len(tokens) + 1)
-        ends += [each.end for each in steady]
-        sampled += [SamplingRow(s.group, s.sequence, i) for i, s in enumerate(steady, len(rows))]
-        rows += range(len(tokens) - len(steady), len(tokens))
-    slots = [
-        [-1] * len(tokens) if layers.state_blocks else _all_slots(batch, group, layers.block_size)
-        for group, layers in enumerate(layout.groups)
-    ]
+    laid = np.empty((2 + len(layout.groups), len(tokens)), np.int64)
+    laid[0], laid[1] = tokens, positions
+    for group_number, layers in enumerate(layout.groups):
+        laid[2 + group_number] = _slots(batch, group_number, layers)
     query_starts = np.array(starts, np.int32)
     arrays = StepArrays(
-        laid=np.array((tokens, positions, *slots)),
+        laid=laid,
         query_starts=query_starts,
         query_lens=np.diff(query_starts),
         seq_lens=np.array(ends, np.int32),
         rows=np.array(rows or [0]),
         tables=[
-            _tables(batch, group, released=layers.bounded)
-            for group, layers in enumerate(layout.groups)
+            _tables(batch, group_number, released=layers.bounded)
+            for group_number, layers in enumerate(layout.groups)
         ],
     )
     inputs = to_inputs(arrays, device=device, planners=planners)
-    return arrays, replace(inputs, sampled=sampled, beams=beams, scored=scored)
+    return arrays, replace(inputs, steady=steady, sampled=sampled, beams=beams, scored=scored)
 
 
 def to_inputs(
@@ -175,41 +176,40 @@ def to_inputs(
 
 def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
     """Return a layer group's block tables; what attention does not read is 0."""
-    rows = [np.array(each.tables[group], np.int32) for each in batch.ruled]
-    for each in batch.steady:
-        table = each.sequence.table
-        assert table is not None
-        if table.arrays is None:
-            table.arrays = [np.array(blocks, np.int32) for blocks in table.groups]
-        rows.append(table.arrays[group])
-    lengths = np.fromiter(map(len, rows), np.intp, len(rows))
-    tables = np.zeros((len(rows), int(lengths.max())), np.int32)
-    tables[np.arange(tables.shape[1]) < lengths[:, None]] = np.concatenate(rows)
+    if not batch.ruled:
+        return batch.steady.tables[group]
+    ruled = [each.tables[group] for each in batch.ruled]
+    count, width = len(batch.steady), max(map(len, ruled))
+    if count:
+        width = max(width, batch.steady.tables[group].shape[1])
+    tables = np.zeros((count + len(ruled), width), np.int32)
+    if count:
+        tables[:count, : batch.steady.tables[group].shape[1]] = batch.steady.tables[group]
+    for row, blocks in zip(tables[count:], ruled, strict=True):
+        row[: len(blocks)] = blocks
     if released:
         tables[tables == RELEASED] = 0
     return tables
 
 
-def _all_slots(batch: Batch, group: int, block_size: int) -> list[int]:
-    """Return the slots of a batch's tokens in the blocks of a layer group."""
-    slots: list[int] = []
-    for scheduled in batch.ruled:
-        slots += _slots(scheduled.tables[group], scheduled.start, scheduled.end, block_size)
-    slots += [
-        s.tables[group][s.start // block_size] * block_size + s.start % block_size
-        for s in batch.steady
-    ]
-    return slots
+def _slots(batch: Batch, group: int, layers: LayerGroup) -> np.ndarray:
+    """Return the slots of a batch's tokens in the blocks of a layer group; -1 in those of states.
 
-
-def _slots(blocks: list[int], start: int, end: int, block_size: int) -> Iterable[int]:
-    """Return the slots of a sequence's tokens [start, end): `block * block_size + offset` each."""
-    first, offset = divmod(start, block_size)
-    if end == start + 1:
-        return (blocks[first] * block_size + offset,)
-    reached = blocks[first : -(-end // block_size)]
-    slots = [slot for b in reached for slot in range(b * block_size, (b + 1) * block_size)]
-    return slots[offset : offset + end - start]
+    A token's slot is `block * block_size + offset`.
+    """
+    if layers.state_blocks:
+        return np.full(batch.num_tokens, -1)
+    size, steady = layers.block_size, batch.steady
+    found = []
+    if steady:
+        places, offsets = np.divmod(steady.starts, size)
+        found.append(steady.tables[group][np.arange(len(steady)), places] * size + offsets)
+    for each in batch.ruled:
+        first = each.start // size
+        blocks = np.array(each.tables[group][first : -(-each.end // size)], np.int64)
+        slots = (blocks[:, None] * size + np.arange(size)).ravel()
+        found.append(slots[each.start - first * size : each.end - first * size])
+    return np.concatenate(found)
 
 
 def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:

@@ -29,7 +29,8 @@ class PendingStep:
 
     def collect(self) -> SamplerOutput:
         """Wait until the step is computed and return its output."""
-        return SamplerOutput(self.tokens.collect(), self.continuations, self.prompt_logprobs)
+        steady, tokens = self.tokens.collect()
+        return SamplerOutput(steady, tokens, self.continuations, self.prompt_logprobs)
 
     def fill_placeholders(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Put the tokens that this step samples into the inputs of the step after it.
@@ -41,9 +42,11 @@ class PendingStep:
             token_ids: `[1, num_tokens]`, that step's tokens, changed in place where they are
                 placeholders.
         """
-        row_of = {row.sequence.id: i for i, row in enumerate(self.tokens.rows)}
-        places, rows, end = [], [], 0
-        for scheduled in batch.sequences:
+        row_of = {sequence.id: i for i, sequence in enumerate(self.tokens.sequences)}
+        steady, end = batch.steady.sequences, len(batch.steady)
+        places = [i for i, sequence in enumerate(steady) if sequence.num_placeholders]
+        rows = [row_of[steady[i].id] for i in places]
+        for scheduled in batch.ruled:
             end += scheduled.end - scheduled.start
             if scheduled.end - len(scheduled.draft) > scheduled.sequence.num_known:
                 places.append(end - 1)

@@ -17,6 +17,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Continuations, SampledToken
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
+from octavo.engine.scheduling.steady import NO_DECODES, DecodedTokens, Decodes
 from octavo.kernels.host import AsyncCopy, to_device
 from octavo.kernels.ops import argmax, draw_tokens, mask_logits, score_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -66,35 +67,42 @@ class PendingTokens:
     """Tokens sampled in a step, which may still be on their way to the host.
 
     Args:
-        token_ids: `[len(rows)]` int64, kept alive until they are collected.
-        rows: the sequence that each token is for.
-        reports: log-probabilities, and the places among `rows` that asked for them.
+        token_ids: `[len(steady) + len(rows)]` int64, kept alive until they are collected.
+        rows: the sequences that the last tokens are for.
+        steady: the sequences that the first tokens are for.
+        reports: log-probabilities, and the places among all tokens that asked for them.
     """
 
     def __init__(
         self,
         token_ids: torch.Tensor,
         rows: Rows[SamplingRow],
+        steady: Decodes = NO_DECODES,
         reports: tuple[list[int], "Report"] | None = None,
     ) -> None:
         self.token_ids = token_ids
-        self.rows = rows
+        self._rows = rows
+        self._steady = steady
         self._arriving = AsyncCopy(token_ids)
         self._reports = reports
 
-    def collect(self) -> list[SampledToken]:
-        """Wait until the tokens have arrived, and return them."""
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequence that each token is for."""
+        return [*self._steady.sequences, *(row.sequence for row in self._rows)]
+
+    def collect(self) -> tuple[DecodedTokens, list[SampledToken]]:
+        """Wait until the tokens have arrived; return those of the steady sequences, and others."""
         token_ids = self._arriving.tolist()
-        if self._reports is None:
-            return [
-                SampledToken(row.group, row.sequence, token_id)
-                for row, token_id in zip(self.rows, token_ids, strict=True)
-            ]
-        places, report = self._reports
-        logprobs = dict(zip(places, report.logprobs(), strict=True))
-        return [
+        count = len(self._steady)
+        logprobs: dict[int, TokenLogprob] = {}
+        if self._reports is not None:
+            places, report = self._reports
+            logprobs = dict(zip(places, report.logprobs(), strict=True))
+        others = zip(self._rows, token_ids[count:], strict=True)
+        return DecodedTokens(self._steady, token_ids[:count]), [
             SampledToken(row.group, row.sequence, token_id, logprobs.get(i))
-            for i, (row, token_id) in enumerate(zip(self.rows, token_ids, strict=True))
+            for i, (row, token_id) in enumerate(others, count)
         ]
 
 
@@ -124,21 +132,26 @@ class Report:
         ]
 
 
-def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
-    """Sample one token for each row.
+def sample(
+    logits: torch.Tensor, rows: Rows[SamplingRow], steady: Decodes = NO_DECODES
+) -> PendingTokens:
+    """Sample one token for each steady sequence and each row.
 
     On a GPU it does not wait for the device.
 
     Args:
         logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
         rows: what to sample.
+        steady: sequences to sample for from the first rows of logits.
     """
-    if not rows:
+    count = len(steady)
+    if not count and not rows:
         return NO_TOKENS
-    logits = _select_logits(logits, rows)
-    if take_greatest(rows):
-        _constrain(logits, rows)
-        return PendingTokens(argmax(logits), rows)
+    logits = _select_logits(logits, [*range(count), *(row.row for row in rows)])
+    if steady.takes_greatest and take_greatest(rows):
+        _constrain(logits[count:], rows)
+        return PendingTokens(argmax(logits), rows, steady)
+    others, rows = rows, [*map(SamplingRow, steady.groups, steady.sequences, range(count)), *rows]
     logits = logits.float().contiguous()
     reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     some = len(reporting) < len(rows)
@@ -151,15 +164,14 @@ def sample(logits: torch.Tensor, rows: Rows[SamplingRow]) -> PendingTokens:
     _constrain(logits, rows)
     tokens = draw_tokens(logits, _sampling_tensors(rows))
     if not reporting:
-        return PendingTokens(tokens, rows)
+        return PendingTokens(tokens, others, steady)
     reported = _copy_rows(tokens, reporting) if some else tokens
     report = Report(own, reported, [rows[i].params.logprobs or 0 for i in reporting])
-    return PendingTokens(tokens, rows, (reporting, report))
+    return PendingTokens(tokens, others, steady, (reporting, report))
 
 
-def _select_logits(logits: torch.Tensor, rows: Rows[SamplingRow]) -> torch.Tensor:
-    """Return the logits of `rows`; the tensor itself if they are all its rows in order."""
-    chosen = [row.row for row in rows]
+def _select_logits(logits: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+    """Return some rows of logits; the tensor itself if they are all its rows in order."""
     return logits if chosen == list(range(len(logits))) else _copy_rows(logits, chosen)
 
 
@@ -177,7 +189,9 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
     Returns:
         Tokens and log-probabilities, most likely first, by sequence id.
     """
-    logprobs = torch.log_softmax(_select_logits(logits, beams).float(), dim=-1)
+    logprobs = torch.log_softmax(
+        _select_logits(logits, [beam.row for beam in beams]).float(), dim=-1
+    )
     _mask_stop_tokens(logprobs, beams)
     _constrain(logprobs, beams)
     counts = [

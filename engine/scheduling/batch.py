@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
+from octavo.engine.scheduling.steady import DecodedTokens, Decodes
 
 
 class ScheduledSequence(NamedTuple):
@@ -48,27 +49,33 @@ class Batch:
     """The work of one step.
 
     Attributes:
-        ruled: what to compute of sequences that a rule may hold for.
-        steady: what to compute of sequences that no rule holds for but to decode on: one token,
-            which follows one of the sequence's own in the same block, and gives the next one.
+        steady: what to compute of sequences that no rule holds for but to decode on: their last
+            tokens, each of which gives the next one.
+        ruled: what to compute of the others.
         transfers: block copies to do before that.
         created: when scheduling it began, in `time.perf_counter()` seconds.
     """
 
+    steady: Decodes = field(default_factory=Decodes)
     ruled: list[ScheduledSequence] = field(default_factory=list)
-    steady: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     created: float = field(default_factory=time.perf_counter)
 
     @property
     def sequences(self) -> list[ScheduledSequence]:
-        """What to compute, all at once."""
-        return [*self.ruled, *self.steady]
+        """What to compute, all in the order in which it is laid out."""
+        steady = self.steady
+        tables = zip(*(table.tolist() for table in steady.tables), strict=True)
+        columns = zip(steady.groups, steady.sequences, steady.starts.tolist(), tables, strict=True)
+        return [
+            ScheduledSequence(group, sequence, start, start + 1, list(blocks), [sequence])
+            for group, sequence, start, blocks in columns
+        ] + self.ruled
 
     @property
     def num_sequences(self) -> int:
         """How many sequences it computes tokens of."""
-        return len(self.ruled) + len(self.steady)
+        return len(self.steady) + len(self.ruled)
 
     @property
     def num_tokens(self) -> int:
@@ -103,7 +110,7 @@ class Batch:
         return any(s.group.request.constraint is not None for s in self.ruled if s.sampled)
 
     def __bool__(self) -> bool:
-        return bool(self.ruled or self.steady) or bool(self.transfers)
+        return bool(self.steady or self.ruled) or bool(self.transfers)
 
 
 class SampledToken(NamedTuple):
@@ -131,11 +138,13 @@ class SamplerOutput:
     """The output of one step.
 
     Attributes:
-        tokens: the sampled tokens.
+        steady: the sampled tokens of `Batch.steady`, by columns.
+        tokens: those of `Batch.ruled`.
         continuations: of each beam that has reached its last token, by sequence id.
         prompt_logprobs: of scheduled sequences that asked for them, by index in the batch.
     """
 
-    tokens: list[SampledToken]
+    steady: DecodedTokens = field(default_factory=DecodedTokens)
+    tokens: list[SampledToken] = field(default_factory=list)
     continuations: dict[int, Continuations] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

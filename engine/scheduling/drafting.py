@@ -9,6 +9,7 @@ would be without drafts, whether greedy or random.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from octavo.engine.kv_cache import KVCacheManager
@@ -156,11 +157,12 @@ def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
 
     Then the next step is not scheduled before they are known.
     """
-    return speculation.begin_step(len(batch.sequences)) and any(
-        speculation.wants(each.drafting)
-        for scheduled in batch.sequences
-        if may_draft(scheduled.group)
-        for each in scheduled.sampled
+    sampled = chain(
+        batch.steady.sequences,
+        *(scheduled.sampled for scheduled in batch.ruled if may_draft(scheduled.group)),
+    )
+    return speculation.begin_step(batch.num_sequences) and any(
+        speculation.wants(sequence.drafting) for sequence in sampled
     )
 
 
@@ -171,7 +173,7 @@ def accept(batch: Batch, tokens: list[SampledToken]) -> list[SampledToken]:
 
     Args:
         batch: the step.
-        tokens: of each sequence in order, one more than it has drafted tokens.
+        tokens: of each ruled sequence in order, one more than it has drafted tokens.
     """
     drafts = {s.sequence.id: iter(s.draft) for s in batch.ruled if s.draft}
     if not drafts:

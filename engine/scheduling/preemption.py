@@ -42,7 +42,6 @@ def preempt(
     """
     sequences = with_blocks(group, cache)
     for sequence in sequences:
-        sequence.steady_end = 0
         cache.trim(sequence.id, sequence.num_computed)
     ids = [sequence.id for sequence in sequences]
     blocks = cache.blocks_to_swap(ids)

@@ -82,6 +82,9 @@ class Request:
         adapter: what the model's layers add for it, or None.
         first_number: the session's number of output 0, the others follow; 0: they have none.
         takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
+        stopping: tokens that end an output.
+        ruled: whether a rule holds for its outputs beside how tokens are drawn and when they end:
+            a step that decodes one of them is not like any other.
     """
 
     session: int
@@ -104,9 +107,24 @@ class Request:
     adapter: RequestAdapter | None = None
     first_number: int = 0
     takes_greatest: bool = field(init=False, repr=False, compare=False)
+    stopping: frozenset[int] = field(init=False, repr=False, compare=False)
+    ruled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes_greatest", self.sampling.takes_greatest)
+        object.__setattr__(self, "stopping", self.eos_token_ids | self.stop_token_ids)
+        object.__setattr__(self, "ruled", self._ruled())
+
+    def _ruled(self) -> bool:
+        sampling = self.sampling
+        return (
+            sampling.n > 1
+            or sampling.penalised
+            or sampling.logprobs is not None
+            or sampling.prompt_logprobs is not None
+            or self.beam is not None
+            or self.constraint is not None
+        )
 
     @property
     def end_rule(self) -> EndRule:
@@ -118,11 +136,6 @@ class Request:
     def prefix_salt(self) -> str:
         """The salt of its blocks in the prefix cache: adapters never share blocks."""
         return prefix_salt(self.cache_salt, "" if self.adapter is None else self.adapter.digest)
-
-    @property
-    def stopping(self) -> frozenset[int]:
-        """Tokens that end an output."""
-        return self.eos_token_ids | self.stop_token_ids
 
     def finish_reason(self, last: int, length: int) -> FinishReason | None:
         """Why an output of `length` tokens is complete by its last one, if it is."""

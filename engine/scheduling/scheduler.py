@@ -10,9 +10,11 @@ from bisect import insort
 from collections.abc import Collection, Iterator
 from operator import attrgetter
 
+import numpy as np
+
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
-from octavo.engine.scheduling.batch import Batch, SampledToken, SamplerOutput, ScheduledSequence
+from octavo.engine.scheduling.batch import Batch, SamplerOutput, ScheduledSequence
 from octavo.engine.scheduling.drafting import (
     DraftModel,
     Drafts,
@@ -30,6 +32,7 @@ from octavo.engine.scheduling.sequence import (
     Sequence,
     SequenceGroup,
 )
+from octavo.engine.scheduling.steady import DecodedTokens, SteadySequences
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.speculation import Speculation
 
@@ -78,6 +81,7 @@ class Scheduler:
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
+        self._steady = SteadySequences(layers.block_size for layers in cache.groups)
         self._fork_ids = itertools.count(-1, -1)  # submitted sequences count from 0 up
         self._watermark = int(WATERMARK * cache.device.num_blocks)
 
@@ -132,14 +136,15 @@ class Scheduler:
                 is computed again: the same K and V in the same place.
         """
         size = self.cache.block_size
-        for group, sequence, start, *_ in batch.steady:
-            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
+        for group, sequence in zip(batch.steady.groups, batch.steady.sequences, strict=True):
+            if group.state is GroupState.FINISHED:
                 continue
-            sequence.num_computed = end = start + 1
+            sequence.num_computed += 1
             sequence.token_ids.append(PLACEHOLDER)
             sequence.num_placeholders += 1
-            if not end % size:
-                self._publish_prefix(sequence)
+        for i in np.flatnonzero((batch.steady.starts + 1) % size == 0).tolist():
+            if batch.steady.groups[i].state is not GroupState.FINISHED:
+                self._publish_prefix(batch.steady.sequences[i])
         for scheduled in batch.ruled:
             group, sequence, start, end, _, sampled, draft = scheduled
             end -= len(draft)  # of which `update` counts what was right
@@ -155,14 +160,14 @@ class Scheduler:
                 for each in sampled:
                     each.append_placeholder()
 
-    def update(self, batch: Batch, output: SamplerOutput) -> list[SampledToken]:
+    def update(self, batch: Batch, output: SamplerOutput) -> None:
         """Fill a step's sampled tokens in, and finish the sequences that they complete.
 
-        A finished sequence has its finish reason set and its blocks freed.
-
-        Returns:
-            The tokens, without those of sequences that ended after the step was launched.
+        A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
+        that ended after the step was launched are taken out of the output.
         """
+        output.steady = output.steady.of_running()
+        self._update_steady(output.steady)
         for i, logprobs in output.prompt_logprobs.items():
             batch.ruled[i].group.prompt_logprobs.extend(logprobs)
         self._advance_searches(batch, output)
@@ -187,9 +192,26 @@ class Scheduler:
                 self.finish(group, sequence, reason)
             elif sequence.num_computed >= known:  # the next step is launched already
                 self._publish_late(group, sequence)
+        output.tokens = used
         if self.speculation is not None:
             self._end_drafts(batch, self.speculation)
-        return used
+
+    def _update_steady(self, decoded: DecodedTokens) -> None:
+        for _, sequence, token_id in decoded:
+            left = sequence.num_placeholders
+            sequence.token_ids[-left] = token_id
+            sequence.num_placeholders = left - 1
+        decodes = decoded.decodes
+        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0).tolist():
+            sequence = decodes.sequences[i]
+            if sequence.num_computed >= sequence.num_known:  # the next step is launched already
+                self._publish_late(decodes.groups[i], sequence)
+        lasts = decodes.starts + 1 >= decodes.limits
+        for i, (group, sequence, token_id) in enumerate(decoded):
+            if lasts[i] or token_id in group.request.stopping:
+                reason = group.request.finish_reason(token_id, sequence.num_known_output)
+                assert reason is not None
+                self.finish(group, sequence, reason)
 
     def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
         """Count the drafted tokens that were right; roll the others back."""
@@ -261,6 +283,7 @@ class Scheduler:
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group from its queue, and free all its blocks."""
+        self._steady.remove(group)
         for sequence in group.sequences:
             sequence.drop_placeholders()
             self._forget_draft(sequence)
@@ -294,13 +317,16 @@ class Scheduler:
         Returns:
             Whether a group was preempted.
         """
-        decoders = [group.decoder for group in self.running]
-        counts = [
-            [] if decoder is not None else self._count_tokens(group)
-            for group, decoder in zip(self.running, decoders, strict=True)
-        ]
-        decodes = len(decoders) - decoders.count(None)
-        decodes += sum(count == 1 for group_counts in counts for _, count in group_counts)
+        begins_block = self._steady.begin_step()
+        counts = {
+            group: [(decoder, 1)]
+            if (decoder := group.decoder) is not None
+            else self._count_tokens(group)
+            for group in self.running
+            if group.steady_row is None
+        }
+        decodes = len(self._steady)
+        decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
         drafts: Drafts = {}
         if self.speculation is not None and decodes:
@@ -313,31 +339,75 @@ class Scheduler:
                 model=self.draft_model,
             )
             budget -= sum(map(len, drafts.values()))
+            for group in self.running if drafts else ():
+                if group.steady_row is not None and group.sequences[0].id in drafts:
+                    self._steady.remove(group)
+                    counts[group] = [(group.sequences[0], 1)]
         preempted = False
-        position = 0
-        while position < len(self.running):
-            group, decoder = self.running[position], decoders[position]
-            drafted = bool(drafts) and any(s.id in drafts for s in group.live)
-            if decoder is not None and not drafted and decoder.num_computed < decoder.steady_end:
-                self._add_steady(batch, group, decoder)
-                position += 1
-                continue
-            if decoder is not None and not drafted and self._add_in_place(batch, group, decoder):
-                position += 1
-                continue
-            count = counts[position] if decoder is None else [(decoder, 1)]
-            spans, used = self._next_spans(count, budget)
-            try:
-                if not drafted or not self._add_drafted(batch, group, spans, drafts):
-                    self.cache.extend(spans)
-                    self._add(batch, group, spans)
-            except OutOfBlocksError:
-                self._preempt(choose_victim(self.running))
-                preempted = True
-                continue
-            budget -= used
-            position += 1
+        for group in [g for g in self.running if g.steady_row is None or g in begins_block]:
+            while group.state is GroupState.RUNNING:
+                try:
+                    if group.steady_row is not None:
+                        self._begin_block(group)
+                    else:
+                        budget -= self._schedule_group(batch, group, counts[group], budget, drafts)
+                    break
+                except OutOfBlocksError:
+                    self._preempt(choose_victim(self.running))
+                    preempted = True
+        batch.steady = self._steady.decodes()
         return preempted
+
+    def _schedule_group(
+        self,
+        batch: Batch,
+        group: SequenceGroup,
+        counts: list[tuple[Sequence, int]],
+        budget: int,
+        drafts: Drafts,
+    ) -> int:
+        """Schedule the next tokens of a running group.
+
+        Returns:
+            How much of the budget for prefills that takes.
+
+        Raises:
+            OutOfBlocksError: there are not enough blocks.
+        """
+        if drafts and any(sequence.id in drafts for sequence, _ in counts):
+            spans, used = self._next_spans(counts, budget)
+            if self._add_drafted(batch, group, spans, drafts):
+                return used
+        elif (decoder := group.decoder) is not None:
+            self._make_writable(decoder)
+            table = self.cache.own_table(decoder.id)
+            ruled = group.request.ruled or decoder.matcher is not None
+            ruled |= decoder.num_output < group.request.min_tokens
+            if table is not None and not ruled:
+                self._steady.add(group, table)
+                return 0
+            start, tables = decoder.num_computed, self.cache.table(decoder.id)
+            batch.ruled.append(
+                ScheduledSequence(group, decoder, start, start + 1, tables, [decoder])
+            )
+            return 0
+        else:
+            spans, used = self._next_spans(counts, budget)
+        self.cache.extend(spans)
+        self._add(batch, group, spans)
+        return used
+
+    def _begin_block(self, group: SequenceGroup) -> None:
+        """Make the next token of a steady group writable, which begins a block."""
+        (sequence,) = group.sequences
+        self._make_writable(sequence)
+        self._steady.refresh(group, sequence.num_computed)
+
+    def _make_writable(self, decoder: Sequence) -> None:
+        """Make a sequence's last token writable; most tokens change no block table."""
+        start = decoder.num_computed
+        if not self.cache.extend_in_place(decoder.id, start):
+            self.cache.extend([Span(decoder.id, start, start + 1)])
 
     def _add_drafted(
         self, batch: Batch, group: SequenceGroup, spans: list[Span], drafts: Drafts
@@ -355,6 +425,7 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         self.running.remove(group)
+        self._steady.remove(group)
         preempt(group, self.cache, self.policy, self.counters)
         _insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
 
@@ -415,31 +486,6 @@ class Scheduler:
             batch.ruled.append(
                 ScheduledSequence(group, sequence, start, end + len(draft), tables, sampled, draft)
             )
-
-    def _add_in_place(self, batch: Batch, group: SequenceGroup, decoder: Sequence) -> bool:
-        """Schedule the last token of a group's only sequence, if no block table changes for it."""
-        start = decoder.num_computed
-        if not self.cache.extend_in_place(decoder.id, start):
-            return False
-        tables = self.cache.table(decoder.id)
-        batch.ruled.append(ScheduledSequence(group, decoder, start, start + 1, tables, [decoder]))
-        if not group.request.sampling.penalised:
-            decoder.table = self.cache.own_table(decoder.id)
-        if decoder.table is not None:
-            size, last = self.cache.block_size, decoder.num_prompt + group.request.max_tokens - 1
-            decoder.steady_end = min((start // size + 1) * size, last)
-            decoder.table.arrays = None
-        return True
-
-    def _add_steady(self, batch: Batch, group: SequenceGroup, sequence: Sequence) -> None:
-        """Schedule the next token of a sequence that is decoded steadily."""
-        table, start = sequence.table, sequence.num_computed
-        assert table is not None
-        end = table.computed = start + 1
-        table.num_tokens = max(table.num_tokens, end)
-        batch.steady.append(
-            ScheduledSequence(group, sequence, start, end, table.groups, [sequence])
-        )
 
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
         """Share the blocks of a lead that has computed the prompt with its siblings."""

@@ -6,7 +6,6 @@ from enum import Enum, auto
 
 from octavo.common.priority import effective_arrival
 from octavo.engine.constraints.matcher import Matcher
-from octavo.engine.kv_cache.block_table import BlockTable
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.speculation.method import DraftState
@@ -41,9 +40,6 @@ class Sequence:
         drafting: what drafts tokens for it know of it, once some were drafted.
         drafted_tokens: tokens drafted for it that no event has told yet.
         accepted_tokens: how many of these were right.
-        table: its block table, while it is decoded steadily (`Batch.steady`).
-        steady_end: where that ends: the first token that may need a new block, or that is not
-            computed. 0 while it is not decoded steadily.
     """
 
     id: int
@@ -57,8 +53,6 @@ class Sequence:
     drafting: DraftState | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    table: BlockTable | None = None
-    steady_end: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +134,7 @@ class SequenceGroup:
         prompt_logprobs: from the prompt's second token on, as far as computed.
         beam: the beam search whose running beams the sequences are, or None.
         history: its events with their times, in `time.monotonic()` seconds.
+        steady_row: its place in `SteadySequences`; None if it has none.
     """
 
     request: Request
@@ -152,6 +147,7 @@ class SequenceGroup:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     beam: BeamState | None = None
     history: list[tuple[GroupEvent, float]] = field(default_factory=list)
+    steady_row: int | None = None
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,8 +195,6 @@ class SequenceGroup:
         if len(self.sequences) > 1 or self.beam is not None:
             return None
         sequence, request = self.sequences[0], self.request
-        if sequence.num_computed < sequence.steady_end:
-            return sequence
         if (
             len(sequence.token_ids) != sequence.num_computed + 1
             or len(sequence.token_ids) >= sequence.num_prompt + request.max_tokens

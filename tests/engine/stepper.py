@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from itertools import starmap
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.scheduling.batch import SampledToken
 from octavo.engine.scheduling.request import Request
 from octavo.engine.startup import Parts
 
@@ -77,7 +79,7 @@ class Stepper:
         """Compute a step; without async scheduling, return its batch."""
         output = self.core.step()
         if output is not None:
-            self.sampled += output.tokens
+            self.sampled += [*starmap(SampledToken, output.steady), *output.tokens]
         self.cache.check()
         return self.batches[-1]
 

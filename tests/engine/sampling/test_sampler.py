@@ -41,7 +41,7 @@ def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), **params):
 
 def sample(logits, rows):
     rows = [row._replace(row=i) for i, row in enumerate(rows)]
-    return sampler.sample(logits, rows).collect()
+    return sampler.sample(logits, rows).collect()[1]
 
 
 def logits_of(seed, vocab=VOCAB, scale=2.0):

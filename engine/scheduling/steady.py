@@ -1,0 +1,199 @@
+"""Sequences that decode on under no rule: kept from step to step, in columns.
+
+Such a sequence is its request's only output. Each step computes its last token and samples the
+next one, which needs no attention but where a block of the cache is full or the output ends. So a
+step makes no object for it, and what changes are a few columns.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from octavo.engine.kv_cache.block_table import BlockTable
+from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The last token of each of some sequences, computed in one step.
+
+    Attributes:
+        groups: the sequences' groups.
+        sequences: the sequences.
+        starts: `[n]` int64, the position of each one's token.
+        limits: `[n]` int64, the position of the last token that each output may have.
+        tables: `[n, width]` int32 of each layer group, their block tables: as wide as the longest
+            one needs, and 0 behind a sequence's own blocks.
+    """
+
+    groups: list[SequenceGroup] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    starts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    limits: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    tables: list[np.ndarray] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def rows(self, chosen: list[int]) -> "Decodes":
+        """Return some of them."""
+        return Decodes(
+            [self.groups[i] for i in chosen],
+            [self.sequences[i] for i in chosen],
+            self.starts[chosen],
+            self.limits[chosen],
+            [table[chosen] for table in self.tables],
+        )
+
+    @property
+    def takes_greatest(self) -> bool:
+        """Whether the most likely token is sampled for all of them."""
+        return all(group.request.takes_greatest for group in self.groups)
+
+
+NO_DECODES = Decodes()
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedTokens:
+    """The tokens that a step sampled for some sequences.
+
+    Attributes:
+        decodes: what it computed.
+        token_ids: one for each sequence.
+    """
+
+    decodes: Decodes = NO_DECODES
+    token_ids: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[tuple[SequenceGroup, Sequence, int]]:
+        return zip(self.decodes.groups, self.decodes.sequences, self.token_ids, strict=True)
+
+    def of_running(self) -> "DecodedTokens":
+        """Return the same without groups that have ended."""
+        ended = [group.state is GroupState.FINISHED for group in self.decodes.groups]
+        if not any(ended):
+            return self
+        kept = [i for i, gone in enumerate(ended) if not gone]
+        return DecodedTokens(self.decodes.rows(kept), [self.token_ids[i] for i in kept])
+
+
+class SteadySequences:
+    """The sequences that are decoded so now, in no order.
+
+    A group's `steady_row` is its place. Whoever makes a block table of one of them grow calls
+    `refresh`, and `remove` before it changes otherwise or more than one token is computed.
+
+    Args:
+        block_sizes: tokens per block of each layer group.
+    """
+
+    def __init__(self, block_sizes: Iterable[int]) -> None:
+        self._block_sizes = tuple(block_sizes)
+        self._groups: list[SequenceGroup] = []
+        self._sequences: list[Sequence] = []
+        self._tables: list[BlockTable] = []
+        self._blocks = [np.zeros((1, 1), np.int32) for _ in self._block_sizes]
+        self._limits = np.zeros(1, np.int64)  # of the last tokens, which are not computed
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: SequenceGroup, table: BlockTable) -> None:
+        """Add a group whose only sequence has all tokens but the last one computed.
+
+        Args:
+            group: the group; not one of these.
+            table: the sequence's block table, in which that token is writable.
+        """
+        assert group.steady_row is None
+        (sequence,) = group.sequences
+        row = group.steady_row = len(self._groups)
+        self._groups.append(group)
+        self._sequences.append(sequence)
+        self._tables.append(table)
+        self._limits = _grown(self._limits, row + 1)
+        self._limits[row] = sequence.num_prompt + group.request.max_tokens - 1
+        for i, blocks in enumerate(self._blocks):
+            self._blocks[i] = _grown(blocks, row + 1, 1)
+            self._blocks[i][row] = 0
+        self.refresh(group, 0)
+
+    def refresh(self, group: SequenceGroup, position: int) -> None:
+        """Copy what a group's block table has for the token at a position and those behind it."""
+        row = group.steady_row
+        assert row is not None
+        for i, (own, size) in enumerate(
+            zip(self._tables[row].groups, self._block_sizes, strict=True)
+        ):
+            first = position // size
+            blocks = self._blocks[i] = _grown(self._blocks[i], row + 1, len(own))
+            blocks[row, first : len(own)] = own[first:]
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a group; nothing happens if it is none of these."""
+        if group.steady_row is None:
+            return
+        row, last = group.steady_row, len(self._groups) - 1
+        self._groups[row] = self._groups[last]
+        self._sequences[row] = self._sequences[last]
+        self._tables[row] = self._tables[last]
+        self._limits[row] = self._limits[last]
+        for blocks in self._blocks:
+            blocks[row] = blocks[last]
+        for column in (self._groups, self._sequences, self._tables):
+            column.pop()
+        if row < last:
+            self._groups[row].steady_row = row
+        group.steady_row = None
+
+    def begin_step(self) -> set[SequenceGroup]:
+        """Remove the sequences whose last token is sampled already.
+
+        Returns:
+            The groups whose next token begins a block, which may not be there yet.
+        """
+        starts = self._starts()
+        for group in [self._groups[i] for i in np.flatnonzero(starts >= self._limits[: len(self)])]:
+            self.remove(group)
+        starts = self._starts()
+        begins = np.zeros(len(self), np.bool_)
+        for size in self._block_sizes:
+            begins |= starts % size == 0
+        return {self._groups[i] for i in np.flatnonzero(begins)}
+
+    def decodes(self) -> Decodes:
+        """Return the next step of all, and count its tokens in their block tables."""
+        starts = self._starts()
+        for table, end in zip(self._tables, (starts + 1).tolist(), strict=True):
+            table.num_tokens = table.computed = end
+        most = int(starts.max()) if len(starts) else 0
+        return Decodes(
+            list(self._groups),
+            list(self._sequences),
+            starts,
+            self._limits[: len(self)].copy(),
+            [
+                blocks[: len(self), : most // size + 1].copy()
+                for blocks, size in zip(self._blocks, self._block_sizes, strict=True)
+            ],
+        )
+
+    def _starts(self) -> np.ndarray:
+        return np.array([sequence.num_computed for sequence in self._sequences], np.int64)
+
+
+def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
+    """Return an array with room for `shape`: itself, or a copy with twice as much and zeros."""
+    if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
+        return array
+    room = [
+        have if have >= want else 2 * want for have, want in zip(array.shape, shape, strict=True)
+    ]
+    larger = np.zeros(room, array.dtype)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
