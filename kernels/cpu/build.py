@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -28,9 +29,9 @@ and processes that have it loaded hold a lock on it: so `cache_cleanup` finds un
 def load_compiled() -> ctypes.CDLL:
     """Return the kernels compiled for this machine; compile them the first time.
 
-    Several processes may do this at once: each compiles to its own file, and the last one to finish
-    renames its file into place. A library that is damaged, or that another user may have written,
-    is compiled again.
+    Several processes may do this at once: one compiles, and the others wait for its library. Where
+    files cannot be locked, each compiles to its own file, and the last one to finish renames it
+    into place. A library that is damaged, or that another user may have written, is compiled again.
 
     Raises:
         OSError: There is no C++ compiler, it fails, the result cannot be loaded, or another user
@@ -45,7 +46,9 @@ def load_compiled() -> ctypes.CDLL:
     for _ in range(ATTEMPTS):
         if _is_intact(path) and _hold(path):
             return _load(path, compiler)
-        _compile(compiler, path)
+        with _alone_in(path.parent):
+            if not _is_intact(path):
+                _compile(compiler, path)
     raise OSError(f"{path} was removed or damaged each of {ATTEMPTS} times after it was compiled")
 
 
@@ -101,6 +104,18 @@ def _is_intact(path: Path) -> bool:
         path.unlink(missing_ok=True)
         return False
     return True
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes that do the same waiting; not where files cannot be locked."""
+    file = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def _hold(path: Path) -> bool:

@@ -67,6 +67,7 @@ def test_the_times_allowed_are_less_than_nine_minutes():
     assert TEST_SECONDS + sum(part.seconds for part in PARTS.values()) < 9 * 60
 
 
+@pytest.mark.slow  # two runs of pytest, for a run of the GPU's tests with libraries carried there
 def test_tests_find_libraries_where_this_process_does(tmp_path, monkeypatch):
     (tmp_path / "carried.py").touch()
     tests = tmp_path / "test_it.py"

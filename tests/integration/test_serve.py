@@ -14,11 +14,16 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 import octavo
+from benchmarks.fixture import make_model
 from octavo.kernels.cpu import build
 from tests.integration.conftest import SMALL
 from tests.integration.harness import READY_SECONDS, wait_until
 
-DEMO = ("--model", "demo", *SMALL)
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The flags of a model that starts sooner than the demo."""
+    return ("--model", make_model(tmp_path_factory.mktemp("model")), *SMALL)
 
 
 def engine_of(server) -> psutil.Process:
@@ -26,11 +31,11 @@ def engine_of(server) -> psutil.Process:
     return max(server.children(), key=lambda child: child.memory_info().rss)
 
 
-def test_drains_then_ends(demo_model, launch):
-    server = launch("serve", *DEMO).wait_ready()
+def test_drains_then_ends(tiny, launch):
+    server = launch("serve", *tiny).wait_ready()
     texts = []
     with octavo.Client(server.address) as client:
-        stream = client.generate("Once upon a time", max_tokens=64, ignore_eos=True)
+        stream = client.generate("Once upon a time", max_tokens=1500, ignore_eos=True)
         thread = threading.Thread(target=lambda: texts.append(stream.complete()))
         thread.start()
         wait_until(lambda: stream.accepted is not None)
@@ -41,21 +46,21 @@ def test_drains_then_ends(demo_model, launch):
         assert Path(socket).parent.stat().st_mode & 0o777 == 0o700
         assert server.terminate() == 0, server.logs()
         thread.join(10)
-    assert texts[0].usage.output_tokens == 64
+    assert texts[0].usage.output_tokens == 1500
     assert not engine.is_running()
     assert not Path(socket).parent.exists()
 
 
-def test_engine_dies_with_a_killed_parent(demo_model, launch):
-    server = launch("serve", *DEMO).wait_ready()
+def test_engine_dies_with_a_killed_parent(tiny, launch):
+    server = launch("serve", *tiny).wait_ready()
     children = server.children()
     assert children
     server.kill()
     wait_until(lambda: not any(child.is_running() for child in children), what="no child left")
 
 
-def test_ends_when_the_engine_dies(demo_model, launch):
-    server = launch("serve", *DEMO).wait_ready()
+def test_ends_when_the_engine_dies(tiny, launch):
+    server = launch("serve", *tiny).wait_ready()
     engine_of(server).send_signal(signal.SIGKILL)
     assert server.process.wait(30) == 1
     assert "the engine ended by itself (killed by SIGKILL" in server.logs()

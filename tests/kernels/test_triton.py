@@ -226,7 +226,7 @@ def test_fp8_with_queries_beyond_float16(harness, kernels, size):
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("splits", [2, 8])
+@pytest.mark.parametrize("splits", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_keys_shared_out_among_programs(harness, kernels, splits):
     lengths = [(1, 200), (1, 0), (1, 1), (9, 140)]
     for window in (None, 40):

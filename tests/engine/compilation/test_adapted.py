@@ -120,7 +120,13 @@ def check(found, expected, tolerance):
 
 
 @pytest.mark.usefixtures("_without_compiler")
-@pytest.mark.parametrize(("dtype", "quantization", "tolerance"), WAYS)
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "tolerance"),
+    [
+        pytest.param(*way.values, marks=(*way.marks, *([pytest.mark.slow] if 0 < i < 3 else [])))
+        for i, way in enumerate(WAYS)
+    ],
+)
 def test_a_translated_step_applies_adapters(model, lora, dtype, quantization, tolerance, tmp_path):
     eager = engine(model, lora, "off", dtype, quantization)
     translate(model, dtype, quantization, tmp_path)

@@ -38,7 +38,7 @@ LAST_NORM = {"norms": 1, "residuals": 1}
 @pytest.mark.parametrize(
     ("config", "left"),
     [
-        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
+        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama", marks=pytest.mark.slow),
         pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
         # Of the heads' norms, two a layer, the results are rotated.
         pytest.param(

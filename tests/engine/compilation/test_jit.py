@@ -109,6 +109,7 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch)
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
+@pytest.mark.slow  # compiles for one size after another until it is refused
 def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch):
     loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
     step, given = EagerStep(loaded.model), torch.compile

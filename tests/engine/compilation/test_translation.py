@@ -96,7 +96,7 @@ def outputs(stepper, **sampling):
     ("name", "dtype", "quantization", "tolerance"),
     [
         ("llama", "bfloat16", "none", 0.1),
-        pytest.param("llama", "bfloat16", "int8", 0.1, marks=PACKED),
+        pytest.param("llama", "bfloat16", "int8", 0.1, marks=[PACKED, pytest.mark.slow]),
         pytest.param("llama", "bfloat16", "int4", 0.1, marks=PACKED),
         ("llama", "float32", "none", 1e-3),
         ("mixtral", "float32", "none", 1e-3),

@@ -155,7 +155,7 @@ def test_beams_that_a_constraint_leaves_fewer_of_than_their_width(engine):
     assert sorted(decode(ended.tokens[i]) for i in range(4)) == ["a", "a", "b", "b"]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_scheduling):
     ways = (
         {"n": 3, "seed": 5},
@@ -189,7 +189,7 @@ def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_schedu
         runner.close()
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_mask_that_takes_too_long_ends_its_request_alone(
     byte_model, monkeypatch, async_scheduling
 ):

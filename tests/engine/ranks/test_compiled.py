@@ -22,10 +22,12 @@ def cases(models, work="mixed", **settings):
 TRANSLATE = "tests.engine.ranks.translating_export"
 
 
-def test_all_ranks_run_translated_or_none_does(tmp_path):
-    """Rank 1 fails at first. The last engine loads what the one before has translated."""
-    (model,) = save_models(["wide"], tmp_path)
-    both = {"0": TRANSLATE, "1": TRANSLATE}
+BOTH = {"0": TRANSLATE, "1": TRANSLATE}
+
+
+def run_translated(folder, **engines):
+    """Run engines of two ranks one after another, each given as its mode and its compilers."""
+    (model,) = save_models(["wide"], folder)
     given = {
         name: {
             "model": model,
@@ -33,17 +35,29 @@ def test_all_ranks_run_translated_or_none_does(tmp_path):
             "settings": {"dtype": "bfloat16", "compile": mode},
             "compilers": compilers,
         }
-        for name, mode, compilers in [
-            ("off", "off", {}),
-            ("one cannot", "wait", both | {"1": "no.such.module"}),
-            ("first", "wait", both),
-            ("second", "auto", both),
-        ]
+        for name, (mode, compilers) in engines.items()
     }
-    found = run_ranks(2, given, tmp_path)
-    assert [one["compiled"][0] for one in found.values()] == [False, False, True, True]
-    assert found["one cannot"]["scores"] == found["off"]["scores"]
+    return run_ranks(2, given, folder)
+
+
+def test_translated_ranks_say_what_others_say(tmp_path):
+    found = run_translated(tmp_path, off=("off", {}), first=("wait", BOTH))
+    assert [one["compiled"][0] for one in found.values()] == [False, True]
     assert abs(score_errors(found["first"], found["off"])).max() < 0.1
+
+
+@pytest.mark.slow  # translates three times
+def test_all_ranks_run_translated_or_none_does(tmp_path):
+    """Rank 1 fails at first. The last engine loads what the one before has translated."""
+    found = run_translated(
+        tmp_path,
+        off=("off", {}),
+        failed=("wait", BOTH | {"1": "no.such.module"}),
+        first=("wait", BOTH),
+        second=("auto", BOTH),
+    )
+    assert [one["compiled"][0] for one in found.values()] == [False, False, True, True]
+    assert found["failed"]["scores"] == found["off"]["scores"]
     for result in ("tokens", "scores"):
         assert found["second"][result] == found["first"][result]
 

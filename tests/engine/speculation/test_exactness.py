@@ -153,8 +153,14 @@ def echo(asked, expected):
     return Speculation(Echo(outputs), 6)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+@pytest.mark.parametrize(
+    ("preemption", "async_scheduling"),
+    [
+        *((None, True), ("swap", True), ("recompute", False)),
+        pytest.param("swap", False, marks=pytest.mark.slow),
+        pytest.param("recompute", True, marks=pytest.mark.slow),
+    ],
+)
 def test_drafts_that_are_sometimes_wrong(run, asked, expected, echo, preemption, async_scheduling):
     memory = {} if preemption is None else {"num_blocks": SCARCE, "preemption": preemption}
     engine, outputs = run(asked, echo, async_scheduling=async_scheduling, **memory)

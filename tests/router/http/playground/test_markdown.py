@@ -210,7 +210,7 @@ async def test_links_may_be_defined_later(playground, scripted):
         assert await shown.page.locator(".text a").get_attribute("href") == "https://a.example/x"
 
 
-@pytest.mark.parametrize("secure", [True, False])
+@pytest.mark.parametrize("secure", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_code_and_answers_are_copied(playground, scripted, secure):
     """Without TLS, browsers offer no clipboard API beyond localhost."""
     async with playground(scripted("See:\n\n```\na < b\n\tc\n```")) as shown:

@@ -44,7 +44,9 @@ async def check_fits(shown, width: int) -> None:
     assert await page.evaluate(CUT_OFF) == []
 
 
-@pytest.mark.parametrize("width", [320, 375, 768, 1440])
+@pytest.mark.parametrize(
+    "width", [320, *(pytest.param(width, marks=pytest.mark.slow) for width in (375, 768)), 1440]
+)
 async def test_nothing_is_cut_off(playground, roomy, width):
     look = {"viewport": {"width": width, "height": 720}}
     async with playground(roomy(WIDE), look=look) as shown:

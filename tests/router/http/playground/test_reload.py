@@ -103,7 +103,9 @@ async def test_what_is_stored_is_limited(playground, scripted):
         assert stored == [str(i) for i in range(31, 40)]
 
 
-@pytest.mark.parametrize("stored", ["{", "null", '{"version": 0}', '{"version": 1}'])
+@pytest.mark.parametrize(
+    "stored", ["{", pytest.param("null", marks=pytest.mark.slow), '{"version": 1}']
+)
 async def test_a_state_that_cannot_be_read_is_ignored(playground, scripted, stored):
     async with playground(scripted("abc")) as shown:
         await shown.page.add_init_script(
