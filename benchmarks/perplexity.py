@@ -1,7 +1,7 @@
 """Measure the perplexity of a served model on a real text, for each type of its weights.
 
     python -m benchmarks.perplexity [--model demo] [--variants bfloat16 int8 ...]
-                                    [--windows N] [--reference-windows 4]
+                                    [--gguf FILE ...] [--windows N] [--reference-windows 4]
 
 Starts `octavo serve` for each variant and asks it over gRPC for the
 log-probabilities of a prompt's tokens, so what is measured is what is served:
@@ -14,10 +14,14 @@ is 1,024 too), the last one shorter. A window's first token has nothing before
 it and is not scored, so perplexity is exp of the mean negative log-probability
 of all other tokens, each with 1 to 1,023 tokens before it.
 
+Each of `--gguf` is a variant too, by its file's name: the file is served in bfloat16, on a CPU from
+its own blocks. Its tokens must be those of the model.
+
 A variant whose server does not start, say because it lacks a flag, is left out
 and said to be. The first windows also go through transformers' own forward pass
-in the same type, and the two perplexities of these windows are printed side by
-side. Results go to `benchmarks/results/perplexity.md`.
+in the same type (in float32 for a GGUF file, with weights dequantized), and the
+two perplexities of these windows are printed side by side. Results go to
+`benchmarks/results/perplexity.md`.
 """
 
 import argparse
@@ -36,7 +40,7 @@ from pathlib import Path
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from benchmarks.report import table
 from octavo import Client
@@ -153,11 +157,11 @@ def score(logprobs: Callable[[list[int]], list[float]], cut: list[list[int]]) ->
     return Score([logprobs(window) for window in cut], time.perf_counter() - began)
 
 
-def score_served(model: str, variant: str, cut: list[list[int]]) -> Score | None:
-    """Score one variant by a server of its own; return None if it does not start."""
+def score_served(model: str, flags: Sequence[str], cut: list[list[int]]) -> Score | None:
+    """Score a model by a server of its own with these flags; None if it does not start."""
     with contextlib.ExitStack() as stack:
         try:
-            address = stack.enter_context(local_server(model, *SERVER, *VARIANTS[variant]))
+            address = stack.enter_context(local_server(model, *SERVER, *flags))
         except typer.Exit:  # it has said why
             return None
         client = stack.enter_context(Client(address))
@@ -168,6 +172,40 @@ def score_own(path: str, dtype: str, cut: list[list[int]]) -> Score:
     """Score windows with transformers alone."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     return score(lambda window: own_logprobs(model, window), cut)
+
+
+def score_dequantized(file: Path, cut: list[list[int]]) -> Score:
+    """Score windows with transformers alone, with a GGUF file's weights in float32."""
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    return score(lambda window: own_logprobs(model, window), cut)
+
+
+def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str, Path]:
+    """Return GGUF files by the names of their variants.
+
+    Args:
+        files: The files.
+        text: What is scored.
+        tokens: The text's, by the model that the files are compared with.
+
+    Raises:
+        ValueError: Two have one name, or a file's tokens are others.
+        ModelError: A file cannot be read.
+        OSError: Likewise.
+    """
+    named = {file.stem: file.resolve() for file in files}
+    if len(named) < len(files) or named.keys() & VARIANTS.keys():
+        raise ValueError("two variants have one name")
+    for name, file in named.items():
+        tokenizer = AutoTokenizer.from_pretrained(models.resolve(str(file), packed=True))
+        if tokenizer(text, verbose=False).input_ids != list(tokens):
+            raise ValueError(f"{name} has other tokens than the model")
+    return named
 
 
 def verdicts(scores: dict[str, Score | None]) -> list[str]:
@@ -230,15 +268,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=models.DEMO)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files of the model")
     parser.add_argument("--windows", type=int, help="only so many; nothing is written then")
     parser.add_argument("--reference-windows", type=int, default=4, help="0: no reference")
     arguments = parser.parse_args()
 
-    path = models.resolve(arguments.model)
-    tokens = AutoTokenizer.from_pretrained(path)(fetch_text(), verbose=False).input_ids
+    path, text = models.resolve(arguments.model), fetch_text()
+    tokens = AutoTokenizer.from_pretrained(path)(text, verbose=False).input_ids
+    files = by_name(arguments.gguf, text, tokens)
     cut = windows(tokens)[: arguments.windows]
     variants = [BASE, *(variant for variant in arguments.variants if variant != BASE)]
-    scores = {variant: score_served(arguments.model, variant, cut) for variant in variants}
+    scores = {
+        variant: score_served(arguments.model, VARIANTS[variant], cut) for variant in variants
+    }
+    scores |= {name: score_served(str(file), VARIANTS[BASE], cut) for name, file in files.items()}
     if scores[BASE] is None:
         sys.exit(f"{BASE} could not be served, and it is what the others are compared with")
     notes = verdicts(scores)
@@ -247,6 +290,10 @@ def main() -> None:
         served = scores.get(dtype)
         if held and served is not None:
             notes.append(agreement(dtype, served, score_own(path, dtype, held)))
+    for name, file in files.items():
+        served = scores[name]
+        if held and served is not None:
+            notes.append(agreement(name, served, score_dequantized(file, held)))
     page = markdown(arguments.model, scores, notes)
     print(page)
     if arguments.windows is None:

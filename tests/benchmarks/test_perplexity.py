@@ -2,11 +2,24 @@
 
 import math
 
+import gguf
 import pytest
 import torch
+from transformers import AutoTokenizer
 
-from benchmarks.perplexity import Score, agreement, own_logprobs, rows, score, unwrap, verdicts
+from benchmarks.perplexity import (
+    Score,
+    agreement,
+    by_name,
+    own_logprobs,
+    rows,
+    score,
+    score_dequantized,
+    unwrap,
+    verdicts,
+)
 from benchmarks.perplexity import windows as cut
+from octavo.common.models.resolve import resolve
 from tests.common.models import tiny_gguf
 
 
@@ -55,3 +68,22 @@ def test_verdicts_hold_each_variant_to_its_mark():
     assert rows(scores)[1] == ("int8", "20.1000", "1.0050", "3", "1")
     assert len(rows(scores)) == 3
     assert "first 1 windows: 20.0000 served, 21.1000" in agreement("bfloat16", of(20.0), of(21.1))
+
+
+def test_a_file_is_scored_with_its_own_weights_and_tokens(tmp_path, monkeypatch):
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+    kind = gguf.GGMLQuantizationType.Q8_0
+    file = tiny_gguf.write(tmp_path / "tiny-Q8_0.gguf", kind=kind)
+    text = "hello 1 hello"
+    tokens = AutoTokenizer.from_pretrained(resolve(str(file), packed=True))(text).input_ids
+    assert by_name([file], text, tokens) == {"tiny-Q8_0": file}
+    with pytest.raises(ValueError, match="tiny-Q8_0 has other tokens than the model"):
+        by_name([file], text, tokens[:-1])
+    with pytest.raises(ValueError, match="two variants have one name"):
+        by_name([file, file], text, tokens)
+    windows = [list(range(40, 80))]
+    exact = score(lambda window: own_logprobs(tiny_gguf.make_model(), window), windows)
+    found = score_dequantized(file, windows)
+    assert found.tokens == 39
+    assert found.perplexity() == pytest.approx(exact.perplexity(), rel=2e-2)
+    assert found.logprobs != exact.logprobs
