@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from octavo.common.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
 from octavo.engine.sampling.sampler import SamplingRow, take_greatest
@@ -122,7 +121,8 @@ def make_inputs(
     laid = np.empty((2 + len(layout.groups), len(tokens)), np.int64)
     laid[0], laid[1] = tokens, positions
     for group_number, layers in enumerate(layout.groups):
-        laid[2 + group_number] = _slots(batch, group_number, layers)
+        size = None if layers.state_blocks else layers.block_size
+        laid[2 + group_number] = _slots(batch, group_number, size)
     query_starts = np.array(starts, np.int32)
     arrays = StepArrays(
         laid=laid,
@@ -192,14 +192,14 @@ def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
     return tables
 
 
-def _slots(batch: Batch, group: int, layers: LayerGroup) -> np.ndarray:
-    """Return the slots of a batch's tokens in the blocks of a layer group; -1 in those of states.
+def _slots(batch: Batch, group: int, size: int | None) -> np.ndarray:
+    """Return the slots of a batch's tokens in the blocks of a layer group; -1 if those are states.
 
     A token's slot is `block * block_size + offset`.
     """
-    if layers.state_blocks:
+    if size is None:
         return np.full(batch.num_tokens, -1)
-    size, steady = layers.block_size, batch.steady
+    steady = batch.steady
     found = []
     if steady:
         places, offsets = np.divmod(steady.starts, size)

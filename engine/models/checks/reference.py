@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports transformers, which a compiled step starts witho
     from octavo.engine.models.checks.module_routing import ModuleRouting
 
 TOKENS = 40
-ROWS = (*range(0, TOKENS, 2), TOKENS - 1)
+ROWS = (*range(0, TOKENS - 2, 2), TOKENS - 1)
 """Tokens with compared logits: so many that two or three which rounding changes most say little."""
 
 
