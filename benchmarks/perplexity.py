@@ -14,8 +14,8 @@ is 1,024 too), the last one shorter. A window's first token has nothing before
 it and is not scored, so perplexity is exp of the mean negative log-probability
 of all other tokens, each with 1 to 1,023 tokens before it.
 
-Each of `--gguf` is a variant too, by its file's name: the file is served in bfloat16, on a CPU from
-its own blocks. Its tokens must be those of the model.
+Each file of `--gguf` is a variant too, named as the file. It is served in bfloat16; on a CPU its
+weights stay in GGUF's blocks. Its tokenizer must give the same tokens as the model's.
 
 A variant whose server does not start, say because it lacks a flag, is left out
 and said to be. The first windows also go through transformers' own forward pass
@@ -194,7 +194,7 @@ def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str
         tokens: The text's, by the model that the files are compared with.
 
     Raises:
-        ValueError: Two have one name, or a file's tokens are others.
+        ValueError: Two variants have one name, or a file's tokenizer gives other tokens.
         ModelError: A file cannot be read.
         OSError: Likewise.
     """

@@ -68,7 +68,7 @@ PublishPrefixes = Callable[[PrefixChange], None]
 OnEnd = Callable[[SequenceGroup, str], None]
 
 _Columns = defaultdict[int, tuple[list[int], list[int]]]
-"""Numbers and tokens, by session."""
+"""Numbers of outputs, and their tokens, by session."""
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core publishes its load this often: a longer silence means that it hangs."""
@@ -372,7 +372,7 @@ class EngineCore:
         return events
 
     def _ruled_events(self, tokens: list[SampledToken], columns: _Columns) -> list[Event]:
-        """Do the same with other tokens, of which there may be more to say."""
+        """Do the same for the other tokens, which may come with log-probabilities or counts."""
         events: list[Event] = []
         for sampled, following in zip_longest(tokens, tokens[1:]):
             group, sequence, token_id, logprob = sampled

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 DRAIN_POLL_SECONDS = 0.05
 COLLECTION_THRESHOLD = 20_000
-"""Objects made, beyond those dropped, before Python looks for garbage among the youngest."""
+"""Threshold of the youngest generation: new objects, less freed ones, between collections."""
 
 
 async def serve(
@@ -103,7 +103,7 @@ async def serve(
             if ranks is not None:
                 ranks.ready()
             loading.loaded = service = EngineService(settings, parts, metrics, tracing)
-            _spare_collections()
+            _tune_garbage_collection()
             beats = watch(
                 service.core,
                 service.heartbeat,
@@ -164,10 +164,10 @@ def _build(settings: EngineSettings, place: Place | None) -> Parts:
     return parts
 
 
-def _spare_collections() -> None:
-    """Let Python look for garbage rarely, and not among what was there at the start.
+def _tune_garbage_collection() -> None:
+    """Collect garbage rarely, and never among the objects that exist now.
 
-    A look at all objects of torch and transformers takes as long as many steps.
+    To scan all objects of torch and transformers takes as long as many steps.
     """
     gc.collect()
     gc.freeze()

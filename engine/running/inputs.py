@@ -10,7 +10,7 @@ from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
 from octavo.engine.sampling.sampler import SamplingRow, take_greatest
 from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.steady import Decodes
+from octavo.engine.scheduling.steady import NO_DECODES, Decodes
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata
@@ -59,7 +59,7 @@ class StepInputs:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     groups: Sequence[AttentionMetadata]
-    steady: Decodes = field(default_factory=Decodes)
+    steady: Decodes = NO_DECODES
     sampled: list[SamplingRow] = field(default_factory=list)
     beams: list[SamplingRow] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
@@ -178,13 +178,11 @@ def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
     """Return a layer group's block tables; what attention does not read is 0."""
     if not batch.ruled:
         return batch.steady.tables[group]
+    steady = batch.steady.tables[group] if batch.steady else np.empty((0, 0), np.int32)
     ruled = [each.tables[group] for each in batch.ruled]
-    count, width = len(batch.steady), max(map(len, ruled))
-    if count:
-        width = max(width, batch.steady.tables[group].shape[1])
-    tables = np.zeros((count + len(ruled), width), np.int32)
-    if count:
-        tables[:count, : batch.steady.tables[group].shape[1]] = batch.steady.tables[group]
+    count, width = steady.shape
+    tables = np.zeros((count + len(ruled), max(width, *map(len, ruled))), np.int32)
+    tables[:count, :width] = steady
     for row, blocks in zip(tables[count:], ruled, strict=True):
         row[: len(blocks)] = blocks
     if released:

@@ -135,7 +135,7 @@ class Report:
 def sample(
     logits: torch.Tensor, rows: Rows[SamplingRow], steady: Decodes = NO_DECODES
 ) -> PendingTokens:
-    """Sample one token for each steady sequence and each row.
+    """Sample one token for each steady sequence, and one for each other row.
 
     On a GPU it does not wait for the device.
 

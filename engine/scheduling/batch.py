@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.engine.scheduling.steady import DecodedTokens, Decodes
+from octavo.engine.scheduling.steady import NO_DECODES, DecodedTokens, Decodes
 
 
 class ScheduledSequence(NamedTuple):
@@ -49,21 +49,20 @@ class Batch:
     """The work of one step.
 
     Attributes:
-        steady: what to compute of sequences that no rule holds for but to decode on: their last
-            tokens, each of which gives the next one.
-        ruled: what to compute of the others.
+        steady: the decodes of steady sequences; see `steady.py`.
+        ruled: the other scheduled sequences.
         transfers: block copies to do before that.
         created: when scheduling it began, in `time.perf_counter()` seconds.
     """
 
-    steady: Decodes = field(default_factory=Decodes)
+    steady: Decodes = NO_DECODES
     ruled: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     created: float = field(default_factory=time.perf_counter)
 
     @property
     def sequences(self) -> list[ScheduledSequence]:
-        """What to compute, all in the order in which it is laid out."""
+        """All scheduled sequences, in the order of the flat batch."""
         steady = self.steady
         tables = zip(*(table.tolist() for table in steady.tables), strict=True)
         columns = zip(steady.groups, steady.sequences, steady.starts.tolist(), tables, strict=True)

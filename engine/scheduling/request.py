@@ -83,8 +83,8 @@ class Request:
         first_number: the session's number of output 0, the others follow; 0: they have none.
         takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
         stopping: tokens that end an output.
-        ruled: whether a rule holds for its outputs beside how tokens are drawn and when they end:
-            a step that decodes one of them is not like any other.
+        ruled: whether each step must look at its outputs one by one: for penalties,
+            log-probabilities, a constraint, beams or several outputs.
     """
 
     session: int

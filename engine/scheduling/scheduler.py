@@ -369,7 +369,7 @@ class Scheduler:
         """Schedule the next tokens of a running group.
 
         Returns:
-            How much of the budget for prefills that takes.
+            The number of tokens that it takes from the budget of prefills.
 
         Raises:
             OutOfBlocksError: there are not enough blocks.
@@ -398,13 +398,13 @@ class Scheduler:
         return used
 
     def _begin_block(self, group: SequenceGroup) -> None:
-        """Make the next token of a steady group writable, which begins a block."""
+        """Allocate the block that the next token of a steady group needs."""
         (sequence,) = group.sequences
         self._make_writable(sequence)
         self._steady.refresh(group, sequence.num_computed)
 
     def _make_writable(self, decoder: Sequence) -> None:
-        """Make a sequence's last token writable; most tokens change no block table."""
+        """Allocate the slot of a sequence's last token; most tokens need no new block."""
         start = decoder.num_computed
         if not self.cache.extend_in_place(decoder.id, start):
             self.cache.extend([Span(decoder.id, start, start + 1)])

@@ -1,8 +1,8 @@
-"""Sequences that decode on under no rule: kept from step to step, in columns.
+"""Steady sequences: plain decodes, which are kept in arrays from step to step.
 
-Such a sequence is its request's only output. Each step computes its last token and samples the
-next one, which needs no attention but where a block of the cache is full or the output ends. So a
-step makes no object for it, and what changes are a few columns.
+A steady sequence is the only output of its request. Each step computes its last token and samples
+the next one. The scheduler looks at a single sequence only when it needs a new block or its output
+ends, so a step creates no Python object for the others.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,15 +16,15 @@ from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGrou
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """The last token of each of some sequences, computed in one step.
+    """Decodes of one step: the last token of each of several sequences.
 
     Attributes:
         groups: the sequences' groups.
         sequences: the sequences.
         starts: `[n]` int64, the position of each one's token.
         limits: `[n]` int64, the position of the last token that each output may have.
-        tables: `[n, width]` int32 of each layer group, their block tables: as wide as the longest
-            one needs, and 0 behind a sequence's own blocks.
+        tables: `[n, width]` int32 of each layer group: their block tables, padded with 0 to the
+            width of the longest one.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Decodes:
         return len(self.sequences)
 
     def rows(self, chosen: list[int]) -> "Decodes":
-        """Return some of them."""
+        """Return the decodes of some rows."""
         return Decodes(
             [self.groups[i] for i in chosen],
             [self.sequences[i] for i in chosen],
@@ -57,10 +57,10 @@ NO_DECODES = Decodes()
 
 @dataclass(frozen=True, slots=True)
 class DecodedTokens:
-    """The tokens that a step sampled for some sequences.
+    """The tokens that one step sampled for its decodes.
 
     Attributes:
-        decodes: what it computed.
+        decodes: the decodes.
         token_ids: one for each sequence.
     """
 
@@ -74,7 +74,7 @@ class DecodedTokens:
         return zip(self.decodes.groups, self.decodes.sequences, self.token_ids, strict=True)
 
     def of_running(self) -> "DecodedTokens":
-        """Return the same without groups that have ended."""
+        """Return the tokens of the groups that have not finished."""
         ended = [group.state is GroupState.FINISHED for group in self.decodes.groups]
         if not any(ended):
             return self
@@ -83,10 +83,11 @@ class DecodedTokens:
 
 
 class SteadySequences:
-    """The sequences that are decoded so now, in no order.
+    """The steady sequences of the running groups, in no particular order.
 
-    A group's `steady_row` is its place. Whoever makes a block table of one of them grow calls
-    `refresh`, and `remove` before it changes otherwise or more than one token is computed.
+    A group's `steady_row` is its row here. Call `refresh` after its block table has grown. Call
+    `remove` before its block table changes in another way, or before a step computes more than one
+    of its tokens.
 
     Args:
         block_sizes: tokens per block of each layer group.
@@ -124,7 +125,7 @@ class SteadySequences:
         self.refresh(group, 0)
 
     def refresh(self, group: SequenceGroup, position: int) -> None:
-        """Copy what a group's block table has for the token at a position and those behind it."""
+        """Copy a group's blocks, from the block of `position` to the last one."""
         row = group.steady_row
         assert row is not None
         for i, (own, size) in enumerate(
@@ -135,7 +136,7 @@ class SteadySequences:
             blocks[row, first : len(own)] = own[first:]
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group; nothing happens if it is none of these."""
+        """Remove a group if it is one of these."""
         if group.steady_row is None:
             return
         row, last = group.steady_row, len(self._groups) - 1
@@ -155,7 +156,7 @@ class SteadySequences:
         """Remove the sequences whose last token is sampled already.
 
         Returns:
-            The groups whose next token begins a block, which may not be there yet.
+            The groups whose next token needs a new block, which may not be allocated yet.
         """
         starts = self._starts()
         for group in [self._groups[i] for i in np.flatnonzero(starts >= self._limits[: len(self)])]:
@@ -167,7 +168,7 @@ class SteadySequences:
         return {self._groups[i] for i in np.flatnonzero(begins)}
 
     def decodes(self) -> Decodes:
-        """Return the next step of all, and count its tokens in their block tables."""
+        """Return the next step's decodes, and count their tokens in the block tables."""
         starts = self._starts()
         for table, end in zip(self._tables, (starts + 1).tolist(), strict=True):
             table.num_tokens = table.computed = end
@@ -188,7 +189,7 @@ class SteadySequences:
 
 
 def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
-    """Return an array with room for `shape`: itself, or a copy with twice as much and zeros."""
+    """Return an array of at least `shape`: itself, or a copy of twice that, padded with zeros."""
     if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
         return array
     room = [

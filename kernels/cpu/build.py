@@ -46,7 +46,7 @@ def load_compiled() -> ctypes.CDLL:
     for _ in range(ATTEMPTS):
         if _is_intact(path) and _hold(path):
             return _load(path, compiler)
-        with _alone_in(path.parent):
+        with _locked(path.parent):
             if not _is_intact(path):
                 _compile(compiler, path)
     raise OSError(f"{path} was removed or damaged each of {ATTEMPTS} times after it was compiled")
@@ -107,8 +107,8 @@ def _is_intact(path: Path) -> bool:
 
 
 @contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes that do the same waiting; not where files cannot be locked."""
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold a lock on a directory; where files cannot be locked, hold none."""
     file = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):

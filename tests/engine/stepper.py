@@ -16,6 +16,33 @@ from octavo.engine.scheduling.request import Request
 from octavo.engine.startup import Parts
 
 
+class StandIn:
+    """All that a core asks of an executor but to prepare and launch steps."""
+
+    compiled = False
+    compiling = None
+    eager_steps = 0
+
+    def sample(self, launched, left_out):
+        assert not left_out, "no request has a constraint"
+        return launched
+
+    def take_copy_times(self):
+        return []
+
+
+def make_core(scheduler, executor, *, async_scheduling=False):
+    """Return a core that runs in this thread."""
+    return EngineCore(
+        scheduler,
+        executor,
+        EngineMetrics(),
+        lambda _events, _load: None,
+        max_waiting=1 << 20,
+        async_scheduling=async_scheduling,
+    )
+
+
 class Stepper:
     """Runs requests to the end and keeps what was seen on the way.
 
@@ -28,14 +55,7 @@ class Stepper:
         self.parts = parts
         self.scheduler = parts.scheduler
         self.cache = parts.scheduler.cache
-        self.core = EngineCore(
-            parts.scheduler,
-            parts.executor,
-            EngineMetrics(),
-            lambda _events, _load: None,
-            max_waiting=1 << 20,
-            async_scheduling=async_scheduling,
-        )
+        self.core = make_core(parts.scheduler, parts.executor, async_scheduling=async_scheduling)
         self.batches = record_batches(parts.scheduler)
         self.sampled = []
         self._ids = itertools.count()

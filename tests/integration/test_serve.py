@@ -22,7 +22,7 @@ from tests.integration.harness import READY_SECONDS, wait_until
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """The flags of a model that starts sooner than the demo."""
+    """Flags for a tiny random model, which starts faster than the demo."""
     return ("--model", make_model(tmp_path_factory.mktemp("model")), *SMALL)
 
 

@@ -26,7 +26,7 @@ BOTH = {"0": TRANSLATE, "1": TRANSLATE}
 
 
 def run_translated(folder, **engines):
-    """Run engines of two ranks one after another, each given as its mode and its compilers."""
+    """Run engines of two ranks in turn; each argument is a compile mode and its compilers."""
     (model,) = save_models(["wide"], folder)
     given = {
         name: {

@@ -10,16 +10,14 @@ from hypothesis import strategies as st
 from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort
-from octavo.engine.core import EngineCore
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import PendingTokens, SamplingRow
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
-from tests.engine.stepper import record_batches, submit
+from tests.engine.stepper import StandIn, make_core, record_batches, submit
 from tests.plain import budget
 
 BLOCK_SIZE = 4
@@ -96,12 +94,8 @@ class Memory:
         assert held[:count] == own, "it reads another's tokens"
 
 
-class Machine:
-    """Stands for an executor: `choose` samples, and log-probabilities are positions."""
-
-    compiled = False
-    compiling = None
-    eager_steps = 0
+class Machine(StandIn):
+    """Samples by `choose`; log-probabilities are positions."""
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
         self.choose = choose
@@ -129,13 +123,6 @@ class Machine:
             batch, PendingTokens(token_ids, rows, batch.steady), prompt_logprobs=scores
         )
 
-    def sample(self, launched, left_out):
-        assert not left_out, "no request has a constraint"
-        return launched
-
-    def take_copy_times(self):
-        return []
-
 
 def tokens_of(pending):
     """The token that a launched step samples for each sequence, by id."""
@@ -149,15 +136,7 @@ def tokens_of(pending):
 def core_of(engine, machine, *, async_scheduling):
     """A core that runs in this thread, and a list of the batches that it computes."""
     batches = record_batches(engine)
-    core = EngineCore(
-        engine,
-        machine,
-        EngineMetrics(),
-        lambda _events, _load: None,
-        max_waiting=100,
-        async_scheduling=async_scheduling,
-    )
-    return core, batches
+    return make_core(engine, machine, async_scheduling=async_scheduling), batches
 
 
 def step(engine, choose=lambda sequence: 7, memory=None):

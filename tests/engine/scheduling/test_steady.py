@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort
-from octavo.engine.core import EngineCore
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.inputs import make_inputs
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import PendingTokens
@@ -23,7 +21,7 @@ from octavo.engine.scheduling.steady import Decodes
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.method import Method
 from octavo.engine.speculation.speculation import Speculation
-from tests.engine.stepper import submit
+from tests.engine.stepper import StandIn, make_core, submit
 from tests.plain import budget
 
 BLOCK_SIZE = 4
@@ -55,12 +53,8 @@ def token_at(position):
     return 100 + position % 7
 
 
-class Machine:
-    """Stands for an executor: it makes the inputs of each step in both ways."""
-
-    compiled = False
-    compiling = None
-    eager_steps = 0
+class Machine(StandIn):
+    """Makes the inputs of each step in both ways."""
 
     def __init__(self, cache, ends):
         self.cache = cache
@@ -114,13 +108,6 @@ class Machine:
             PendingTokens(torch.tensor(tokens, dtype=torch.int64), inputs.sampled, batch.steady),
         )
 
-    def sample(self, launched, left_out):
-        assert not left_out
-        return launched
-
-    def take_copy_times(self):
-        return []
-
 
 def no_plan(query_lens, seq_lens):
     return None
@@ -170,14 +157,7 @@ def test_steps_are_those_built_from_scratch(
         speculation=None if drafts is None else Speculation(Guesses(drafts), 3),
     )
     machine = Machine(cache, ends)
-    core = EngineCore(
-        scheduler,
-        machine,
-        EngineMetrics(),
-        lambda _events, _load: None,
-        max_waiting=100,
-        async_scheduling=async_scheduling,
-    )
+    core = make_core(scheduler, machine, async_scheduling=async_scheduling)
     groups, now = [], 0
 
     def step():
