@@ -26,15 +26,17 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-async def outputs(client):
-    """Return the tokens of greedy and seeded streams, all at once."""
+def ask(client):
+    """Return greedy and seeded streams, not read yet."""
     samplings = [{"temperature": 0} if i % 2 else {"seed": i} for i in range(STREAMS)]
-    answers = await asyncio.gather(
-        *(
-            client.generate(f"{i} plus", **OPTIONS, **sampling).complete()
-            for i, sampling in enumerate(samplings)
-        )
-    )
+    return [
+        client.generate(f"{i} plus", **OPTIONS, **sampling) for i, sampling in enumerate(samplings)
+    ]
+
+
+async def outputs(streams):
+    """Read streams, all at once; return their tokens."""
+    answers = await asyncio.gather(*(stream.complete() for stream in streams))
     return [answer.outputs[0].token_ids for answer in answers]
 
 
@@ -64,11 +66,11 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
     async with octavo.AsyncClient(router.address) as client:
         (card,) = await client.list_models()
         assert (card.engines, card.ranks) == (2, 3)
-        expected = await outputs(client)
+        expected = await outputs(ask(client))
         assert doomed.metric("octavo_engine_output_tokens_total") > 0, "both engines have worked"
         for number in (signal.SIGKILL, signal.SIGSTOP):
             before = doomed.metric("octavo_engine_output_tokens_total")
-            running = asyncio.create_task(outputs(client))
+            running = asyncio.create_task(outputs(ask(client)))
             while doomed.metric("octavo_engine_output_tokens_total") < before + STREAMS:
                 await asyncio.sleep(0.02)
             children = doomed.children()
@@ -93,8 +95,9 @@ async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model)
         server.wait_ready()
     children = engine.children()
     async with octavo.AsyncClient(router.address) as client:
-        running = asyncio.create_task(outputs(client))
-        while engine.metric("octavo_engine_output_tokens_total") < STREAMS:
+        streams = ask(client)
+        running = asyncio.create_task(outputs(streams))
+        while any(stream.accepted is None for stream in streams):  # later ones would be refused
             await asyncio.sleep(0.02)
         other_rank(engine).terminate()
         code = await asyncio.to_thread(engine.process.wait, 60)
