@@ -74,9 +74,13 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
     async with asyncio.timeout(30):
         while not core.idle:
             await asyncio.sleep(0.01)
-    second = await anext(stream)
+    responses = [first]
+    while sum(bool(output.finish_reason) for r in responses for output in r.outputs) < 2:
+        responses.append(await anext(stream))
+    # The core is idle a moment before its last outputs are published: these may come apart.
+    assert len(responses) <= 3
     outputs = {0: engine_pb2.SequenceOutput(), 1: engine_pb2.SequenceOutput()}
-    for response in (first, second):
+    for response in responses:
         indices = [output.index for output in response.outputs]
         assert sorted(indices) == sorted(set(indices))
         for output in response.outputs:
