@@ -26,6 +26,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Compiling takes minutes of both cores: the tests that want it say so.
 os.environ["OCTAVO_COMPILE"] = "off"
 
+# The many processes that tests start would each compile the sources, a second of a core.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell's background job ignores interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

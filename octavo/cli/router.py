@@ -5,6 +5,7 @@ from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
 from octavo.common.background import call_in_thread
+from octavo.common.without_torch import keep_torch_out
 from octavo.router.settings import RouterSettings
 
 
@@ -25,6 +26,7 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
         progress.stage(f"Looking for the tokenizer {settings.tokenizer}")
         await call_in_thread(check_tokenizer, settings.tokenizer)
     progress.stage("Starting the router")
+    keep_torch_out()
     from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 
     def ready(address: str) -> None:

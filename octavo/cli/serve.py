@@ -20,6 +20,7 @@ from octavo.cli.serve_settings import ServeSettings, Words
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, joined, report_failure, start
 from octavo.common.ports import Listener, check_all, metrics_listener
+from octavo.common.without_torch import keep_torch_out
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2
@@ -186,7 +187,8 @@ async def _end_of(group: "EngineGroup", ready: asyncio.Task[None]) -> None:
 
 
 def _import_router() -> ModuleType:
-    """Import the router and the tokenizer loader."""
+    """Import the router and the tokenizer loader, both without PyTorch."""
+    keep_torch_out()
     importlib.import_module("transformers.models.auto.tokenization_auto")
     return importlib.import_module("octavo.router.server")
 

@@ -44,6 +44,8 @@ def test_drains_then_ends(tiny, launch):
         listening = {c.laddr.port for c in engine.net_connections("tcp") if c.status == "LISTEN"}
         assert listening == {server.metrics_port + 1}
         assert Path(socket).parent.stat().st_mode & 0o777 == 0o700
+        assert "libtorch" in Path(f"/proc/{engine.pid}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()  # the router's
         assert server.terminate() == 0, server.logs()
         thread.join(10)
     assert texts[0].usage.output_tokens == 1500

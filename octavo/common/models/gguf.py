@@ -6,6 +6,8 @@ in the file's own blocks; see `gguf_blocks.py`.
 
 import hashlib
 import re
+import subprocess
+import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.gguf_blocks import keep_blocks, packed_types
+from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
 PACKED = "-packed"
@@ -83,13 +86,20 @@ def identity(path: Path) -> str:
 def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     """Write the model and tokenizer of a GGUF file to the directory `target`.
 
-    Weights become bfloat16; files of float32 or float16 weights keep their type.
+    Weights become bfloat16; files of float32 or float16 weights keep their type. A process without
+    PyTorch has another one do it.
 
     Args:
         source: The file.
         target: The directory.
         packed: Whether the weights that CPU kernels take stay in blocks.
+
+    Raises:
+        ModelError: The file is damaged or not supported by transformers, or there is no PyTorch.
     """
+    if not has_torch():
+        _convert_elsewhere(source, target, packed=packed)
+        return
     reader = _read(source)
     packed = packed and bool(packed_types(reader))
     dtype = _dtype(reader)
@@ -104,6 +114,38 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     del model
     if packed:
         keep_blocks(target, reader, dtype)
+
+
+def _convert_elsewhere(source: Path, target: Path, *, packed: bool) -> None:
+    """Convert in a process of its own, which ends with this one."""
+    arguments = [str(source), str(target), *(["packed"] if packed else [])]
+    with subprocess.Popen(
+        [sys.executable, "-m", "octavo.common.leash", __name__, *arguments],
+        start_new_session=True,
+        stdin=subprocess.PIPE,  # open while this process lives; see leash.py
+        stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        why = process.stdout.read().strip()
+    if process.returncode:
+        raise ModelError(
+            why or f"{source} cannot be converted: the process ended with {process.returncode}"
+        )
+
+
+def main() -> None:
+    """Convert the file to the directory of the arguments; print why if that fails."""
+    source, target, *packed = sys.argv[1:]
+    if not has_torch():
+        print(f"{source}: to read a GGUF file takes PyTorch: pip install 'octavo[engine]'")
+        sys.exit(1)
+    try:
+        convert(Path(source), Path(target), packed=bool(packed))
+    except ModelError as error:
+        print(error)
+        sys.exit(1)
 
 
 def _float32() -> Any:  # noqa: ANN401
@@ -212,3 +254,7 @@ def _field(reader: Any, key: str) -> Any:  # noqa: ANN401
     """Return a field's value, or None if the file does not have it."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
+
+
+if __name__ == "__main__":
+    main()

@@ -113,6 +113,27 @@ def test_a_relative_path(file, monkeypatch):
     assert resolve(file.name) == resolve(str(file))
 
 
+@pytest.mark.slow
+def test_a_process_without_torch_has_another_convert(file, cache, monkeypatch):
+    monkeypatch.setattr(gguf_models, "has_torch", lambda: False)
+    tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer(str(file)), local_files_only=True)
+    assert tokenizer("hello 12<|end|>").input_ids
+    (made,) = _converted(cache)
+    elsewhere = (made / "model.safetensors").read_bytes()
+    monkeypatch.undo()
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(cache / "here"))
+    assert (Path(resolve(str(file))) / "model.safetensors").read_bytes() == elsewhere
+
+
+def test_what_another_process_cannot_convert_is_told(file, cache, monkeypatch):
+    monkeypatch.setattr(gguf_models, "has_torch", lambda: False)
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelError, match="cut short or damaged") as caught:
+        resolve_tokenizer(str(file))
+    assert "\n" not in str(caught.value)
+    assert not _converted(cache)
+
+
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.05, 0.2, 0.5, 0.99])
 def test_a_file_that_is_cut_short(file, cache, share):
     content = file.read_bytes()
