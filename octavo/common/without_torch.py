@@ -18,7 +18,7 @@ def keep_torch_out() -> None:
     that work with PyTorch and without find none.
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch
-    sys.modules.setdefault("torch", cast(ModuleType, None))
+    sys.modules.setdefault("torch", cast("ModuleType", None))
 
 
 def has_torch() -> bool:
