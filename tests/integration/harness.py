@@ -12,6 +12,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.metrics import Metrics
+from tests import preloaded
 
 READY_SECONDS = 120.0
 """Generous: CI's machines may be busy. What is promised has a test of its own."""
@@ -26,8 +27,11 @@ class Server:
         log: where its output goes.
         port: to listen on; default: a free one.
         metrics: whether --metrics-port is given.
-        module: what runs `octavo`, and its own arguments.
+        program: whether to run the program itself, not a fork of a process that has imported it.
+        module: the program: what runs `octavo`, and its own arguments.
     """
+
+    process: subprocess.Popen[bytes] | preloaded.Process
 
     def __init__(
         self,
@@ -36,7 +40,8 @@ class Server:
         log: Path,
         port: int | None = None,
         metrics: bool = True,
-        module: tuple[str, ...] = ("octavo",),
+        program: bool = False,
+        module: tuple[str, ...] | None = None,
     ) -> None:
         port, metrics_port = port or adjacent_ports(2)[0], adjacent_ports(2)[0]
         self.name = command
@@ -46,9 +51,12 @@ class Server:
         self.log_path = log
         self.started = time.monotonic()
         own = ["--port", str(port)] + ["--metrics-port", str(metrics_port)] * metrics
+        if not program and module is None:
+            self.process = preloaded.Process("octavo", [command, *arguments, *own], log)
+            return
         with log.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *module, command, *arguments, *own],
+                [sys.executable, "-m", *(module or ("octavo",)), command, *arguments, *own],
                 stdout=sink,
                 stderr=sink,
                 stdin=subprocess.DEVNULL,

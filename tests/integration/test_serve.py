@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,12 @@ from benchmarks.fixture import make_model
 from octavo.kernels.cpu import build
 from tests.integration.conftest import SMALL
 from tests.integration.harness import READY_SECONDS, wait_until
+
+
+@pytest.fixture
+def launch(launch):
+    """Starts the program itself."""
+    return partial(launch, program=True)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,12 @@ STOP_SECONDS = 30.0
 
 INTERRUPT_SECONDS = 10.0
 """Generous likewise: on an idle machine it takes less than a second."""
+
+
+@pytest.fixture
+def launch(launch):
+    """Starts the program itself."""
+    return partial(launch, program=True)
 
 
 def descendants(server) -> set[psutil.Process]:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import uuid
 
 import numpy as np
@@ -18,6 +16,7 @@ from transformers import (
 
 from octavo.engine.ranks.place import Place
 from octavo.engine.ranks.world import STORE
+from tests import preloaded
 from tests.engine.random_model import save_random_model
 
 COMMON = {
@@ -64,23 +63,26 @@ def run_ranks(size, cases, folder):
         folder: For the ranks to find each other.
     """
     places = [Place(rank, size, rank, size) for rank in range(size)]
-    command = [sys.executable, "-m", "tests.engine.ranks.workload", str(size), json.dumps(cases)]
-    own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{uuid.uuid4()}")}
+    run = uuid.uuid4()
+    own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{run}")}
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    outputs = [folder / f"{run}-{place.rank}" for place in places]
     processes = [
-        subprocess.Popen(
-            command,
-            env=environment | own | (place.variables() if size > 1 else {}),
-            stdout=subprocess.PIPE if not place.rank else None,
+        preloaded.Process(
+            "tests.engine.ranks.workload",
+            [str(size), json.dumps(cases)],
+            output,
+            errors=False,
+            environment=environment | own | (place.variables() if size > 1 else {}),
         )
-        for place in places
+        for place, output in zip(places, outputs, strict=True)
     ]
     try:
-        printed, _ = processes[0].communicate(timeout=600)
-        assert [process.wait(60) for process in processes] == [0] * size
+        assert [process.wait(600) for process in processes] == [0] * size
     finally:
         for process in processes:
             process.kill()
+    printed = outputs[0].read_text()
     return json.loads(printed.splitlines()[-1])
 
 

@@ -166,6 +166,7 @@ GROW = """async () => {
 }"""
 
 
+@pytest.mark.slow
 async def test_complete_blocks_are_neither_read_nor_drawn_again(playground, scripted):
     """A token at the end of a long answer costs no more than one at its beginning."""
     async with playground(scripted("a")) as shown:
@@ -195,6 +196,7 @@ async def test_streaming_draws_once_a_frame(playground, roomy):
         assert 0 < draws <= frames + 2
 
 
+@pytest.mark.slow
 async def test_nesting_too_deep_for_the_lexer_is_shown_as_text(playground, roomy):
     text = "before\n\n" + ">" * 6000 + " deep"
     async with playground(roomy(text)) as shown:
@@ -203,6 +205,7 @@ async def test_nesting_too_deep_for_the_lexer_is_shown_as_text(playground, roomy
         assert "deep" in await shown.text(".text")
 
 
+@pytest.mark.slow
 async def test_links_may_be_defined_later(playground, scripted):
     async with playground(scripted("[a] first\n\nthen\n\n[a]: https://a.example/x")) as shown:
         await shown.ask()

@@ -45,7 +45,7 @@ async def check_fits(shown, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "width", [320, *(pytest.param(width, marks=pytest.mark.slow) for width in (375, 768)), 1440]
+    "width", [320, *(pytest.param(width, marks=pytest.mark.slow) for width in (375, 768, 1440))]
 )
 async def test_nothing_is_cut_off(playground, roomy, width):
     look = {"viewport": {"width": width, "height": 720}}
@@ -77,7 +77,7 @@ async def test_nothing_is_cut_off(playground, roomy, width):
         await check_fits(shown, width)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 async def test_text_can_be_read(playground, scripted, scheme):
     look = {"color_scheme": scheme, "reduced_motion": "reduce"}
     text = (
@@ -92,6 +92,7 @@ async def test_text_can_be_read(playground, scripted, scheme):
         assert [(ratio, what) for ratio, what in contrasts if ratio < 4.5] == []
 
 
+@pytest.mark.slow
 async def test_motion_is_left_out_where_it_is_not_wanted(playground, scripted):
     async with playground(scripted(interval=None), look={"reduced_motion": "reduce"}) as shown:
         await shown.ask()
@@ -155,6 +156,7 @@ async def test_screen_readers_are_told(playground, scripted):
         await page.get_by_role("alert").wait_for()
 
 
+@pytest.mark.slow
 async def test_an_example_is_asked_by_a_click(playground, scripted):
     async with playground(scripted("abc")) as shown:
         await shown.page.click(".example >> nth=0")
@@ -163,6 +165,7 @@ async def test_an_example_is_asked_by_a_click(playground, scripted):
         assert not await shown.page.is_visible(".welcome")
 
 
+@pytest.mark.slow
 async def test_several_engines_are_told_apart(playground, scripted):
     first = scripted("abc", model="tiny", device="cpu")
     second = scripted("abc", model="other", device="cuda")
@@ -182,6 +185,7 @@ async def test_several_engines_are_told_apart(playground, scripted):
         assert await shown.text("#engines .name") == "KV cache"
 
 
+@pytest.mark.slow
 async def test_a_model_s_own_defaults_are_shown(playground, scripted):
     """But what a person has chosen stays."""
     own = {"temperature": 0.5, "top_p": 0.75}

@@ -22,6 +22,7 @@ def tenants(tmp_path):
     return file
 
 
+@pytest.mark.slow
 async def test_a_missing_key_is_asked_for(playground, scripted, tenants):
     async with playground(scripted("abc"), tenants=tenants, ready=False) as shown:
         page = shown.page
@@ -128,6 +129,7 @@ async def test_the_server_is_gone(playground, scripted):
         await shown.until_text("#notice", "The server cannot be reached")
 
 
+@pytest.mark.slow
 async def test_a_batch_shows_its_problem_once(playground, scripted):
     async with playground(scripted("abc")) as shown:
         page = shown.page
@@ -145,6 +147,7 @@ async def test_a_batch_shows_its_problem_once(playground, scripted):
         assert await shown.count(".problem") == 0
 
 
+@pytest.mark.slow
 async def test_a_failed_turn_is_left_out_of_the_chat(playground, scripted, encode):
     engine = scripted("abc")
     async with playground(engine) as shown:

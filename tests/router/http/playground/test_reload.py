@@ -33,6 +33,7 @@ async def test_a_chat_goes_on_after_a_reload(playground, scripted, encode):
         assert engine.submits[-1].sampling.temperature == 0.25
 
 
+@pytest.mark.slow
 async def test_a_reload_keeps_what_came_of_an_answer(playground, scripted):
     engine = scripted("x" * 400, interval=0.01)
     async with playground(engine) as shown:
@@ -49,6 +50,7 @@ async def test_a_reload_keeps_what_came_of_an_answer(playground, scripted):
         assert await shown.text(".text") == "x" * 400
 
 
+@pytest.mark.slow
 async def test_text_and_batch_survive_too(playground, scripted):
     async with playground(scripted("abc")) as shown:
         await shown.page.click("[data-mode=text]")
@@ -65,6 +67,7 @@ async def test_text_and_batch_survive_too(playground, scripted):
         assert await shown.page.locator("#answers-text .text").text_content() == "abc"
 
 
+@pytest.mark.slow
 async def test_clear_forgets(playground, scripted):
     async with playground(scripted("abc")) as shown:
         await shown.ask("a secret")
@@ -77,6 +80,7 @@ async def test_clear_forgets(playground, scripted):
         assert await shown.count(".answer") == 0
 
 
+@pytest.mark.slow
 async def test_a_chat_is_its_tab_s_own(playground, scripted):
     async with playground(scripted("abc")) as shown:
         await shown.ask("a secret")
@@ -88,6 +92,7 @@ async def test_a_chat_is_its_tab_s_own(playground, scripted):
         assert await other.evaluate(STORED) == '{"local":{},"session":{}}'
 
 
+@pytest.mark.slow
 async def test_what_is_stored_is_limited(playground, scripted):
     async with playground(scripted("abc")) as shown:
         stored = await shown.page.evaluate(
@@ -104,7 +109,8 @@ async def test_what_is_stored_is_limited(playground, scripted):
 
 
 @pytest.mark.parametrize(
-    "stored", ["{", pytest.param("null", marks=pytest.mark.slow), '{"version": 1}']
+    "stored",
+    [*(pytest.param(text, marks=pytest.mark.slow) for text in ("null", "{")), '{"version": 1}'],
 )
 async def test_a_state_that_cannot_be_read_is_ignored(playground, scripted, stored):
     async with playground(scripted("abc")) as shown:

@@ -50,6 +50,7 @@ async def test_a_call_is_shown_and_gone_on_from(playground, talking):
         assert not await page.is_visible(".send-results")
 
 
+@pytest.mark.slow
 async def test_an_answer_by_a_schema_is_no_markdown(playground, talking):
     engine = talking('{"a": "*b*"}')
     async with playground(engine) as shown:
@@ -88,6 +89,7 @@ async def test_what_is_wrong_is_said_in_place(playground, talking, field, text, 
         assert await shown.page.get_attribute(f"#{field}", "aria-invalid") is None
 
 
+@pytest.mark.slow
 async def test_what_the_server_refuses_is_said_in_place(playground, talking):
     async with playground(talking("a")) as shown:
         await set_field(shown, "tools", '[{"name": "a b"}]')

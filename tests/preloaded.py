@@ -1,0 +1,103 @@
+"""Run Python modules in processes forked from one that has imported everything.
+
+A server imports torch and transformers for ten seconds of a core. Most tests are of what it does
+after that; those of how it starts run the program itself.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkContext
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fixture import PRELOAD
+
+
+class Process:
+    """`python -m MODULE ARGUMENT...`; as `subprocess.Popen`, as far as tests use it.
+
+    Args:
+        module: to run.
+        arguments: its own.
+        output: the file that its output goes to.
+        errors: whether its errors go there too.
+        environment: its variables; default: this process'.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        output: Path,
+        *,
+        errors: bool = True,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        output.touch()  # it may be read before the process writes
+        variables = dict(os.environ if environment is None else environment)
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([*PRELOAD, "octavo.cli.engine_group"])
+        self._process = server.Process(
+            target=_run, args=(module, list(arguments), output, errors, variables)
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if (code := self.returncode) is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._process.name, timeout)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(
+    module: str, arguments: list[str], output: Path, errors: bool, environment: dict[str, str]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    sink = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(sink, sys.stdout.fileno())
+    if errors:
+        os.dup2(sink, sys.stderr.fileno())
+    sys.argv[1:] = arguments
+    # `octavo serve` would start an interpreter that imports everything again.
+    multiprocessing.get_context = lambda _=None: _Fork()  # type: ignore[assignment]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+class _Fork(ForkContext):
+    """Forks a process in place of starting an interpreter for it."""
+
+    def Process(self, *, target: Any, args: Any, name: str) -> Any:  # noqa: N802
+        return super().Process(target=_run_child, args=(target, args), name=name)
+
+
+def _run_child(target: Any, args: Any) -> None:
+    """Forget the parent's event loop, and what it does at signals."""
+    asyncio._set_running_loop(None)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    target(*args)
