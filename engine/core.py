@@ -13,6 +13,7 @@ from itertools import count, zip_longest
 from queue import Empty, SimpleQueue
 from typing import assert_never
 
+import numpy as np
 import structlog
 
 from octavo.engine.commands import (
@@ -343,7 +344,7 @@ class EngineCore:
         self._events += [NumberedTokens(session, *each) for session, each in columns.items()]
         self._events += events
         finished = [s.group for s in output.tokens if s.group.state is GroupState.FINISHED]
-        finished += [g for g in output.steady.decodes.groups if g.state is GroupState.FINISHED]
+        finished += [output.steady.decodes.groups[i] for i in output.steady.ends]
         for group in dict.fromkeys(finished):
             self._forget(group, "finished")
         for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
@@ -359,16 +360,21 @@ class EngineCore:
         Returns:
             Events of the tokens that end an output, and of outputs without a number.
         """
+        decodes = tokens.decodes
+        in_columns = decodes.numbers != 0
+        in_columns[tokens.ends] = False
+        token_ids = np.array(tokens.token_ids, np.int64)
+        for session in set(decodes.sessions.tolist()):
+            rows = np.flatnonzero(in_columns & (decodes.sessions == session))
+            if len(rows):
+                numbers, found = columns[session]
+                numbers += decodes.numbers[rows].tolist()
+                found += token_ids[rows].tolist()
         events: list[Event] = []
-        for group, sequence, token_id in tokens:
-            request = group.request
-            if request.first_number and sequence.finish_reason is None:
-                numbers, token_ids = columns[request.session]
-                numbers.append(request.first_number)
-                token_ids.append(token_id)
-            else:
-                sampled = SampledToken(group, sequence, token_id)
-                events.append(_output_event(sampled, [], sequence.finish_reason, (0, 0)))
+        for i in np.flatnonzero(~in_columns):
+            sequence = decodes.sequences[i]
+            sampled = SampledToken(decodes.groups[i], sequence, tokens.token_ids[i])
+            events.append(_output_event(sampled, [], sequence.finish_reason, (0, 0)))
         return events
 
     def _ruled_events(self, tokens: list[SampledToken], columns: _Columns) -> list[Event]:

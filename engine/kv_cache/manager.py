@@ -32,8 +32,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from octavo.common.layer_groups import LayerGroup, blocks_held
-from octavo.common.prefix import block_key, root_key
+from octavo.common.prefix import chain_keys, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable
 from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixFinder, block_keys, is_shared_key
@@ -183,11 +185,11 @@ class KVCacheManager:
         Of sequences that share their last block, the longest counts.
         """
         if self._grows_only and not self.device.num_shared:
-            tables = [table for table in self._tables.values() if not table.swapped]
+            tables = self._tables.values()
+            tokens = np.array([table.num_tokens for table in tables if not table.swapped], np.int64)
             return sum(
-                -table.num_tokens % group.block_size * self.block_size // group.block_size
+                int((-tokens % group.block_size * self.block_size // group.block_size).sum())
                 for group in self.groups
-                for table in tables
             )
         wasted = 0
         for group, layers in enumerate(self.groups):
@@ -262,18 +264,18 @@ class KVCacheManager:
         if not self.prefix_caching:
             return
         table, size = self._tables[sequence_id], self.block_size
-        before = len(table.keys)
-        for i in range(before, num_computed // size):
-            parent = table.keys[-1] if table.keys else table.root
-            table.keys.append(block_key(parent, token_ids[i * size : (i + 1) * size]))
-        if len(table.keys) == before:
+        keys = table.keys
+        before, count = len(keys), num_computed // size
+        if count <= before:
             return
+        parent = keys[-1] if keys else table.root
+        keys += chain_keys(parent, token_ids[before * size : count * size], size)
         for group, layers in enumerate(self.groups):
             ratio, blocks = layers.block_size // size, table.groups[group]
             if layers.state_blocks:
                 continue
-            for i in range(max(before // ratio, table.passed[group]), len(table.keys) // ratio):
-                (key,) = block_keys(table.keys[(i + 1) * ratio - 1], group)
+            for i in range(max(before // ratio, table.passed[group]), count // ratio):
+                (key,) = block_keys(keys[(i + 1) * ratio - 1], group)
                 self._publish(self.device, blocks[i], key)
         if self._keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
@@ -510,6 +512,29 @@ class KVCacheManager:
                 return False
         table.num_tokens = max(table.num_tokens, position + 1)
         table.computed = position + 1
+        return True
+
+    def append_blocks(self, tables: Iterable[BlockTable], positions: Iterable[int]) -> bool:
+        """Make one token of each of several sequences writable, if that takes only new blocks.
+
+        Args:
+            tables: of the sequences, as `own_table` gave them. The caller counts the tokens.
+            positions: of the tokens; each is the first of a block of some layer group.
+
+        Returns:
+            Whether they are writable now; if not, nothing has changed.
+        """
+        grown: list[list[int]] = []
+        for table, position in zip(tables, positions, strict=True):
+            for layers, blocks in zip(self.groups, table.groups, strict=True):
+                if position % layers.block_size == 0:
+                    if position != len(blocks) * layers.block_size:
+                        return False  # the block is there already: others may hold it too
+                    grown.append(blocks)
+        if len(grown) > self.device.num_available:
+            return False
+        for blocks in grown:
+            blocks.append(self._allocate())
         return True
 
     def own_table(self, sequence_id: int) -> BlockTable | None:

@@ -171,7 +171,7 @@ class Executor:
             assert launched.token_ids is not None
             chosen = launched.token_ids[: len(inputs.steady)]
             chosen += [launched.token_ids[row.row] for row in rows]
-            token_ids = torch.tensor(chosen, dtype=torch.int64)
+            token_ids = torch.from_numpy(np.array(chosen, np.int64))
             return PendingStep(batch, PendingTokens(token_ids, rows, inputs.steady))
         scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
         tokens = sample(logits, rows, inputs.steady)

@@ -89,47 +89,51 @@ def make_inputs(
     steady = batch.steady
     count = len(steady)
     tokens = [sequence.token_ids[-1] for sequence in steady.sequences]
-    positions: list[int] = steady.starts.tolist()
-    rows = list(range(count))
-    starts = list(range(count + 1))
-    ends: list[int] = (steady.starts + 1).tolist()
+    rows: list[int] = []  # of the others
+    starts: list[int] = []
+    ends: list[int] = []
+    firsts: list[int] = []  # of their positions
     sampled: list[SamplingRow] = []
     beams: list[SamplingRow] = []
     scored: dict[int, int] = {}
     for i, scheduled in enumerate(batch.ruled):
         group, sequence, start, end, _, drawing, draft = scheduled
+        starts.append(len(tokens))
+        firsts.append(start)
+        ends.append(end)
         if end == start + 1:
             tokens.append(sequence.token_ids[start])
-            positions.append(start)
         else:
             tokens += sequence.token_ids[start:end]
             tokens += draft
-            positions += range(start, end)
-        starts.append(len(tokens))
-        ends.append(end)
         if positions_scored := scheduled.scored:
-            scored[i] = len(rows)
+            scored[i] = count + len(rows)
             rows.extend(len(tokens) - end + position for position in positions_scored)
         if drawing:
             drawn = beams if group.beam is not None else sampled
             for each in drawing:
-                drawn.append(SamplingRow(group, each, len(rows)))
+                drawn.append(SamplingRow(group, each, count + len(rows)))
             rows.append(len(tokens) - 1 - len(draft))
             for drafted in range(1, len(draft) + 1):
-                drawn.append(SamplingRow(group, sequence, len(rows), draft[:drafted]))
+                drawn.append(SamplingRow(group, sequence, count + len(rows), draft[:drafted]))
                 rows.append(len(tokens) - 1 - len(draft) + drafted)
+    query_starts = np.arange(count + len(starts) + 1, dtype=np.int32)
+    query_starts[count:] = [*starts, len(tokens)]
+    query_lens = np.diff(query_starts)
     laid = np.empty((2 + len(layout.groups), len(tokens)), np.int64)
-    laid[0], laid[1] = tokens, positions
+    laid[0] = tokens
+    laid[1, :count] = steady.starts
+    shifts = np.array(firsts, np.int64) - starts
+    laid[1, count:] = np.arange(count, len(tokens)) + np.repeat(shifts, query_lens[count:])
     for group_number, layers in enumerate(layout.groups):
         size = None if layers.state_blocks else layers.block_size
         laid[2 + group_number] = _slots(batch, group_number, size)
-    query_starts = np.array(starts, np.int32)
     arrays = StepArrays(
         laid=laid,
         query_starts=query_starts,
-        query_lens=np.diff(query_starts),
-        seq_lens=np.array(ends, np.int32),
-        rows=np.array(rows or [0]),
+        query_lens=query_lens,
+        seq_lens=np.concatenate([steady.starts + 1, ends], dtype=np.int32, casting="unsafe"),
+        rows=np.array([*range(count), *rows] or [0]),
         tables=[
             _tables(batch, group_number, released=layers.bounded)
             for group_number, layers in enumerate(layout.groups)

@@ -8,6 +8,7 @@ preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 import itertools
 from bisect import insort
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
@@ -45,6 +46,7 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
 
+_ORDER = attrgetter("order")
 _BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
 
@@ -135,16 +137,16 @@ class Scheduler:
             left_out: ids of sequences whose mask was late. They get no token, so their last one
                 is computed again: the same K and V in the same place.
         """
-        size = self.cache.block_size
-        for group, sequence in zip(batch.steady.groups, batch.steady.sequences, strict=True):
-            if group.state is GroupState.FINISHED:
-                continue
+        size, steady = self.cache.block_size, batch.steady
+        if not steady.all_running:
+            running = [group.state is not GroupState.FINISHED for group in steady.groups]
+            steady = steady.rows(np.flatnonzero(running).tolist())
+        for sequence in steady.sequences:
             sequence.num_computed += 1
             sequence.token_ids.append(PLACEHOLDER)
             sequence.num_placeholders += 1
-        for i in np.flatnonzero((batch.steady.starts + 1) % size == 0).tolist():
-            if batch.steady.groups[i].state is not GroupState.FINISHED:
-                self._publish_prefix(batch.steady.sequences[i])
+        for i in np.flatnonzero((steady.starts + 1) % size == 0):
+            self._publish_prefix(steady.sequences[i])
         for scheduled in batch.ruled:
             group, sequence, start, end, _, sampled, draft = scheduled
             end -= len(draft)  # of which `update` counts what was right
@@ -166,8 +168,7 @@ class Scheduler:
         A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
         that ended after the step was launched are taken out of the output.
         """
-        output.steady = output.steady.of_running()
-        self._update_steady(output.steady)
+        output.steady = self._update_steady(output.steady.of_running())
         for i, logprobs in output.prompt_logprobs.items():
             batch.ruled[i].group.prompt_logprobs.extend(logprobs)
         self._advance_searches(batch, output)
@@ -196,22 +197,26 @@ class Scheduler:
         if self.speculation is not None:
             self._end_drafts(batch, self.speculation)
 
-    def _update_steady(self, decoded: DecodedTokens) -> None:
-        for _, sequence, token_id in decoded:
+    def _update_steady(self, decoded: DecodedTokens) -> DecodedTokens:
+        decodes, stopped = decoded.decodes, list[int]()
+        for i, (group, sequence, token_id) in enumerate(decoded):
             left = sequence.num_placeholders
             sequence.token_ids[-left] = token_id
             sequence.num_placeholders = left - 1
-        decodes = decoded.decodes
-        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0).tolist():
+            if token_id in group.request.stopping:
+                stopped.append(i)
+        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0):
             sequence = decodes.sequences[i]
             if sequence.num_computed >= sequence.num_known:  # the next step is launched already
                 self._publish_late(decodes.groups[i], sequence)
-        lasts = decodes.starts + 1 >= decodes.limits
-        for i, (group, sequence, token_id) in enumerate(decoded):
-            if lasts[i] or token_id in group.request.stopping:
-                reason = group.request.finish_reason(token_id, sequence.num_known_output)
-                assert reason is not None
-                self.finish(group, sequence, reason)
+        lasts = np.flatnonzero(decodes.starts + 1 >= decodes.limits).tolist()
+        ends = sorted({*stopped, *lasts})
+        for i in ends:
+            group, sequence = decodes.groups[i], decodes.sequences[i]
+            reason = group.request.finish_reason(decoded.token_ids[i], sequence.num_known_output)
+            assert reason is not None
+            self.finish(group, sequence, reason)
+        return replace(decoded, ends=ends)
 
     def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
         """Count the drafted tokens that were right; roll the others back."""
@@ -318,12 +323,12 @@ class Scheduler:
             Whether a group was preempted.
         """
         begins_block = self._steady.begin_step()
+        ruled = [group for group in self.running if group.steady_row is None]
         counts = {
             group: [(decoder, 1)]
             if (decoder := group.decoder) is not None
             else self._count_tokens(group)
-            for group in self.running
-            if group.steady_row is None
+            for group in ruled
         }
         decodes = len(self._steady)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
@@ -343,8 +348,13 @@ class Scheduler:
                 if group.steady_row is not None and group.sequences[0].id in drafts:
                     self._steady.remove(group)
                     counts[group] = [(group.sequences[0], 1)]
+            if drafts:
+                ruled = [group for group in self.running if group.steady_row is None]
+                begins_block = [group for group in begins_block if group.steady_row is not None]
         preempted = False
-        for group in [g for g in self.running if g.steady_row is None or g in begins_block]:
+        if not self._steady.begin_blocks(self.cache, begins_block):
+            ruled = sorted([*ruled, *begins_block], key=_ORDER)
+        for group in ruled:
             while group.state is GroupState.RUNNING:
                 try:
                     if group.steady_row is not None:
@@ -498,8 +508,9 @@ class Scheduler:
 
     def _room(self, batch: Batch) -> tuple[int, int]:
         """Return how many sequences and tokens the batch can still take."""
-        seqs = self.max_num_seqs - sum(g.num_slots for g in self.running)
-        return seqs, self.max_num_batched_tokens - batch.num_tokens
+        taken = len(self._steady)
+        taken += sum(group.num_slots for group in self.running if group.steady_row is None)
+        return self.max_num_seqs - taken, self.max_num_batched_tokens - batch.num_tokens
 
     def _fits(self, blocks: int, slack: int) -> bool:
         """Return whether a group may take `blocks` blocks now.
@@ -535,13 +546,15 @@ class Scheduler:
         while (group := _first_ready(self.waiting)) is not None:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
+            if group.num_slots > seqs or tokens < 1:
+                return
             reuse = group.request.sampling.prompt_logprobs is None
             salt = group.request.prefix_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
             fits = self._fits(blocks, 1 + own) and self._has_adapter_room(group)
-            if group.num_slots > seqs or tokens < 1 or not fits:
+            if not fits:
                 return
             self.waiting.remove(group)
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
@@ -585,4 +598,4 @@ def _first_ready(queue: list[SequenceGroup]) -> SequenceGroup | None:
 
 
 def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:
-    insort(queue, group, key=attrgetter("order"))
+    insort(queue, group, key=_ORDER)

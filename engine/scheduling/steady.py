@@ -7,9 +7,11 @@ ends, so a step creates no Python object for the others.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
+from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.kv_cache.block_table import BlockTable
 from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
 
@@ -23,6 +25,9 @@ class Decodes:
         sequences: the sequences.
         starts: `[n]` int64, the position of each one's token.
         limits: `[n]` int64, the position of the last token that each output may have.
+        numbers: `[n]` uint64, the first number of each one's request; 0: it has none.
+        sessions: `[n]` int64, the sessions of the requests.
+        greedy: `[n]` bool, whether the most likely token is sampled.
         tables: `[n, width]` int32 of each layer group: their block tables, padded with 0 to the
             width of the longest one.
     """
@@ -31,6 +36,9 @@ class Decodes:
     sequences: list[Sequence] = field(default_factory=list)
     starts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     limits: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    numbers: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    sessions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    greedy: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
     tables: list[np.ndarray] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -43,13 +51,21 @@ class Decodes:
             [self.sequences[i] for i in chosen],
             self.starts[chosen],
             self.limits[chosen],
+            self.numbers[chosen],
+            self.sessions[chosen],
+            self.greedy[chosen],
             [table[chosen] for table in self.tables],
         )
 
     @property
     def takes_greatest(self) -> bool:
         """Whether the most likely token is sampled for all of them."""
-        return all(group.request.takes_greatest for group in self.groups)
+        return bool(self.greedy.all())
+
+    @property
+    def all_running(self) -> bool:
+        """Whether none of the groups has finished."""
+        return GroupState.FINISHED not in map(attrgetter("state"), self.groups)
 
 
 NO_DECODES = Decodes()
@@ -62,10 +78,12 @@ class DecodedTokens:
     Attributes:
         decodes: the decodes.
         token_ids: one for each sequence.
+        ends: the rows of the sequences that these tokens complete.
     """
 
     decodes: Decodes = NO_DECODES
     token_ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -75,10 +93,10 @@ class DecodedTokens:
 
     def of_running(self) -> "DecodedTokens":
         """Return the tokens of the groups that have not finished."""
-        ended = [group.state is GroupState.FINISHED for group in self.decodes.groups]
-        if not any(ended):
+        if self.decodes.all_running:
             return self
-        kept = [i for i, gone in enumerate(ended) if not gone]
+        groups = self.decodes.groups
+        kept = [i for i, group in enumerate(groups) if group.state is not GroupState.FINISHED]
         return DecodedTokens(self.decodes.rows(kept), [self.token_ids[i] for i in kept])
 
 
@@ -99,7 +117,11 @@ class SteadySequences:
         self._sequences: list[Sequence] = []
         self._tables: list[BlockTable] = []
         self._blocks = [np.zeros((1, 1), np.int32) for _ in self._block_sizes]
+        self._starts = np.zeros(1, np.int64)  # of the next step
         self._limits = np.zeros(1, np.int64)  # of the last tokens, which are not computed
+        self._numbers = np.zeros(1, np.uint64)
+        self._sessions = np.zeros(1, np.int64)
+        self._greedy = np.zeros(1, np.bool_)
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -117,8 +139,17 @@ class SteadySequences:
         self._groups.append(group)
         self._sequences.append(sequence)
         self._tables.append(table)
+        request = group.request
+        self._starts = _grown(self._starts, row + 1)
         self._limits = _grown(self._limits, row + 1)
-        self._limits[row] = sequence.num_prompt + group.request.max_tokens - 1
+        self._numbers = _grown(self._numbers, row + 1)
+        self._sessions = _grown(self._sessions, row + 1)
+        self._greedy = _grown(self._greedy, row + 1)
+        self._starts[row] = sequence.num_computed
+        self._limits[row] = sequence.num_prompt + request.max_tokens - 1
+        self._numbers[row] = request.first_number
+        self._sessions[row] = request.session
+        self._greedy[row] = request.takes_greatest
         for i, blocks in enumerate(self._blocks):
             self._blocks[i] = _grown(blocks, row + 1, 1)
             self._blocks[i][row] = 0
@@ -143,49 +174,74 @@ class SteadySequences:
         self._groups[row] = self._groups[last]
         self._sequences[row] = self._sequences[last]
         self._tables[row] = self._tables[last]
-        self._limits[row] = self._limits[last]
-        for blocks in self._blocks:
-            blocks[row] = blocks[last]
+        columns = self._starts, self._limits, self._numbers, self._sessions, self._greedy
+        for array in (*columns, *self._blocks):
+            array[row] = array[last]
         for column in (self._groups, self._sequences, self._tables):
             column.pop()
         if row < last:
             self._groups[row].steady_row = row
         group.steady_row = None
 
-    def begin_step(self) -> set[SequenceGroup]:
+    def begin_step(self) -> list[SequenceGroup]:
         """Remove the sequences whose last token is sampled already.
 
         Returns:
             The groups whose next token needs a new block, which may not be allocated yet.
         """
-        starts = self._starts()
-        for group in [self._groups[i] for i in np.flatnonzero(starts >= self._limits[: len(self)])]:
+        over = np.flatnonzero(self._starts[: len(self)] >= self._limits[: len(self)])
+        for group in [self._groups[i] for i in over]:
             self.remove(group)
-        starts = self._starts()
-        begins = np.zeros(len(self), np.bool_)
-        for size in self._block_sizes:
+        starts = self._starts[: len(self)]
+        begins = starts % self._block_sizes[0] == 0
+        for size in self._block_sizes[1:]:
             begins |= starts % size == 0
-        return {self._groups[i] for i in np.flatnonzero(begins)}
+        return [self._groups[i] for i in np.flatnonzero(begins)]
+
+    def begin_blocks(self, cache: KVCacheManager, groups: list[SequenceGroup]) -> bool:
+        """Allocate the blocks that the next tokens of some groups need, if there are enough.
+
+        Args:
+            cache: allocates them.
+            groups: of those that `begin_step` returned, each one of these still.
+
+        Returns:
+            Whether they are allocated; if not, nothing has changed.
+        """
+        if not groups:
+            return True
+        rows = [group.steady_row for group in groups if group.steady_row is not None]
+        tables = [self._tables[row] for row in rows]
+        if not cache.append_blocks(tables, self._starts[rows].tolist()):
+            return False
+        for i in range(len(self._blocks)):
+            lasts = [table.groups[i][-1] for table in tables]
+            places = [len(table.groups[i]) - 1 for table in tables]
+            self._blocks[i] = blocks = _grown(self._blocks[i], 1, max(places) + 1)
+            blocks[rows, places] = lasts
+        return True
 
     def decodes(self) -> Decodes:
-        """Return the next step's decodes, and count their tokens in the block tables."""
-        starts = self._starts()
-        for table, end in zip(self._tables, (starts + 1).tolist(), strict=True):
+        """Return the next step's decodes, and count their tokens as computed."""
+        count = len(self)
+        starts = self._starts[:count].copy()
+        self._starts[:count] += 1
+        for table, end in zip(self._tables, self._starts[:count].tolist(), strict=True):
             table.num_tokens = table.computed = end
-        most = int(starts.max()) if len(starts) else 0
+        most = int(starts.max()) if count else 0
         return Decodes(
             list(self._groups),
             list(self._sequences),
             starts,
-            self._limits[: len(self)].copy(),
+            self._limits[:count].copy(),
+            self._numbers[:count].copy(),
+            self._sessions[:count].copy(),
+            self._greedy[:count].copy(),
             [
-                blocks[: len(self), : most // size + 1].copy()
+                blocks[:count, : most // size + 1].copy()
                 for blocks, size in zip(self._blocks, self._block_sizes, strict=True)
             ],
         )
-
-    def _starts(self) -> np.ndarray:
-        return np.array([sequence.num_computed for sequence in self._sequences], np.int64)
 
 
 def _grown(array: np.ndarray, *shape: int) -> np.ndarray:

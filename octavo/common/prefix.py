@@ -34,9 +34,17 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
     The first block's parent is `root_key`. Token ids are below 2**32.
     """
-    digest = hashlib.blake2b(parent, digest_size=32)
-    digest.update(array("I", tokens).tobytes())
-    return digest.digest()
+    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=32).digest()
+
+
+def chain_keys(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the keys of the full blocks of `tokens`, which follow the block of key `parent`."""
+    data, keys = array("I", tokens), list[bytes]()
+    packed, width = data.tobytes(), data.itemsize * block_size
+    for end in range(width, len(packed) + 1, width):
+        parent = hashlib.blake2b(parent + packed[end - width : end], digest_size=32).digest()
+        keys.append(parent)
+    return keys
 
 
 def reusable_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> Iterator[bytes]:
