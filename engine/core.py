@@ -5,6 +5,7 @@ threads send it commands, which it handles between steps, and receive events thr
 `publish`.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -151,6 +152,7 @@ class EngineCore:
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._groups: dict[tuple[int, str], SequenceGroup] = {}
         self._events: list[Event] = []
+        self._next_deadline = math.inf  # no request's is earlier
         self._ids = count()
         self._step_ended = 0.0
         self._step_seconds = 0.0
@@ -533,6 +535,8 @@ class EngineCore:
         beam = BeamState(request.beam) if request.beam else None
         group = SequenceGroup(request, sequences, beam=beam)
         self._groups[key] = group
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
         if request.constraint is None:
             self._scheduler.submit(group)
         else:
@@ -594,13 +598,14 @@ class EngineCore:
     def _expire(self) -> None:
         """Fail requests past their deadline."""
         now = time.monotonic()
-        late = [
-            group
-            for group in self._groups.values()
-            if group.request.deadline is not None and group.request.deadline < now
-        ]
-        for group in late:
-            self._fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
+        if now <= self._next_deadline:
+            return
+        for group in list(self._groups.values()):
+            if group.request.deadline is not None and group.request.deadline < now:
+                self._fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
+        deadlines = (group.request.deadline for group in self._groups.values())
+        left = (deadline for deadline in deadlines if deadline is not None)
+        self._next_deadline = min(left, default=math.inf)
 
     def _fail_step(self, error: StepError) -> None:
         """Fail the requests that a failed step may have harmed; end the core if it cannot go on.

@@ -172,9 +172,9 @@ class Session:
 
     def _put_prefixes(self, response: engine_pb2.SessionResponse) -> None:
         if self._prefixes:
-            for key, stored in self._prefixes.items():
-                changes = response.prefixes.stored if stored else response.prefixes.evicted
-                changes.append(short_key(key))
+            sent, changes = response.prefixes, self._prefixes.items()
+            sent.stored.extend(short_key(key) for key, stored in changes if stored)
+            sent.evicted.extend(short_key(key) for key, stored in changes if not stored)
             self._prefixes.clear()
 
 

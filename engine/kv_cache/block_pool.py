@@ -7,6 +7,7 @@ block-table entries as its reference count says).
 """
 
 from collections import OrderedDict
+from collections.abc import Set as AbstractSet
 from itertools import chain
 
 
@@ -172,6 +173,10 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         """Return the block published under `key`, in use or cached."""
         return self._block_of.get(key)
+
+    def held_of(self, keys: AbstractSet[bytes]) -> set[bytes]:
+        """Return those of some keys under which a block is published."""
+        return self._block_of.keys() & keys
 
     def mark_hit(self, key: bytes) -> None:
         """Mark what is published under `key`, if anything, as reused by a request."""

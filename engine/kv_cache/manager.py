@@ -325,12 +325,8 @@ class KVCacheManager:
             The keys added, and the keys removed, since the last call.
         """
         changed = self.device.take_changed() | self.swap.take_changed()
-        held = {
-            key
-            for key in changed
-            if is_shared_key(key)
-            and (self.device.find(key) is not None or self.swap.find(key) is not None)
-        }
+        changed = set(filter(is_shared_key, changed))
+        held = self.device.held_of(changed) | self.swap.held_of(changed)
         added, removed = held - self.published, (changed - held) & self.published
         self.published ^= added | removed
         return added, removed
@@ -361,11 +357,13 @@ class KVCacheManager:
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
         table.computed = prefix.num_tokens
         restored: list[tuple[Hit, int]] = []
+        taken: list[int] = []
         with ExitStack() as undo:
             for hit in prefix.hits():  # all of them before anything is evicted
                 pool = self.swap if hit.swapped else self.device
                 pool.share(hit.block)
                 undo.callback(pool.release, hit.block)
+            undo.callback(lambda: [self.device.release(block) for block in taken])
             for group, hits in enumerate(prefix.groups):
                 first, end = self._reserved(group, prefix.num_tokens, len(token_ids))
                 table.passed.append(first)
@@ -376,10 +374,11 @@ class KVCacheManager:
                     if known is not None and not known.swapped:
                         blocks.append(known.block)
                         continue
-                    blocks.append(self._allocate())
-                    undo.callback(self.device.release, blocks[-1])
+                    block = self._allocate()
+                    blocks.append(block)
+                    taken.append(block)
                     if known is not None:
-                        restored.append((known, blocks[-1]))
+                        restored.append((known, block))
             undo.pop_all()
         self._tables[sequence_id] = table
         for hit, block in restored:
@@ -514,12 +513,15 @@ class KVCacheManager:
         table.computed = position + 1
         return True
 
-    def append_blocks(self, tables: Iterable[BlockTable], positions: Iterable[int]) -> bool:
+    def append_blocks(
+        self, tables: Iterable[BlockTable], positions: Iterable[int], *, spare: int
+    ) -> bool:
         """Make one token of each of several sequences writable, if that takes only new blocks.
 
         Args:
             tables: of the sequences, as `own_table` gave them. The caller counts the tokens.
             positions: of the tokens; each is the first of a block of some layer group.
+            spare: how many blocks must be available after that.
 
         Returns:
             Whether they are writable now; if not, nothing has changed.
@@ -531,7 +533,7 @@ class KVCacheManager:
                     if position != len(blocks) * layers.block_size:
                         return False  # the block is there already: others may hold it too
                     grown.append(blocks)
-        if len(grown) > self.device.num_available:
+        if len(grown) + spare > self.device.num_available:
             return False
         for blocks in grown:
             blocks.append(self._allocate())

@@ -352,7 +352,8 @@ class Scheduler:
                 ruled = [group for group in self.running if group.steady_row is None]
                 begins_block = [group for group in begins_block if group.steady_row is not None]
         preempted = False
-        if not self._steady.begin_blocks(self.cache, begins_block):
+        most = self._most_blocks(counts, budget, drafts) if begins_block else 0
+        if not self._steady.begin_blocks(self.cache, begins_block, spare=most):
             ruled = sorted([*ruled, *begins_block], key=_ORDER)
         for group in ruled:
             while group.state is GroupState.RUNNING:
@@ -367,6 +368,19 @@ class Scheduler:
                     preempted = True
         batch.steady = self._steady.decodes()
         return preempted
+
+    def _most_blocks(
+        self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], budget: int, drafts: Drafts
+    ) -> int:
+        """Return the most blocks that the next tokens of some groups may take."""
+        tokens = [
+            min(count, max(budget, 1)) + len(drafts.get(sequence.id, ()))
+            for each in counts.values()
+            for sequence, count in each
+        ]
+        # In each layer group the first and the last block may be shared, or begun by one token.
+        blocks = sum(count // self.cache.block_size + 2 for count in tokens)
+        return blocks * len(self.cache.groups)
 
     def _schedule_group(
         self,

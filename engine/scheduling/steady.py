@@ -198,12 +198,15 @@ class SteadySequences:
             begins |= starts % size == 0
         return [self._groups[i] for i in np.flatnonzero(begins)]
 
-    def begin_blocks(self, cache: KVCacheManager, groups: list[SequenceGroup]) -> bool:
+    def begin_blocks(
+        self, cache: KVCacheManager, groups: list[SequenceGroup], *, spare: int
+    ) -> bool:
         """Allocate the blocks that the next tokens of some groups need, if there are enough.
 
         Args:
             cache: allocates them.
             groups: of those that `begin_step` returned, each one of these still.
+            spare: how many blocks must be available after that.
 
         Returns:
             Whether they are allocated; if not, nothing has changed.
@@ -212,7 +215,7 @@ class SteadySequences:
             return True
         rows = [group.steady_row for group in groups if group.steady_row is not None]
         tables = [self._tables[row] for row in rows]
-        if not cache.append_blocks(tables, self._starts[rows].tolist()):
+        if not cache.append_blocks(tables, self._starts[rows].tolist(), spare=spare):
             return False
         for i in range(len(self._blocks)):
             lasts = [table.groups[i][-1] for table in tables]

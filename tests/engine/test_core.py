@@ -233,6 +233,29 @@ def test_a_deadline_fails_the_request(running):
     engine.wait_idle()
 
 
+def test_each_of_several_deadlines_counts(running, monkeypatch):
+    engine = running(begin=False)
+    core, now = engine.core, time.monotonic()
+    for name, seconds in (("second", 30), ("none", None), ("ends before", 20), ("first", 10)):
+        engine.submit(name, deadline=None if seconds is None else now + seconds)
+    core._take_commands()
+    core.handle(Abort(0, "ends before", None))
+    for later, left in (
+        (9, ["second", "none", "first"]),
+        (11, ["second", "none"]),
+        (29, ["second", "none"]),
+        (31, ["none"]),
+        (99, ["none"]),
+    ):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        core._expire()
+        assert [name for _, name in core._groups] == left
+    monkeypatch.undo()
+    core.handle(Stop())
+    core.run()
+    assert engine.outcome("deadline_exceeded") == 2
+
+
 def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     engine = running()
     engine.submit("good", max_tokens=3)

@@ -134,6 +134,36 @@ def test_a_gang_is_extended_whole_or_not_at_all():
     cache.check()
 
 
+def test_blocks_are_appended_to_all_tables_or_to_none():
+    cache = manager(num_blocks=6)
+    for id_ in (0, 1):
+        cache.admit(id_, [id_] * 4)
+    tables = [cache.own_table(id_) for id_ in (0, 1)]
+    assert not cache.append_blocks(tables, [4, 4], spare=3)  # of the 4 that are free
+    assert cache.device.num_in_use == 2
+    assert cache.append_blocks(tables, [4, 4], spare=2)
+    assert len({block for own in tables for block in own.groups[0]}) == 4
+    # It is not for a block that the table has already.
+    assert not cache.append_blocks(tables, [8, 4], spare=0)
+    for own in tables:
+        own.num_tokens = 5
+    cache.check()
+
+
+def test_an_appended_block_is_offloaded_like_any_other():
+    cache = manager(num_blocks=3)
+    prompt = list(range(5))
+    for id_ in range(2):  # the second one hits
+        cache.admit(id_, prompt)
+        cache.publish(id_, prompt, 5)
+        cache.free(id_)
+    cache.admit(2, [9] * 8)
+    cached = found(cache, prompt)[0].block
+    assert cache.append_blocks([cache.own_table(2)], [8], spare=0)
+    assert table(cache, 2)[2] == cached
+    assert [block for block, _ in cache.take_transfers().swap_out] == [cached]
+
+
 def test_what_leaves_together_lies_side_by_side():
     cache = manager(num_blocks=40, num_swap_blocks=20)
     for id_ in range(5):
