@@ -57,7 +57,8 @@ def to_request(
         raise rpc.not_found("model", f"model {submit.adapter[:128]!r} is not served here any more")
     check_request_id(submit.request_id)
     check_cache_salt(submit.cache_salt)
-    check_token_ids("prompt_token_ids", submit.prompt_token_ids, limits.vocab_size)
+    prompt = tuple(submit.prompt_token_ids)
+    check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
     check_sampling(submit.sampling, limits)
     check_stop(submit.stop, limits)
     check_output(submit.output, limits)
@@ -70,7 +71,6 @@ def to_request(
         check_constraint(submit.constraint, limits)
         constraint = _constraint(submit.constraint)
     sampling = _sampling(submit.sampling, submit.output)
-    prompt = tuple(submit.prompt_token_ids)
     outputs = beam.width if beam else sampling.n
     max_tokens = output_length(len(prompt), outputs, submit.stop, limits)
     if beam and submit.resume:

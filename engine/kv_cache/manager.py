@@ -274,9 +274,11 @@ class KVCacheManager:
             ratio, blocks = layers.block_size // size, table.groups[group]
             if layers.state_blocks:
                 continue
-            for i in range(max(before // ratio, table.passed[group]), count // ratio):
-                (key,) = block_keys(keys[(i + 1) * ratio - 1], group)
-                self._publish(self.device, blocks[i], key)
+            first, end = max(before // ratio, table.passed[group]), count // ratio
+            names = keys[(first + 1) * ratio - 1 : end * ratio : ratio]
+            for block, name in zip(blocks[first:end], names, strict=True):
+                (key,) = block_keys(name, group)
+                self._publish(self.device, block, key)
         if self._keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
 

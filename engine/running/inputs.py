@@ -133,7 +133,7 @@ def make_inputs(
         query_starts=query_starts,
         query_lens=query_lens,
         seq_lens=np.concatenate([steady.starts + 1, ends], dtype=np.int32, casting="unsafe"),
-        rows=np.array([*range(count), *rows] or [0]),
+        rows=np.concatenate([np.arange(count), np.array(rows or [0] * (not count), np.int64)]),
         tables=[
             _tables(batch, group_number, released=layers.bounded)
             for group_number, layers in enumerate(layout.groups)
