@@ -186,9 +186,9 @@ class KVCacheManager:
         """
         if self._grows_only and not self.device.num_shared:
             tables = self._tables.values()
-            tokens = np.array([table.num_tokens for table in tables if not table.swapped], np.int64)
+            ends = np.array([table.num_tokens for table in tables if not table.swapped], np.int64)
             return sum(
-                int((-tokens % group.block_size * self.block_size // group.block_size).sum())
+                int((-ends % group.block_size * self.block_size // group.block_size).sum())
                 for group in self.groups
             )
         wasted = 0
@@ -365,7 +365,7 @@ class KVCacheManager:
                 pool = self.swap if hit.swapped else self.device
                 pool.share(hit.block)
                 undo.callback(pool.release, hit.block)
-            undo.callback(lambda: [self.device.release(block) for block in taken])
+            undo.callback(self._release, taken)
             for group, hits in enumerate(prefix.groups):
                 first, end = self._reserved(group, prefix.num_tokens, len(token_ids))
                 table.passed.append(first)
@@ -392,6 +392,10 @@ class KVCacheManager:
             self.device.mark_hit(hit.key)
             self.swap.mark_hit(hit.key)
         return prefix.num_tokens
+
+    def _release(self, blocks: list[int]) -> None:
+        for block in blocks:
+            self.device.release(block)
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return how many of the available blocks `admit` would take."""

@@ -205,7 +205,7 @@ class Scheduler:
             sequence.num_placeholders = left - 1
             if token_id in group.request.stopping:
                 stopped.append(i)
-        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0):
+        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0).tolist():
             sequence = decodes.sequences[i]
             if sequence.num_computed >= sequence.num_known:  # the next step is launched already
                 self._publish_late(decodes.groups[i], sequence)
