@@ -1,11 +1,12 @@
 """Compare one engine as one rank with all threads and as several ranks with fewer.
 
-    python -m benchmarks.ranks [--model demo] [--ranks 3] [--batch 48] [--rounds 3] [--compile wait]
+    python -m benchmarks.ranks [--model M] [--ranks 2] [--batch 48] [--rounds 3] [--compile wait]
 
 Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
 It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the others: in sums of
-layers, in gathering tokens and in messages. The demo model has 9 heads, so 3 ranks or 9 can have
-it. The first run compiles the model.
+layers, in gathering tokens and in messages. Without `--model` it makes one of SmolLM2's size with
+random weights and 8 heads of queries, 4 of keys, as SmolLM2's own 9 and 3 are not to be halved.
+The first run of each compiles the model.
 """
 
 import argparse
@@ -14,9 +15,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from octavo.common import logging
+from octavo.common.models import demo
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.stopping import exit_at_once
 from octavo.engine.commands import Submit
@@ -35,10 +41,10 @@ WARM_UP_TOKENS = 4
 def main() -> None:
     """Run the rounds, or in a process of its own one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", help="a model of SmolLM2's size is made without it")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", choices=("wait", "off"), default="wait")
@@ -46,13 +52,31 @@ def main() -> None:
     given = parser.parse_args()
     if given.alone:
         run(given)
-    found: dict[int, list[float]] = {1: [], given.ranks: []}
+    with tempfile.TemporaryDirectory() as folder:
+        if given.model is None:
+            given.model = save_model(folder)
+        compare(given)
+
+
+def save_model(folder: str) -> str:
+    """Save SmolLM2 with other numbers of heads and with random weights; return its folder."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = AutoConfig.from_pretrained(demo.prepare(), **heads)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def compare(given: argparse.Namespace) -> None:
+    """Run each configuration in each round, and print the medians."""
+    # Ranks first: a model that they cannot divide is refused before anything is compiled.
+    found: dict[int, list[float]] = {given.ranks: [], 1: []}
     for _ in range(given.rounds):
         for ranks, rates in found.items():
             result = in_process(given, ranks)
             rates.append(result["tokens_per_second"])
             print(json.dumps({"ranks": ranks} | result), flush=True)
-    one, several = (statistics.median(rates) for rates in found.values())
+    several, one = (statistics.median(rates) for rates in found.values())
     print(f"medians: 1 rank {one:.1f}, {given.ranks} ranks {several:.1f}: {several / one:.2f}")
 
 

@@ -75,6 +75,7 @@ PEERS = (
     _octavo("bf16"),
     _octavo("int8"),
     _octavo("int4"),
+    Peer("octavo-gguf", "Octavo, Q4_1 as in the file", "octavo", "int4", GGUF, None),
     Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", GGUF, OPENVINO),
     Peer("vllm", "vLLM CPU, bf16", "vllm", "bf16", DIRECTORY, VLLM),
     Peer("llama-cpp-int4", "llama.cpp, Q4_1", "llama_cpp", "int4", GGUF, LLAMA_CPP),

@@ -1,4 +1,4 @@
-"""Models with the layers of large ones, but fewer of them, and random weights.
+"""Models with the layers of large ones, often fewer of them, and random weights.
 
 What a layer costs does not depend on its weights' values, and routers with random weights use
 all experts alike. The vocabulary is the demo model's, so that it needs no other tokenizer.
@@ -35,7 +35,25 @@ class Shape:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+def _qwen3(size: str, hidden_size: int) -> Shape:
+    return Shape(
+        f"Qwen3-{size}",
+        "qwen3",
+        {
+            "hidden_size": hidden_size,
+            "intermediate_size": 3 * hidden_size,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    )
+
+
 SHAPES = {
+    "qwen3-0.6b": _qwen3("0.6B", 1024),
+    "qwen3-1.7b": _qwen3("1.7B", 2048),
     "qwen3-moe": Shape(
         "2 of the 48 layers of Qwen3-30B-A3B",
         "qwen3_moe",

@@ -95,13 +95,13 @@ def test_an_interrupted_run_keeps_what_it_measured(tmp_path):
             result.samples.append(Sample(number, "mixed", 1.0, 1, None, (1,)))
 
     results = rounds.measure(Interrupted(), registry.choose("octavo"), 9, lambda _: None)
-    assert [len(one.samples) for one in results] == [1, 1, 1], "the second round began with int8"
+    assert [len(one.samples) for one in results] == [1, 1, 1, 1], "the second round began with int8"
 
 
 def test_peers_are_chosen_by_name_and_by_its_beginning():
     assert registry.choose("") == registry.PEERS
     assert [peer.name for peer in registry.choose("vllm,octavo-int8")] == ["vllm", "octavo-int8"]
-    assert [peer.weights for peer in registry.choose("octavo")] == ["bf16", "int8", "int4"]
+    assert [peer.weights for peer in registry.choose("octavo")] == ["bf16", "int8", "int4", "int4"]
     with pytest.raises(ValueError, match=r"no peer is called 'octav'.*openvino-int4"):
         registry.choose("octav")
 
@@ -124,7 +124,7 @@ def test_a_model_is_chosen_by_its_shape_or_directory_and_peers_by_its_forms(tmp_
     assert not {"llama-cpp-int4", "openvino-int4"} & names
     with pytest.raises(ValueError, match="openvino-int4 needs a GGUF file"):
         registry.choose("openvino", forms=shape.forms)
-    with pytest.raises(ValueError, match=r"no model is called 'qwen9' \(demo, qwen3-moe"):
+    with pytest.raises(ValueError, match=r"no model is called 'qwen9' \(demo, qwen3-0.6b"):
         model_files.choose("qwen9")
     (tmp_path / "config.json").write_text('{"vocab_size": 700}')
     own = model_files.choose(str(tmp_path))
@@ -160,6 +160,7 @@ def _shrunk(shape):
     """The shape with small layers, as many as it has."""
     kept = {"num_hidden_layers", "layer_types", "mamba_n_groups", "mamba_expand"}
     kept |= {"norm_topk_prob", "position_embedding_type", "num_key_value_heads"}
+    kept |= {"tie_word_embeddings"}
     small = {"head_dim": 8, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
     small |= {"num_attention_heads": shape.settings["num_key_value_heads"] * 2}
     small |= {"hidden_size": 64, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16}
