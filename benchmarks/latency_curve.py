@@ -80,8 +80,8 @@ class Comparison:
         self._say = say
         self._running: dict[str, tuple[ServerKind, RunningServer]] = {}
 
-    def run(self) -> None:
-        """Start all servers and measure every rate."""
+    def run(self, done: Callable[[], None]) -> None:
+        """Start all servers and measure every rate; call `done` after each data set."""
         with contextlib.ExitStack() as stack:
             for kind in self._options.kinds:
                 self._start(kind, stack)
@@ -89,6 +89,7 @@ class Comparison:
                 for number, rate in enumerate(sorted(self._options.rates)):
                     for name in self._order(number):
                         self._measure(curve, name, rate)
+                done()
 
     def _start(self, kind: ServerKind, stack: contextlib.ExitStack) -> None:
         """Start a server, warm it up and stop it; or note why that cannot be."""
@@ -187,25 +188,42 @@ def main() -> None:
         print(f"{minutes:3}:{seconds:02} {text}", flush=True)
 
     comparison = Comparison(options, model, say)
+    found: list[str] = []
+
+    def write() -> None:
+        found[:] = _write(
+            comparison, options, _facts(options, date, load, time.monotonic() - start)
+        )
+
     try:
-        comparison.run()
+        comparison.run(write)
     except KeyboardInterrupt:
         say("interrupted; the tables have what was measured until now")
+        write()
+    print(*found, sep="\n")
+    if not found or any(not line.startswith("PASS") for line in found):
+        sys.exit(1)
+
+
+def _write(
+    comparison: Comparison, options: argparse.Namespace, facts: tuple[str, ...]
+) -> list[str]:
+    """Write the report and the plot of what was measured; return the verdicts."""
+    curves = [curve for curve in comparison.curves if curve.points]
     titles = {kind.name: kind.title for kind in options.kinds}
-    facts = _facts(options, date, load, time.monotonic() - start)
+    found = verdicts(curves, titles, options.reference)
     options.output.mkdir(parents=True, exist_ok=True)
     base = options.output / "latency_curve"
-    draw(comparison.curves, titles, options.reference, base.with_suffix(".svg"))
-    found = verdicts(comparison.curves, titles, options.reference)
+    if curves:
+        draw(curves, titles, options.reference, base.with_suffix(".svg"))
     page = markdown(
-        comparison.curves, titles, options.reference, comparison.skipped, facts, f"{base.name}.svg"
+        *(curves, titles, options.reference),
+        skipped=comparison.skipped,
+        facts=[*facts, "\n".join(f"- {line}" for line in found)],
+        plot=f"{base.name}.svg",
     )
-    base.with_suffix(".md").write_text(
-        page + "\n" + "\n".join(f"- {line}" for line in found) + "\n"
-    )
-    print(page, *found, f"written to {base}.*", sep="\n")
-    if any(not line.startswith("PASS") for line in found):
-        sys.exit(1)
+    base.with_suffix(".md").write_text(page)
+    return found
 
 
 def _facts(

@@ -46,7 +46,7 @@ class Data:
         return f"{name}{scaled}"
 
     def requests(self, count: int, seed: int) -> list[Request]:
-        """Draw requests; a smaller `count` gives the first of them in another order of prompts."""
+        """Draw requests; the same count and seed give the same ones."""
         prompt, output = (
             Lengths(each.shape, max(each.mean * self.scale, 1), each.spread * self.scale)
             for each in DATA_SETS[self.shape]
