@@ -98,15 +98,17 @@ class Comparison:
             self._say(f"{kind.title}: starting")
             self._options.folder.mkdir(parents=True, exist_ok=True)
             log = self._options.folder / f"{kind.name}-server.log"
-            server = stack.enter_context(
-                RunningServer(kind, python, self._model, threads=self._options.threads, log=log)
-            )
-            server.wait_ready()
-            for curve in self.curves:
-                requests = curve.data.requests(WARM_UP, WARM_UP_SEED)
-                _check(asyncio.run(send(server.url, requests, [0.0] * WARM_UP)), requests)
-            time.sleep(SETTLE_SECONDS)
-            server.pause()
+            with contextlib.ExitStack() as own:  # ends a server that is skipped
+                server = own.enter_context(
+                    RunningServer(kind, python, self._model, threads=self._options.threads, log=log)
+                )
+                server.wait_ready()
+                for curve in self.curves:
+                    requests = curve.data.requests(WARM_UP, WARM_UP_SEED)
+                    _check(asyncio.run(send(server, requests, [0.0] * WARM_UP)), requests)
+                time.sleep(SETTLE_SECONDS)
+                server.pause()
+                stack.push(own.pop_all())
         except (ServerError, InstallError) as error:
             self._say(f"{kind.title}: skipped: {error}")
             self.skipped[kind.title] = str(error)
@@ -130,7 +132,7 @@ class Comparison:
         times = arrival_times(Open(rate), count, options.seed).tolist()
         server.resume()
         cpu, began = time.process_time(), time.perf_counter()
-        records = asyncio.run(send(server.url, requests, times))
+        records = asyncio.run(send(server, requests, times))
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         server.pause()
         try:
@@ -146,11 +148,12 @@ class Comparison:
         )
 
 
-async def send(url: str, requests: Sequence[Request], times: Sequence[float]) -> list[Record]:
+async def send(
+    server: RunningServer, requests: Sequence[Request], times: Sequence[float]
+) -> list[Record]:
     """Send each request at its time in seconds; return what became of each, in their order."""
-    async with openai_endpoint.connect(url, None) as endpoint:
-        model = await endpoint.find_model(None)
-        load = Load(endpoint, model.name, salt=secrets.token_hex(8), timeout=TIMEOUT_SECONDS)
+    async with openai_endpoint.connect(server.url, None) as endpoint:
+        load = Load(endpoint, server.model, salt=secrets.token_hex(8), timeout=TIMEOUT_SECONDS)
         await load.send_open(requests, times)
     return sorted(load.records, key=lambda record: record.index)
 

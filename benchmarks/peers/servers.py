@@ -166,6 +166,7 @@ class RunningServer:
 
     Attributes:
         url: where its API is.
+        model: name of its first model, once it is ready.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class RunningServer:
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self._title = kind.title
+        self.model = ""
         self._log = log
         values = {"python": python, "bin": python.parent, "model": model, "port": port}
         values["other_port"] = free_port()
@@ -203,7 +204,8 @@ class RunningServer:
                     raise ServerError(f"it ended with code {code}: ...{self._last_words()}")
                 with contextlib.suppress(httpx2.HTTPError, ValueError):
                     response = client.get(f"{self.url}/v1/models")
-                    if response.is_success and response.json().get("data"):
+                    if response.is_success and (models := response.json().get("data")):
+                        self.model = models[0]["id"]
                         return
                 time.sleep(0.2)
         raise ServerError(f"not ready within {START_SECONDS:.0f} s: ...{self._last_words()}")
