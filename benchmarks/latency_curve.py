@@ -81,15 +81,18 @@ class Comparison:
         self._running: dict[str, tuple[ServerKind, RunningServer]] = {}
 
     def run(self, done: Callable[[], None]) -> None:
-        """Start all servers and measure every rate; call `done` after each data set."""
+        """Start all servers and measure every rate; call `done` when that ends, however it does.
+
+        `done` is called before the servers are ended, which takes a while.
+        """
         with contextlib.ExitStack() as stack:
             for kind in self._options.kinds:
                 self._start(kind, stack)
+            stack.callback(done)
             for curve in self.curves:
                 for number, rate in enumerate(sorted(self._options.rates)):
                     for name in self._order(number):
                         self._measure(curve, name, rate)
-                done()
 
     def _start(self, kind: ServerKind, stack: contextlib.ExitStack) -> None:
         """Start a server, warm it up and stop it; or note why that cannot be."""
@@ -179,7 +182,7 @@ def _check(
 def main() -> None:
     """Parse the arguments, measure, and write the report and the plot."""
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as ctrl-C: report, end the servers
     load, start, date = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
     try:
         model = options.model.provide(DIRECTORY, options.folder)
@@ -201,8 +204,7 @@ def main() -> None:
     try:
         comparison.run(write)
     except KeyboardInterrupt:
-        say("interrupted; the tables have what was measured until now")
-        write()
+        say("interrupted; the report has what was measured until now")
     print(*found, sep="\n")
     if not found or any(not line.startswith("PASS") for line in found):
         sys.exit(1)
