@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli.bench.settings import (
-    SHAREGPT,
+    DATA_SETS,
     Dataset,
     Lengths,
     Open,
@@ -18,10 +18,10 @@ from octavo.cli.bench.settings import (
     Workload,
     choose_lengths,
 )
-from octavo.cli.bench.workload import arrival_times, draw_lengths, make_requests
-from octavo.client import Message, Model
+from octavo.cli.bench.workload import ServedModel, arrival_times, draw_lengths, make_requests
+from octavo.client import Message
 
-MODEL = Model("m", 2048, 49152, 1, 16, 100, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+MODEL = ServedModel("m", 2048, 49152)
 
 shapes = st.sampled_from([Shape.FIXED, Shape.NORMAL, Shape.LOGNORMAL])
 lengths = st.builds(Lengths, shapes, st.floats(1, 4000), st.floats(0, 4000))
@@ -72,11 +72,13 @@ def test_what_the_model_does_not_take_is_refused():
     assert synthetic(Shape.FIXED, (2000, 0), (48, 0))
 
 
-def test_sharegpt_is_a_preset_that_flags_change():
-    assert choose_lengths(Shape.SHAREGPT, (None, None), (None, None)) == SHAREGPT
-    prompt, output = choose_lengths(Shape.SHAREGPT, (50, None), (None, 7))
-    assert (prompt.mean, prompt.spread) == (50, SHAREGPT[0].spread)
-    assert (output.mean, output.spread) == (SHAREGPT[1].mean, 7)
+@pytest.mark.parametrize("shape", [Shape.SHAREGPT, Shape.ALPACA])
+def test_data_sets_are_presets_that_flags_change(shape):
+    preset = DATA_SETS[shape]
+    assert choose_lengths(shape, (None, None), (None, None)) == preset
+    prompt, output = choose_lengths(shape, (50, None), (None, 7))
+    assert (prompt.mean, prompt.spread) == (50, preset[0].spread)
+    assert (output.mean, output.spread) == (preset[1].mean, 7)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])

@@ -20,6 +20,17 @@ Serve = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Start a server with this model and measure it."),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Measure a server with OpenAI's API over HTTP, such as vLLM or Octavo's --http-port: "
+        "http://HOST:PORT, with the API's path if that is not /v1. --api-key is sent to it. "
+        "Default: Octavo over gRPC, at --address.",
+        rich_help_panel="Connection",
+        show_default=False,
+    ),
+]
 Requests = Annotated[
     int | None,
     typer.Option(
@@ -33,8 +44,8 @@ Requests = Annotated[
 LengthsShape = Annotated[
     Shape | None,
     typer.Option(
-        help="Distribution of prompt and output lengths. Default: fixed. sharegpt: log-normal, "
-        "with ShareGPT's means from the PagedAttention paper.",
+        help="Distribution of prompt and output lengths. Default: fixed. sharegpt, alpaca: "
+        "log-normal, with the data set's means from the PagedAttention paper.",
     ),
 ]
 PromptTokens = Annotated[

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import typer
 
@@ -20,6 +21,7 @@ class Shape(StrEnum):
     NORMAL = "normal"
     LOGNORMAL = "lognormal"
     SHAREGPT = "sharegpt"
+    ALPACA = "alpaca"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +39,13 @@ class Lengths:
     spread: float
 
 
-# ShareGPT's means from the PagedAttention paper (section 6.1). The paper gives no
+# The data sets' means from the PagedAttention paper (section 6.1). The paper gives no
 # standard deviations; these are assumed.
-SHAREGPT = (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440))
+DATA_SETS = {
+    Shape.SHAREGPT: (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440)),
+    Shape.ALPACA: (Lengths(Shape.LOGNORMAL, 19, 8), Lengths(Shape.LOGNORMAL, 58, 64)),
+}
+"""Prompt and output lengths of the shapes that are named for a data set."""
 
 
 def choose_lengths(
@@ -53,12 +59,13 @@ def choose_lengths(
         typer.BadParameter: a fixed length was given a spread.
     """
     chosen = []
+    presets = DATA_SETS.get(shape, (None, None))
     for name, preset, (mean, spread) in zip(
-        ("prompt", "output"), SHAREGPT, (prompt, output), strict=True
+        ("prompt", "output"), presets, (prompt, output), strict=True
     ):
         if shape is Shape.FIXED and spread:
             raise typer.BadParameter(f"--{name}-spread needs --lengths normal or lognormal")
-        if shape is Shape.SHAREGPT:
+        if preset is not None:
             mean = preset.mean if mean is None else mean  # noqa: PLW2901
             spread = preset.spread if spread is None else spread  # noqa: PLW2901
             chosen.append(Lengths(Shape.LOGNORMAL, mean, spread))
@@ -139,12 +146,13 @@ class Target:
     """The server and model to measure.
 
     Attributes:
-        address: of a running router; unused if `serve` is set.
+        address: of a running router; unused if `serve` or `url` is set.
         model: the model's name; None: the first one served.
         serve: model of the server to start; None: use `address`.
         server_flags: flags of that server.
         timeout: deadline per request in seconds.
         warmup: requests sent before each run, not measured.
+        url: of a running server with OpenAI's API; None: use gRPC.
     """
 
     address: str
@@ -153,6 +161,22 @@ class Target:
     server_flags: tuple[str, ...] = ()
     timeout: float | None = None
     warmup: int = 1
+    url: str | None = None
+
+
+def openai_base_url(url: str) -> str:
+    """Return the URL before `/completions`: "http://host:8000" becomes "http://host:8000/v1".
+
+    Raises:
+        ValueError: it is no http or https URL of a host.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} must be http://HOST:PORT or https://HOST:PORT")
+    _ = parts.port  # raises ValueError if it is none
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{url!r} must have no user, query or fragment; set the key by --api-key")
+    return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
 
 
 @dataclass(frozen=True, slots=True)
