@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.fixture import EOS, engine, make_model, router, serving
+from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.workload import Request
 from octavo.router.balancing import POLICIES
@@ -60,7 +61,7 @@ async def measure(model: str, policy: str, engines: int, prompts: list[list[int]
     nodes = [engine(model, num_blocks=blocks, max_model_len=256) for _ in range(engines)]
     front = router([node.address for node in nodes], balancing=policy)
     async with serving(nodes, front) as client:
-        load = Load(client, "", salt="")
+        load = Load(GrpcEndpoint(client), "", salt="")
         asked = [Request(prompt, OUTPUT_TOKENS, ignore_eos=True) for prompt in prompts]
         await load.send_closed(asked, AT_ONCE)
         cached = sum(record.cached_tokens for record in load.records)

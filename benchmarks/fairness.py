@@ -25,6 +25,7 @@ from benchmarks.fixture import make_model, router, serving, write_tenants
 from benchmarks.paced_engine import paced_engine
 from benchmarks.report import percentiles, verdict
 from octavo import AsyncClient
+from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import OK, Record
 from octavo.cli.bench.workload import Request
@@ -87,7 +88,7 @@ def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
 
     async def run() -> Served:
         async with AsyncClient(address, api_key=key) as client:
-            load = Load(client, "", salt="")
+            load = Load(GrpcEndpoint(client), "", salt="")
             # Those of a flood would still wait for a long time.
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -127,7 +128,7 @@ async def contended(seconds: float, weights: dict[str, float]) -> dict[str, int]
     Prompt tokens count once and output tokens twice, as in the router.
     """
     async with service(weights) as clients:
-        loads = {name: Load(client, "", salt="") for name, client in clients.items()}
+        loads = {name: Load(GrpcEndpoint(client), "", salt="") for name, client in clients.items()}
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for load, (prompt, output) in zip(loads.values(), SIZES, strict=True):

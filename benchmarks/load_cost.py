@@ -15,6 +15,7 @@ from statistics import median
 
 from benchmarks.report import table
 from octavo import AsyncClient
+from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import Record
 from octavo.cli.bench.workload import Request
@@ -39,7 +40,7 @@ async def measure(address: str) -> tuple[dict[int, float], dict[int, float]]:
 
         async def send(count: int, prompt: int, output: int, at_once: int) -> list[Record]:
             prompts = (random.choices(VOCABULARY, k=prompt) for _ in range(count))
-            load = Load(client, "", salt="")
+            load = Load(GrpcEndpoint(client), "", salt="")
             await load.send_closed([Request(p, output, ignore_eos=True) for p in prompts], at_once)
             return load.records
 

@@ -24,6 +24,7 @@ from benchmarks.fuzz.http2 import PREFACE, Wire
 from benchmarks.paced_engine import paced_engine
 from benchmarks.report import percentiles, table
 from octavo import AsyncClient
+from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.workload import Request
 from octavo.v1 import generation_pb2
@@ -102,7 +103,7 @@ async def measure(front: Node, company: str, *, others: int, tokens: int) -> Out
     before = most = front.rss()
     beside = asyncio.create_task(COMPANY[company](front, others))
     async with AsyncClient(front.address) as client:
-        load = Load(client, "", salt="")
+        load = Load(GrpcEndpoint(client), "", salt="")
         request = Request("hello", tokens, ignore_eos=True)
         reading = asyncio.create_task(load.send_closed([request], 1))
         while not reading.done():

@@ -7,7 +7,7 @@ import typer
 from octavo.cli.output import err
 
 MODULES = {
-    "bench": ("numpy", "uvloop"),
+    "bench": ("httpx2", "numpy", "uvloop"),
     "engine": ("accelerate", "gguf", "grpc_reflection", "torch", "transformers", "uvloop"),
     "router": ("grpc_reflection", "jinja2", "starlette", "transformers", "uvicorn", "uvloop"),
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cli.bench.load import OPTIONS
+from octavo.cli.bench.grpc_endpoint import OPTIONS
 from octavo.cli.generation import FLAGS
 from octavo.client.requests import generate_request
 from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams

@@ -72,6 +72,20 @@ def test_serve(bench, tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_openai_api(served):
+    """The HTTP port is measured as the gRPC port is."""
+    flags = ("--rate", "20", "-r", "5", *SMALL, "--json", "-")
+    result = CliRunner().invoke(app, ["bench", "serve", "--url", served.http, *flags])
+    assert result.exit_code == 0, result.stderr
+    (run,) = from_json(result.stdout).runs
+    figures = run.figures
+    assert (figures.requests, figures.input_tokens, figures.output_tokens) == (5, 120, 30)
+    assert figures.cached_tokens == 0  # not even the warm-up's
+    assert 0 < figures.ttft.p50 < figures.e2e.p50
+    assert figures.normalized.mean == pytest.approx(figures.e2e.mean / 6)
+    assert all(1 <= len(record.message_times) <= 6 for record in run.records)
+
+
 @pytest.fixture
 def strict_router(tmp_path):
     """A router in which no request may wait."""

@@ -75,10 +75,19 @@ def test_by_hand():
     assert found.tpot.p99 == pytest.approx(1500 / 4)  # of the first: the second has one token
     assert found.itl.mean == pytest.approx((500 + 800) / 2)  # gaps of messages, not of tokens
     assert found.e2e.p50 == pytest.approx(2000)
+    assert found.normalized.mean == pytest.approx((2000 / 5 + 2000 / 1) / 2)
     assert found.goodput == pytest.approx(1 / 4)
     assert found.lag.mean == pytest.approx(100 / 3)
     assert found.client_cpu_share == pytest.approx(0.15)
     assert found.client_cpu_us_per_token == pytest.approx(1e5)
+
+
+def test_tokens_that_the_server_only_counts_at_the_end():
+    done = Record(0, 0.0, 0.0, 4.0, (1.0, 2.0, 4.0), (), 10, 0, 6)
+    found = compute_figures([done], seconds=4.0, cpu_seconds=0.6)
+    assert found.tokens_per_message == 6 / 3
+    assert found.client_cpu_us_per_token == pytest.approx(1e5)
+    assert found.tpot.mean == pytest.approx(3000 / 5)
 
 
 def test_of_nothing():
@@ -95,6 +104,8 @@ def test_the_parts_of_a_request_make_the_whole(record):
     span = record.message_times[-1] - record.message_times[0] if record.message_times else 0
     assert record.itl.sum() == pytest.approx(span, abs=1e-9)
     assert 0 <= record.ttft <= record.e2e
+    if record.normalized is not None:
+        assert record.normalized * record.output_tokens == pytest.approx(record.e2e)
 
 
 @given(some_records, st.floats(0, 1e5), st.floats(0, 1e5))

@@ -18,10 +18,10 @@ from octavo.cli.bench.settings import (
     Workload,
     choose_lengths,
 )
-from octavo.cli.bench.workload import arrival_times, draw_lengths, make_requests
-from octavo.client import Message, Model
+from octavo.cli.bench.workload import ServedModel, arrival_times, draw_lengths, make_requests
+from octavo.client import Message
 
-MODEL = Model("m", 2048, 49152, 1, 16, 100, 100, 0, 0, 0, 0, 0, 0, 0, 0)
+MODEL = ServedModel("m", 2048, 49152)
 
 shapes = st.sampled_from([Shape.FIXED, Shape.NORMAL, Shape.LOGNORMAL])
 lengths = st.builds(Lengths, shapes, st.floats(1, 4000), st.floats(0, 4000))

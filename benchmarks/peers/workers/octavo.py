@@ -11,12 +11,13 @@ from collections.abc import Sequence
 import typer
 
 from octavo import AsyncClient, Delta
-from octavo.cli.bench.load import OPTIONS
 from octavo.cli.local_server import local_server
+from octavo.common.sampling_parameters import NEUTRAL, GenerateOptions
 
 from .protocol import Outcome, Request, Runner, Setup, serve
 
 BOXES = re.compile(r"[│╭╮╰╯─\s]+")
+GREEDY: GenerateOptions = {**NEUTRAL, "temperature": 0}
 HOURS = "36000"
 """Longer than any run: a server that was stopped must not take its silence for death."""
 AWAKE_SECONDS = 30.0
@@ -70,7 +71,7 @@ async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tupl
         ignore_eos=True,
         token_ids=True,
         final_only=whole,
-        **OPTIONS,
+        **GREEDY,
     )
     async for event in stream.events():
         if isinstance(event, Delta):

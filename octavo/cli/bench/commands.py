@@ -25,6 +25,7 @@ from octavo.cli.bench.flags import (
     ServerFlags,
     Slo,
     Timeout,
+    Url,
     Warmup,
 )
 from octavo.cli.bench.settings import (
@@ -40,6 +41,7 @@ from octavo.cli.bench.settings import (
     Target,
     Workload,
     choose_lengths,
+    openai_base_url,
     parse_objectives,
 )
 from octavo.cli.bench.several_values import SeveralValues
@@ -62,11 +64,16 @@ of at least two tokens.
 requests together. A message with several tokens (the router joins tokens that a slow client has \
 not read) ends one gap; the table shows tokens per message if they exceed one.
 
+[bold]normalized[/] latency: e2e / output tokens, one value per request; its mean is what the \
+PagedAttention paper plots.
+
 [bold]goodput[/]: requests per second that met every --slo. A one-token request meets any tpot.
 
 Rates are over the time from the first request's sending to the last one's end; percentiles \
-interpolate linearly. Failed requests are counted by gRPC status. The exit code is 1 if any \
-failed other than by RESOURCE_EXHAUSTED or DEADLINE_EXCEEDED, or if none succeeded.
+interpolate linearly. Failed requests are counted by gRPC status or, with --url, by HTTP status, \
+CONNECTION_FAILED, STREAM_BROKEN, STREAM_ERROR (an error within the stream) or NO_USAGE (the \
+server counted no tokens). The exit code is 1 if any failed other than by RESOURCE_EXHAUSTED, \
+DEADLINE_EXCEEDED or 429 TOO_MANY_REQUESTS, or if none succeeded.
 """
 
 bench = typer.Typer(
@@ -83,6 +90,7 @@ bench = typer.Typer(
 def throughput(
     server: Server,
     server_flags: ServerFlags = None,
+    url: Url = None,
     model: ModelName = None,
     serve: Serve = None,
     concurrency: Annotated[
@@ -126,7 +134,7 @@ def throughput(
         ),
         [Closed(limit) for limit in concurrency] if concurrency else [Closed(None)],
         server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
@@ -138,6 +146,7 @@ def throughput(
 def latency(
     server: Server,
     server_flags: ServerFlags = None,
+    url: Url = None,
     model: ModelName = None,
     serve: Serve = None,
     requests: Annotated[
@@ -161,7 +170,7 @@ def latency(
         Workload(Synthetic(prompt, output), requests, seed, ignore_eos=True),
         [Closed(1)],
         server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
@@ -181,6 +190,7 @@ def serve(
         ),
     ],
     server_flags: ServerFlags = None,
+    url: Url = None,
     burstiness: Annotated[
         float,
         typer.Option(
@@ -224,7 +234,7 @@ def serve(
         ),
         [Open(each, burstiness) for each in rate],
         server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup),
+        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
         parse_objectives(slo or ()),
         Outputs(json, plot),
     )
@@ -276,8 +286,11 @@ def _measure(
     """Check the flags and the installed extras, then measure.
 
     Raises:
-        typer.BadParameter: server flags without --serve, or an output that cannot be written.
+        typer.BadParameter: server flags without --serve, --url with what is for gRPC, or an output
+            that cannot be written.
     """
+    if target.url is not None:
+        _check_url(target.url, server, target)
     if target.server_flags and target.serve is None:
         extra = " ".join(target.server_flags)
         raise typer.BadParameter(f"{extra}: a server's flags need --serve")
@@ -288,3 +301,22 @@ def _measure(
     from octavo.cli.bench import session  # noqa: PLC0415 - needs numpy
 
     session.measure(command, workload, plans, server, target, objectives, outputs)
+
+
+def _check_url(url: str, server: Server, target: Target) -> None:
+    """Refuse a malformed URL, and options that mean nothing beside one.
+
+    Raises:
+        typer.BadParameter: the URL is none, or another option excludes it.
+    """
+    try:
+        openai_base_url(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"--url {error}") from None
+    if target.serve is not None:
+        raise typer.BadParameter("--url and --serve exclude each other: which server to measure?")
+    if server.tls is not None:
+        raise typer.BadParameter(
+            "--tls, --ca, --client-cert, --client-key and --tls-name are for gRPC; --url uses TLS "
+            "if it begins with https://"
+        )

@@ -20,6 +20,17 @@ Serve = Annotated[
     str | None,
     typer.Option(metavar="MODEL", help="Start a server with this model and measure it."),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Measure a server with OpenAI's API over HTTP, such as vLLM or Octavo's --http-port: "
+        "http://HOST:PORT, with the API's path if that is not /v1. --api-key is sent to it. "
+        "Default: Octavo over gRPC, at --address.",
+        rich_help_panel="Connection",
+        show_default=False,
+    ),
+]
 Requests = Annotated[
     int | None,
     typer.Option(

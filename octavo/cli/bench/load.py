@@ -8,20 +8,17 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from octavo.cli.bench.endpoint import Endpoint, Piece, RequestError
 from octavo.cli.bench.metrics import OK, Record
 from octavo.cli.bench.workload import Request
-from octavo.client import AsyncClient, Delta, Error, Finished, GenerateOptions, Usage
-from octavo.common.sampling_parameters import NEUTRAL
-
-OPTIONS: GenerateOptions = {**NEUTRAL, "temperature": 0}
-"""Greedy, and whatever a model's own defaults are: results of models can be compared."""
+from octavo.client import Usage
 
 
 class Load:
     """Send requests in a closed or an open loop.
 
     Args:
-        client: connected to the router.
+        endpoint: the server.
         model: the model's name.
         salt: prefix-cache salt, so that runs share no cached blocks.
         timeout: deadline per request in seconds.
@@ -34,7 +31,7 @@ class Load:
 
     def __init__(
         self,
-        client: AsyncClient,
+        endpoint: Endpoint,
         model: str,
         *,
         salt: str,
@@ -43,7 +40,7 @@ class Load:
     ) -> None:
         self.records: list[Record] = []
         self.sent = 0
-        self._client = client
+        self._endpoint = endpoint
         self._model = model
         self._salt = salt
         self._timeout = timeout
@@ -74,16 +71,6 @@ class Load:
                 await asyncio.sleep(due - self.seconds)
                 group.create_task(self._send(index, request, due))
 
-    def _options(self, request: Request) -> GenerateOptions:
-        return {
-            **OPTIONS,
-            "model": self._model,
-            "cache_salt": self._salt,
-            "max_tokens": request.max_tokens,
-            "ignore_eos": request.ignore_eos,
-            "token_ids": True,
-        }
-
     async def _send(self, index: int, request: Request, due: float) -> None:
         """Send one request and record its stream."""
         times, tokens, usages = list[float](), list[int](), list[Usage]()
@@ -91,17 +78,17 @@ class Load:
         self.sent += 1
         sent = self.seconds
         try:
-            stream = self._client.generate(
-                request.prompt, timeout=self._timeout, **self._options(request)
-            )
-            async for event in stream.events():
-                if isinstance(event, Delta) and event.token_ids:
+            async for event in self._endpoint.stream(
+                request, model=self._model, salt=self._salt, timeout=self._timeout
+            ):
+                if isinstance(event, Piece):
                     times.append(round(self.seconds, 6))
-                    tokens.append(len(event.token_ids))
-                elif isinstance(event, Finished):
-                    usages.append(event.usage)
-        except Error as error:
-            code, message = error.code.name, error.message
+                    if event.tokens is not None:
+                        tokens.append(event.tokens)
+                else:
+                    usages.append(event)
+        except RequestError as error:
+            code, message = error.code, error.message
         ended = self.seconds
         record = Record(
             index=index,

@@ -27,11 +27,11 @@ class Record:
         sent: actual sending time.
         ended: end of the stream.
         message_times: arrival of each message with tokens.
-        message_tokens: number of tokens in each of these messages.
+        message_tokens: number of tokens in each of these messages; empty if unknown.
         prompt_tokens: counted by the server, as are the next two.
         cached_tokens: prompt tokens found in the prefix cache.
         output_tokens: tokens of all outputs.
-        code: name of the gRPC status.
+        code: name of the gRPC status, or of the failure over HTTP; see `openai_endpoint`.
         error: the server's message; empty for success.
     """
 
@@ -65,6 +65,16 @@ class Record:
         return (self.e2e - self.ttft) / (self.output_tokens - 1)
 
     @property
+    def normalized(self) -> float | None:
+        """Seconds per output token, the wait for the first included; None without tokens."""
+        return self.e2e / self.output_tokens if self.output_tokens else None
+
+    @property
+    def read_tokens(self) -> int:
+        """Tokens that were read, also of a request that failed if the server says how many."""
+        return sum(self.message_tokens) or self.output_tokens
+
+    @property
     def itl(self) -> npt.NDArray[np.float64]:
         """Seconds between messages, [messages - 1]."""
         return np.diff(np.asarray(self.message_times))
@@ -96,12 +106,13 @@ class Figures:
         seconds: from the first sending to the last end.
         requests: successful requests; all fields but `errors` are about them.
         unfinished: requests interrupted by ctrl-C.
-        errors: failed requests by gRPC status.
+        errors: failed requests by code.
         tokens_per_message: mean; above 1 if the router joined tokens.
         goodput: requests per second within the objectives; None without any.
         lag: delay of sending after the due time.
         client_cpu_share: share of one core used by the load generator.
         client_cpu_us_per_token: its CPU time per token read, in microseconds.
+        normalized: latency per output token; its mean is what the PagedAttention paper plots.
     """
 
     seconds: float
@@ -123,6 +134,7 @@ class Figures:
     lag: Distribution | None
     client_cpu_share: float
     client_cpu_us_per_token: float | None
+    normalized: Distribution | None = None
 
 
 def compute_figures(
@@ -146,7 +158,7 @@ def compute_figures(
     per_second = 1 / seconds if seconds else 0.0
     inputs = sum(record.prompt_tokens for record in done)
     outputs = sum(record.output_tokens for record in done)
-    read = sum(sum(record.message_tokens) for record in records)
+    read = sum(record.read_tokens for record in records)
     messages = sum(len(record.message_times) for record in done)
     good = None if objectives is None else sum(record.meets(objectives) for record in done)
     return Figures(
@@ -160,9 +172,7 @@ def compute_figures(
         requests_per_s=len(done) * per_second,
         input_tokens_per_s=inputs * per_second,
         output_tokens_per_s=outputs * per_second,
-        tokens_per_message=sum(sum(r.message_tokens) for r in done) / messages
-        if messages
-        else None,
+        tokens_per_message=sum(r.read_tokens for r in done) / messages if messages else None,
         goodput=None if good is None else good * per_second,
         ttft=distribution([record.ttft for record in done]),
         tpot=distribution([tpot for record in done if (tpot := record.tpot) is not None]),
@@ -171,6 +181,9 @@ def compute_figures(
         lag=distribution([record.sent - record.due for record in records]),
         client_cpu_share=cpu_seconds * per_second,
         client_cpu_us_per_token=cpu_seconds / read * 1e6 if read else None,
+        normalized=distribution(
+            [each for record in done if (each := record.normalized) is not None]
+        ),
     )
 
 

@@ -16,7 +16,8 @@ import typer
 import uvloop
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from octavo.cli.bench import tables
+from octavo.cli.bench import grpc_endpoint, tables
+from octavo.cli.bench.endpoint import Connection, Endpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import Record, compute_figures
 from octavo.cli.bench.report import Report, Run, to_json
@@ -33,10 +34,7 @@ from octavo.cli.bench.workload import Request, arrival_times, make_requests
 from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
 from octavo.cli.output import err, fail, failures, out
-from octavo.client import AsyncClient, Model, NotFoundError, UnavailableError
 from octavo.common.stopping import INTERRUPTED
-
-LOOKUP_SECONDS = 5.0
 
 FILE_WIDTH = 120
 """Table width in columns when stdout is no terminal."""
@@ -44,8 +42,9 @@ FILE_WIDTH = 120
 EXPECTED_ERRORS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED.name,
     grpc.StatusCode.DEADLINE_EXCEEDED.name,
+    "429 TOO_MANY_REQUESTS",
 }
-"""gRPC statuses that an overloaded server may return."""
+"""Codes of failures that an overloaded server may return."""
 
 
 def measure(
@@ -75,7 +74,7 @@ def measure(
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with _running(server, target) as found, failures(found.address):
-        session = _Session(found, workload, plans, target, objectives)
+        session = _Session(_connect(found, target), workload, plans, target, objectives)
         interrupted = False
         try:
             uvloop.run(session.run())
@@ -113,12 +112,21 @@ def _running(server: Server, target: Target) -> Iterator[Server]:
             yield replace(server, address=address)
 
 
+def _connect(server: Server, target: Target) -> Connection:
+    """Return the connection to a server, over gRPC or, if the target has a URL, over HTTP."""
+    if target.url is None:
+        return grpc_endpoint.connect(server)
+    from octavo.cli.bench import openai_endpoint  # noqa: PLC0415 - not needed for gRPC
+
+    return openai_endpoint.connect(target.url, server.api_key)
+
+
 class _Session:
     """The runs of one invocation; `runs` keeps results after an interrupt."""
 
     def __init__(
         self,
-        server: Server,
+        connection: Connection,
         workload: Workload,
         plans: Sequence[Plan],
         target: Target,
@@ -126,7 +134,7 @@ class _Session:
     ) -> None:
         self.runs: list[Run] = []
         self.model_name = ""
-        self._server = server
+        self._connection = connection
         self._workload = workload
         self._plans = plans
         self._target = target
@@ -134,51 +142,23 @@ class _Session:
 
     async def run(self) -> None:
         """Run all plans."""
-        async with self._server.async_client() as client:
-            model = await self._find_model(client)
+        async with self._connection as endpoint:
+            model = await endpoint.find_model(self._target.model)
             self.model_name = model.name
             requests = make_requests(self._workload, model)
             _check_concurrency(self._plans, len(requests))
             for plan in self._plans:
-                await self._warm_up(client, requests)
-                await self._carry_out(client, plan, requests)
+                await self._warm_up(endpoint, requests)
+                await self._carry_out(endpoint, plan, requests)
                 if len(self._plans) > 1:
                     err.print(tables.line(self.runs[-1]), soft_wrap=True)
 
-    async def _find_model(self, client: AsyncClient) -> Model:
-        """Return the model to measure: the named one, else the first.
-
-        Raises:
-            typer.Exit: no server answers.
-            NotFoundError: the model is not served.
-        """
-        try:
-            models = await client.list_models(timeout=LOOKUP_SECONDS)
-        except UnavailableError as error:
-            if "failed to connect" not in error.message:
-                raise
-            raise fail(
-                f"nothing answers at {self._server.address}: start a server with `octavo serve`, "
-                "name one with --address, or let bench start one with --serve demo"
-            ) from None
-        name = self._target.model
-        for model in models:
-            if name in (None, model.name):
-                return model
-        served = ", ".join(model.name for model in models) or "none"
-        raise NotFoundError(
-            grpc.StatusCode.NOT_FOUND,
-            f"no model {name!r}; served: {served}" if name else "no model is served yet",
-        )
-
-    async def _warm_up(self, client: AsyncClient, requests: Sequence[Request]) -> None:
+    async def _warm_up(self, endpoint: Endpoint, requests: Sequence[Request]) -> None:
         """Send the first requests one by one, without measuring them."""
-        load = self._load(client)
+        load = self._load(endpoint)
         await load.send_closed(requests[: self._target.warmup], 1)
 
-    async def _carry_out(
-        self, client: AsyncClient, plan: Plan, requests: Sequence[Request]
-    ) -> None:
+    async def _carry_out(self, endpoint: Endpoint, plan: Plan, requests: Sequence[Request]) -> None:
         """Run a plan and add its results, also after an interrupt."""
         columns = (
             TextColumn("{task.description}"),
@@ -204,7 +184,7 @@ class _Session:
                 progress.update(bar, advance=1, rate=rate)
 
             cpu = time.process_time()
-            load = self._load(client, advance)
+            load = self._load(endpoint, advance)
             try:
                 match plan:
                     case Open():
@@ -216,9 +196,9 @@ class _Session:
                 cpu = time.process_time() - cpu
                 self.runs.append(self._sum_up(plan, load, cpu))
 
-    def _load(self, client: AsyncClient, on_end: Callable[[Record], None] = lambda _: None) -> Load:
+    def _load(self, endpoint: Endpoint, on_end: Callable[[Record], None] = lambda _: None) -> Load:
         return Load(
-            client,
+            endpoint,
             self.model_name,
             salt=secrets.token_hex(8),
             timeout=self._target.timeout,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import typer
 
@@ -139,12 +140,13 @@ class Target:
     """The server and model to measure.
 
     Attributes:
-        address: of a running router; unused if `serve` is set.
+        address: of a running router; unused if `serve` or `url` is set.
         model: the model's name; None: the first one served.
         serve: model of the server to start; None: use `address`.
         server_flags: flags of that server.
         timeout: deadline per request in seconds.
         warmup: requests sent before each run, not measured.
+        url: of a running server with OpenAI's API; None: use gRPC.
     """
 
     address: str
@@ -153,6 +155,22 @@ class Target:
     server_flags: tuple[str, ...] = ()
     timeout: float | None = None
     warmup: int = 1
+    url: str | None = None
+
+
+def openai_base_url(url: str) -> str:
+    """Return the URL before `/completions`: "http://host:8000" becomes "http://host:8000/v1".
+
+    Raises:
+        ValueError: it is no http or https URL of a host.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ValueError(f"{url!r} must be http://HOST:PORT or https://HOST:PORT")
+    _ = parts.port  # raises ValueError if it is none
+    if parts.query or parts.fragment or parts.username is not None:
+        raise ValueError(f"{url!r} must have no user, query or fragment; set the key by --api-key")
+    return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,9 @@ from octavo.cli.bench.settings import Closed, Open, Plan
 CPU_SHARE_TO_TELL = 0.2
 """Share of a core above which the load generator may slow a server on this machine."""
 
+LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized")
+ACRONYMS = {"ttft", "tpot", "itl"}
+
 LAG_TO_TELL = 20.0
 """Milliseconds of p99 sending delay above which a note is printed."""
 
@@ -101,9 +104,9 @@ def _rates(run: Run) -> Table:
 
 def _latencies(figures: Figures) -> Table:
     table = _table("milliseconds", "mean", "p50", "p90", "p99")
-    for name in ("ttft", "tpot", "itl", "e2e"):
+    for name in LATENCIES:
         times: Distribution | None = getattr(figures, name)
-        shown = name if name == "e2e" else name.upper()
+        shown = name.upper() if name in ACRONYMS else name
         if times is not None:
             table.add_row(shown, *map(_ms, (times.mean, times.p50, times.p90, times.p99)))
     return table
@@ -115,7 +118,14 @@ def _sweep(report: Report) -> Table:
     goodput = any(run.figures.goodput is not None for run in runs)
     failed = any(run.figures.errors for run in runs)
     names = ["requests\nper s", *(["goodput\nper s"] if goodput else [])]
-    names += ["tokens/s\nin", "\nout", "TTFT ms\np50/p99", "TPOT ms\np50/p99", "e2e s\np50/p99"]
+    names += [
+        "tokens/s\nin",
+        "\nout",
+        "TTFT ms\np50/p99",
+        "TPOT ms\np50/p99",
+        "normalized\nmean ms",
+        "e2e s\np50/p99",
+    ]
     table = _table(variable, *names, *(["failed"] if failed else []))
     for run in runs:
         figures = run.figures
@@ -125,6 +135,7 @@ def _sweep(report: Report) -> Table:
         cells += [f"{figures.input_tokens_per_s:,.0f}", f"{figures.output_tokens_per_s:,.0f}"]
         for times in (figures.ttft, figures.tpot):
             cells.append(f"{_ms(times.p50)}/{_ms(times.p99)}" if times else "")
+        cells.append(_ms(figures.normalized.mean) if figures.normalized else "")
         e2e = figures.e2e
         cells.append(f"{e2e.p50 / 1e3:,.1f}/{e2e.p99 / 1e3:,.1f}" if e2e else "")
         table.add_row(*cells, *([str(sum(figures.errors.values()))] if failed else []))

@@ -20,7 +20,7 @@ from octavo.cli.bench.settings import (
     Synthetic,
     Workload,
 )
-from octavo.client import Message, Model, Prompt
+from octavo.client import Message, Prompt
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -41,7 +41,21 @@ class Request:
     ignore_eos: bool
 
 
-def make_requests(workload: Workload, model: Model) -> list[Request]:
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model as its server describes it.
+
+    Attributes:
+        max_model_len: maximum tokens of prompt and output together; None if unknown.
+        vocab_size: random prompts have token ids below it.
+    """
+
+    name: str
+    max_model_len: int | None
+    vocab_size: int
+
+
+def make_requests(workload: Workload, model: ServedModel) -> list[Request]:
     """Return the requests, which depend on workload and model only.
 
     Raises:
@@ -76,7 +90,7 @@ def arrival_times(plan: Open, count: int, seed: int) -> Floats:
     return np.concatenate([[0.0], np.cumsum(gaps)])[:count]
 
 
-def _random_requests(source: Synthetic, workload: Workload, model: Model) -> list[Request]:
+def _random_requests(source: Synthetic, workload: Workload, model: ServedModel) -> list[Request]:
     count = workload.count or DEFAULT_REQUESTS
     most = (model.max_model_len or 1 << 20) - source.prefix
     _check_fits(source, model, most)
@@ -96,7 +110,7 @@ def _random_requests(source: Synthetic, workload: Workload, model: Model) -> lis
     ]
 
 
-def _check_fits(source: Synthetic, model: Model, most: int) -> None:
+def _check_fits(source: Synthetic, model: ServedModel, most: int) -> None:
     """Refuse fixed lengths that are too long; random lengths are clipped instead."""
     needed = 2
     if source.prompt.shape is Shape.FIXED:

@@ -1,0 +1,264 @@
+"""Requests to any server with OpenAI's HTTP API: vLLM, Octavo's own HTTP port, and others."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+from typing import Any
+
+import httpx2
+
+from octavo.cli.bench.endpoint import Piece, RequestError
+from octavo.cli.bench.settings import openai_base_url
+from octavo.cli.bench.workload import FIRST_TOKEN, Request, ServedModel
+from octavo.cli.output import fail
+from octavo.client import Message, Usage
+
+CONNECT_SECONDS = 30.0
+LOOKUP_SECONDS = 5.0
+
+VOCABULARY = 30_000
+"""Random prompts have token ids below it: the API does not tell the size of a vocabulary."""
+
+OPTIONS: Mapping[str, Any] = {
+    "temperature": 0,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+"""Greedy, whatever a model's own defaults are; only parameters that OpenAI's API has."""
+
+CONNECTION_FAILED = "CONNECTION_FAILED"
+DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+NO_USAGE = "NO_USAGE"
+STREAM_BROKEN = "STREAM_BROKEN"
+STREAM_ERROR = "STREAM_ERROR"
+
+_TEXTS = ("content", "reasoning_content", "reasoning")
+"""Parts of a chat's delta that hold generated text."""
+
+
+@asynccontextmanager
+async def connect(url: str, api_key: str | None) -> AsyncIterator["OpenAIEndpoint"]:
+    """Yield the endpoint of a server's URL; close its connections at the end.
+
+    Proxies and passwords that the environment sets are not used: the former would be
+    measured, and the latter would replace the key.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    client = httpx2.AsyncClient(
+        headers=headers,
+        trust_env=False,
+        timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+    )
+    async with client:
+        yield OpenAIEndpoint(client, openai_base_url(url))
+
+
+class OpenAIEndpoint:
+    """A server with OpenAI's API. See `Endpoint`.
+
+    A prompt of tokens or text goes to `/completions`, one of messages to `/chat/completions`.
+
+    Args:
+        client: sends the requests.
+        url: what comes before these paths.
+    """
+
+    def __init__(self, client: httpx2.AsyncClient, url: str) -> None:
+        self._client = client
+        self._url = url
+
+    async def find_model(self, name: str | None) -> ServedModel:
+        """Return the named model, else the first of `/models`.
+
+        A server without `/models` is asked for the named model unseen.
+
+        Raises:
+            typer.Exit: no server answers, it refuses to list its models, or has no such model.
+        """
+        try:
+            response = await self._client.get(f"{self._url}/models", timeout=LOOKUP_SECONDS)
+        except httpx2.HTTPError as error:
+            raise fail(
+                f"nothing answers at {self._url}: {_text(error)}; start the server, or set --url"
+            ) from None
+        if response.status_code in {HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED} and name:
+            return ServedModel(name, None, VOCABULARY)
+        if not response.is_success:
+            refused = _refusal(response)
+            hint = ""
+            if response.status_code == HTTPStatus.UNAUTHORIZED:
+                hint = "; set the API key in OCTAVO_API_KEY or with --api-key"
+            elif response.status_code == HTTPStatus.NOT_FOUND:
+                hint = "; set --model, or a --url with the API's path"
+            raise fail(f"{self._url}/models: {refused.code}: {refused.message}{hint}")
+        models = _listed(response)
+        if models is None:
+            raise fail(f"{self._url}/models is no list of models as OpenAI's API has it")
+        for model in models:
+            if name in (None, model.name):
+                return model
+        served = ", ".join(model.name for model in models) or "none"
+        raise fail(f"no model {name!r}; served: {served}" if name else "no model is served yet")
+
+    async def stream(
+        self, request: Request, *, model: str, salt: str, timeout: float | None
+    ) -> AsyncIterator[Piece | Usage]:
+        """Send a request; yield each message with text, then the usage that the server counted.
+
+        Args:
+            request: the prompt, and how many tokens to generate.
+            model: name of the model.
+            salt: sets the first token of a prompt of tokens, so that prompts with different
+                salts share no prefix; a prompt of text or messages stays as it is.
+            timeout: deadline in seconds.
+
+        Raises:
+            RequestError: it failed. The code is the HTTP status and its name, or one of
+                CONNECTION_FAILED, DEADLINE_EXCEEDED, STREAM_ERROR (the server sent an error within
+                the stream), STREAM_BROKEN (the stream has no end, or is none), or NO_USAGE (the
+                server did not count tokens).
+        """
+        path, body = _body(request, model, salt)
+        try:
+            async with asyncio.timeout(timeout):
+                async for event in self._events(path, body):
+                    yield event
+        except TimeoutError:
+            raise RequestError(DEADLINE_EXCEEDED, f"no answer within {timeout:g} s") from None
+
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Piece | Usage]:
+        """Yield what comes of one request."""
+        opened, ended, usage = False, False, None
+        try:
+            async with self._client.stream("POST", f"{self._url}/{path}", json=body) as response:
+                opened = True
+                if not response.is_success:
+                    await response.aread()
+                    raise _refusal(response)
+                async for event in httpx2.EventSource(response):
+                    if event.data == "[DONE]":
+                        ended = True
+                        break
+                    chunk = _parse(event.data)
+                    if _has_text(chunk):
+                        yield Piece(None)
+                    usage = _usage(chunk) or usage
+        except httpx2.HTTPError as error:
+            code = STREAM_BROKEN if opened else CONNECTION_FAILED
+            raise RequestError(code, _text(error)) from None
+        if not ended:
+            raise RequestError(STREAM_BROKEN, "the stream ended without [DONE]")
+        if usage is None:
+            raise RequestError(
+                NO_USAGE, "the server sent no usage, so its tokens cannot be counted"
+            )
+        yield usage
+
+
+def _body(request: Request, model: str, salt: str) -> tuple[str, dict[str, Any]]:
+    """Return the path and the JSON of a request."""
+    body = {**OPTIONS, "model": model, "max_tokens": request.max_tokens}
+    if request.ignore_eos:
+        body["ignore_eos"] = True  # not of OpenAI's API; --stop-at-eos leaves it out
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return "completions", {**body, "prompt": prompt}
+    if isinstance(prompt[0], Message):
+        messages = [
+            {"role": turn.role, "content": turn.content}
+            for turn in prompt
+            if isinstance(turn, Message)
+        ]
+        return "chat/completions", {**body, "messages": messages}
+    first = FIRST_TOKEN + int(salt, 16) % (VOCABULARY - FIRST_TOKEN)
+    return "completions", {**body, "prompt": [first, *prompt[1:]]}
+
+
+def _parse(data: str) -> dict[str, Any]:
+    """Return the object of an event.
+
+    Raises:
+        RequestError: it is none, or an error.
+    """
+    try:
+        chunk = json.loads(data)
+    except ValueError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise RequestError(STREAM_BROKEN, f"an event is no JSON object: {data[:100]!r}")
+    if chunk.get("error"):
+        raise RequestError(STREAM_ERROR, _message(chunk) or data[:300])
+    return chunk
+
+
+def _has_text(chunk: Mapping[str, Any]) -> bool:
+    """Return whether a chunk of either API has generated text."""
+    for choice in chunk.get("choices") or ():
+        if choice.get("text"):
+            return True
+        delta = choice.get("delta") or {}
+        if any(delta.get(name) for name in _TEXTS):
+            return True
+    return False
+
+
+def _usage(chunk: Mapping[str, Any]) -> Usage | None:
+    """Return the tokens that a chunk counts, if it does."""
+    usage = chunk.get("usage")
+    if not usage or "completion_tokens" not in usage:
+        return None
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        cached_tokens=details.get("cached_tokens") or 0,
+        output_tokens=usage["completion_tokens"] or 0,
+    )
+
+
+def _listed(response: httpx2.Response) -> list[ServedModel] | None:
+    """Return the models of a listing; None if it is none."""
+    try:
+        cards = response.json()["data"]
+        return [
+            ServedModel(str(card["id"]), card.get("max_model_len") or None, VOCABULARY)
+            for card in cards
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _refusal(response: httpx2.Response) -> RequestError:
+    """Return the failure that a status other than 2xx tells; the body has been read."""
+    try:
+        name = HTTPStatus(response.status_code).name
+    except ValueError:
+        name = response.reason_phrase
+    try:
+        said = _message(response.json())
+    except ValueError:
+        said = None
+    message = said or response.text.strip()[:300] or response.reason_phrase
+    if (seconds := response.headers.get("Retry-After")) is not None:
+        message += f" (Retry-After: {seconds})"
+    return RequestError(f"{response.status_code} {name}", message)
+
+
+def _message(body: object) -> str | None:
+    """Return the message of an error's JSON as OpenAI, vLLM or FastAPI write it, if it is such."""
+    if not isinstance(body, dict):
+        return None
+    error = body.get("error", body)
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    return str(error) if error else None
+
+
+def _text(error: Exception) -> str:
+    """Return an error's message, its kind if it has none."""
+    return str(error) or type(error).__name__
