@@ -79,16 +79,20 @@ def provide(environment: Environment, folder: Path, *, rebuild: bool = False) ->
     python = home / "bin" / "python"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f".{environment.name}.lock"):
-        done = home / DONE
-        current = done.exists() and done.read_text() == environment.fingerprint()
-        if current and not rebuild:
+        if is_provided(environment, folder) and not rebuild:
             return python
         if home.exists():
             shutil.rmtree(home)
         venv.create(home, with_pip=True)
         _install(environment, home, python)
-        done.write_text(environment.fingerprint())
+        (home / DONE).write_text(environment.fingerprint())
     return python
+
+
+def is_provided(environment: Environment, folder: Path) -> bool:
+    """Return whether `provide` would find the environment in the folder as it must be."""
+    done = folder / environment.name / DONE
+    return done.exists() and done.read_text() == environment.fingerprint()
 
 
 def _install(environment: Environment, home: Path, python: Path) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import psutil
 
@@ -35,6 +35,7 @@ SETTLE_SECONDS = 5.0
 """For what a peer puts off until it is idle."""
 PATIENCE = 1_800.0
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 """Tells the user what goes on."""
 
@@ -203,7 +204,7 @@ def _run(fleet: Fleet, peer: Peer, number: int, result: Result) -> None:
         result.failure = str(error)
 
 
-def turned(peers: Sequence[Peer], number: int) -> list[Peer]:
+def turned(peers: Sequence[T], number: int) -> list[T]:
     """Return the order of a round: each begins with another peer."""
     start = number % len(peers) if peers else 0
     return [*peers[start:], *peers[:start]]

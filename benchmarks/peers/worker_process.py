@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
+from benchmarks.peers import process_session
 from benchmarks.peers.workers.protocol import Outcome, Request, Setup
 
 END_SECONDS = 60.0
@@ -82,15 +81,11 @@ class WorkerProcess:
 
     def pause(self) -> None:
         """Stop it and its descendants, so that they cost only memory."""
-        for process in self._family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        process_session.suspend(self._process.pid)
 
     def resume(self) -> None:
         """Continue them."""
-        for process in reversed(self._family()):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+        process_session.resume(self._process.pid)
 
     def __enter__(self) -> Self:
         return self
@@ -111,19 +106,8 @@ class WorkerProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _family(self) -> list[psutil.Process]:
-        """The worker and its descendants: all of its session, even if it died before them."""
-        family = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getsid(process.pid) == self._process.pid:
-                    family.append(process)
-        return family
-
     def _kill(self) -> None:
-        for process in self._family():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        process_session.kill(self._process.pid)
 
     def _ask(self, message: dict[str, Any], wanted: str) -> dict[str, Any]:
         """Send a command; return the answer under the key `wanted`."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli.bench.settings import (
-    SHAREGPT,
+    DATA_SETS,
     Dataset,
     Lengths,
     Open,
@@ -72,11 +72,13 @@ def test_what_the_model_does_not_take_is_refused():
     assert synthetic(Shape.FIXED, (2000, 0), (48, 0))
 
 
-def test_sharegpt_is_a_preset_that_flags_change():
-    assert choose_lengths(Shape.SHAREGPT, (None, None), (None, None)) == SHAREGPT
-    prompt, output = choose_lengths(Shape.SHAREGPT, (50, None), (None, 7))
-    assert (prompt.mean, prompt.spread) == (50, SHAREGPT[0].spread)
-    assert (output.mean, output.spread) == (SHAREGPT[1].mean, 7)
+@pytest.mark.parametrize("shape", [Shape.SHAREGPT, Shape.ALPACA])
+def test_data_sets_are_presets_that_flags_change(shape):
+    preset = DATA_SETS[shape]
+    assert choose_lengths(shape, (None, None), (None, None)) == preset
+    prompt, output = choose_lengths(shape, (50, None), (None, 7))
+    assert (prompt.mean, prompt.spread) == (50, preset[0].spread)
+    assert (output.mean, output.spread) == (preset[1].mean, 7)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])

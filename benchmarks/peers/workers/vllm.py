@@ -17,13 +17,9 @@ class Vllm:
 
     def __init__(self, setup: Setup) -> None:
         # Read when vllm is imported, and by its own processes.
-        libraries = _libraries()
-        os.environ["LD_PRELOAD"] = ":".join(libraries)
-        self._note = "" if len(libraries) > 1 else "no tcmalloc here"
+        os.environ |= variables(Path(sys.prefix), setup.threads, setup.cache_gib)
+        self._note = "" if len(_libraries(Path(sys.prefix))) > 1 else "no tcmalloc here"
         os.environ.pop("OMP_NUM_THREADS")  # it sets what suits each of its processes
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(setup.cache_gib))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{setup.threads - 1}"
-        os.environ["VLLM_NO_USAGE_STATS"] = "1"
         from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
         from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
 
@@ -78,9 +74,25 @@ def _with_adapters(setup: Setup) -> tuple[dict[str, Any], list[Any]]:
     return {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": rank}, adapters
 
 
-def _libraries() -> list[str]:
+def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
+    """What its guide says to set.
+
+    Args:
+        home: its virtual environment.
+        threads: to compute with.
+        cache_gib: GiB of KV cache.
+    """
+    return {
+        "LD_PRELOAD": ":".join(_libraries(home)),
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(cache_gib)),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def _libraries(home: Path) -> list[str]:
     """What its guide says to load first: Intel's OpenMP, and tcmalloc if the system has it."""
-    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    openmp = home / "lib" / "libiomp5.so"
     return [*filter(None, [ctypes.util.find_library("tcmalloc_minimal")]), str(openmp)]
 
 

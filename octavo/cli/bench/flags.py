@@ -44,8 +44,8 @@ Requests = Annotated[
 LengthsShape = Annotated[
     Shape | None,
     typer.Option(
-        help="Distribution of prompt and output lengths. Default: fixed. sharegpt: log-normal, "
-        "with ShareGPT's means from the PagedAttention paper.",
+        help="Distribution of prompt and output lengths. Default: fixed. sharegpt, alpaca: "
+        "log-normal, with the data set's means from the PagedAttention paper.",
     ),
 ]
 PromptTokens = Annotated[

@@ -21,6 +21,7 @@ class Shape(StrEnum):
     NORMAL = "normal"
     LOGNORMAL = "lognormal"
     SHAREGPT = "sharegpt"
+    ALPACA = "alpaca"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,13 @@ class Lengths:
     spread: float
 
 
-# ShareGPT's means from the PagedAttention paper (section 6.1). The paper gives no
+# The data sets' means from the PagedAttention paper (section 6.1). The paper gives no
 # standard deviations; these are assumed.
-SHAREGPT = (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440))
+DATA_SETS = {
+    Shape.SHAREGPT: (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440)),
+    Shape.ALPACA: (Lengths(Shape.LOGNORMAL, 19, 8), Lengths(Shape.LOGNORMAL, 58, 64)),
+}
+"""Prompt and output lengths of the shapes that are named for a data set."""
 
 
 def choose_lengths(
@@ -54,12 +59,13 @@ def choose_lengths(
         typer.BadParameter: a fixed length was given a spread.
     """
     chosen = []
+    presets = DATA_SETS.get(shape, (None, None))
     for name, preset, (mean, spread) in zip(
-        ("prompt", "output"), SHAREGPT, (prompt, output), strict=True
+        ("prompt", "output"), presets, (prompt, output), strict=True
     ):
         if shape is Shape.FIXED and spread:
             raise typer.BadParameter(f"--{name}-spread needs --lengths normal or lognormal")
-        if shape is Shape.SHAREGPT:
+        if preset is not None:
             mean = preset.mean if mean is None else mean  # noqa: PLW2901
             spread = preset.spread if spread is None else spread  # noqa: PLW2901
             chosen.append(Lengths(Shape.LOGNORMAL, mean, spread))
