@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from benchmarks.metrics import Metrics
 from octavo import AsyncClient
+from octavo.cli.running import settle
 from octavo.common import logging
 from octavo.common.ports import free_port
 from octavo.engine.settings import EngineSettings
@@ -259,4 +260,9 @@ def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
 
     own = RouterSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)
-    uvloop.run(serve(own, on_ready=ready.send))
+
+    def on_ready(address: str) -> None:
+        settle()  # as `octavo router` does, or collections would look at this module's PyTorch too
+        ready.send(address)
+
+    uvloop.run(serve(own, on_ready=on_ready))

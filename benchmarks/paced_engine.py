@@ -19,7 +19,14 @@ from benchmarks.fixture import CONTEXT, EOS, VOCABULARY, Node
 from octavo.common import logging
 from octavo.common.rpc import create_server
 from octavo.engine.commands import Abort, CloseSession, Command, OpenSession, Submit
-from octavo.engine.events import Failure, FailureCode, Load, OutputEvent, Started
+from octavo.engine.events import (
+    Failure,
+    FailureCode,
+    Load,
+    NumberedTokens,
+    OutputEvent,
+    Started,
+)
 from octavo.engine.kv_cache import CacheStats
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.session import Session, to_load
@@ -88,6 +95,7 @@ class PacedCore:
 
     def _step(self) -> None:
         events: dict[int, list[Any]] = {number: [] for number in self.sessions}
+        columns = {number: NumberedTokens(number) for number in self.sessions}
         self._admit(events)
         running, self._running = self._running, []
         for request in running:
@@ -99,16 +107,23 @@ class PacedCore:
             request.drawn += 1
             last = request.drawn == request.submit.stop.max_tokens
             token = LETTERS[request.drawn % len(LETTERS)]
-            reason = FinishReason.LENGTH if last else None
-            events[session].extend(
-                OutputEvent(session, name, i, [token], None, [], reason)
-                for i in range(request.sequences)
-            )
+            first = request.submit.first_number
+            if last or not first:
+                reason = FinishReason.LENGTH if last else None
+                events[session].extend(
+                    OutputEvent(
+                        session, name, i, [token], None, [], reason, number=first and first + i
+                    )
+                    for i in range(request.sequences)
+                )
+            else:  # of which there is no more to say, as of nearly all of an engine's
+                columns[session].numbers.extend(range(first, first + request.sequences))
+                columns[session].token_ids.extend([token] * request.sequences)
             if not last:
                 self._running.append(request)
         load = to_load(self.load)
         for number, session in self.sessions.items():
-            session.add(events[number], load)
+            session.add([columns[number], *events[number]], load)
 
     def _admit(self, events: dict[int, list[Any]]) -> None:
         places = self._max_num_seqs - sum(r.sequences for r in self._running)

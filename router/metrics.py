@@ -1,5 +1,6 @@
 """The router's Prometheus metrics."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +15,24 @@ TOKEN_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05),
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0),
 )
+
+
+class TokenHistogram(Histogram):
+    """A histogram that finds a bucket by bisection, as every token is observed.
+
+    `Histogram` compares a value with one boundary after the other.
+    """
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Observe an amount; exemplars are not supported.
+
+        Raises:
+            ValueError: There is an exemplar.
+        """
+        if exemplar is not None:
+            raise ValueError("a TokenHistogram keeps no exemplars")
+        self._sum.inc(amount)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +101,12 @@ class RouterMetrics:
         self._tpot = histogram(
             "tpot", "Time per output token: the mean after an output's first.", TOKEN_SECONDS
         )
-        self._itl = histogram(
-            "itl", "Inter-token latency: between tokens of one output.", TOKEN_SECONDS
+        self._itl = TokenHistogram(
+            "octavo_router_itl_seconds",
+            "Inter-token latency: between tokens of one output.",
+            ["model"],
+            registry=registry,
+            buckets=TOKEN_SECONDS,
         )
         self._queue_time = histogram("queue_time", "Time that requests waited for an engine.")
         self._duration = histogram("request_duration", "Time from a request's arrival to its end.")

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import grpc
 import grpc.aio
@@ -54,7 +53,8 @@ class Session:
         # Never longer than a few commands for each request admitted to the engine.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._requests: dict[str, RequestState] = {}
-        self._outputs: dict[int, tuple[str, int]] = {}  # a request's id and the index, by number
+        # A request's id, its state and the index of its output, by the output's number.
+        self._outputs: dict[int, tuple[str, RequestState, int]] = {}
         self._first_numbers: dict[str, int] = {}
         self._next_number = 1
         self._aborted: OrderedDict[str, None] = OrderedDict()
@@ -89,7 +89,7 @@ class Session:
         self._requests[session_id] = state
         self._first_numbers[session_id] = self._next_number
         for index in range(len(state.outputs)):
-            self._outputs[self._next_number] = session_id, index
+            self._outputs[self._next_number] = session_id, state, index
             self._next_number += 1
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
@@ -162,20 +162,32 @@ class Session:
         for started in response.started:
             if (state := self._requests.get(started.request_id)) is not None:
                 state.started(started.cached_tokens)
-        for number, token_ids in by_number(response.tokens).items():
-            if (known := self._outputs.get(number)) is not None:  # else it was aborted
-                session_id, index = known
-                append = self._requests[session_id].append_tokens
-                self._append(session_id, index, partial(append, index, token_ids))
+        self._append_tokens(response.tokens)
         for output in response.outputs:
             if (state := self._requests.get(output.request_id)) is not None:
-                self._append(output.request_id, output.index, partial(state.append, output))
+                try:
+                    if state.append(output):
+                        self.abort(output.request_id, output.index)
+                except Exception as error:  # noqa: BLE001 - it fails this request alone
+                    self._fail(output.request_id, state, error)
         if any(failure.code == INTERNAL for failure in response.failures):
             self._on_fault()
         for failure in response.failures:
             if (state := self._forget(failure.request_id)) is not None:
                 state.fail(_error(failure))
         self._on_report(response)
+
+    def _append_tokens(self, tokens: engine_pb2.NumberedTokens) -> None:
+        """Hand each output of which there is no more to say its tokens."""
+        for number, token_ids in by_number(tokens).items():
+            if (known := self._outputs.get(number)) is None:
+                continue  # it was aborted
+            session_id, state, index = known
+            try:
+                if state.append_tokens(index, token_ids):
+                    self.abort(session_id, index)
+            except Exception as error:  # noqa: BLE001 - it fails this request alone
+                self._fail(session_id, state, error)
 
     def _forget(self, session_id: str) -> RequestState | None:
         """Pass no more to a request, and return it; None if it is not known."""
@@ -186,19 +198,13 @@ class Session:
                 del self._outputs[number]
         return state
 
-    def _append(self, session_id: str, index: int, append: Callable[[], bool]) -> None:
-        """Hand tokens to their request; an error there fails that request alone."""
-        state = self._requests[session_id]
-        try:
-            if append():
-                self.abort(session_id, index)
-        except rpc.RpcError as error:
-            self.abort(session_id)
-            state.fail(error)
-        except Exception:
-            log.exception("request failed", request_id=session_id, engine=self._name)
-            self.abort(session_id)
-            state.fail(rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED))
+    def _fail(self, session_id: str, state: RequestState, error: Exception) -> None:
+        """Stop a request that could not take its tokens, and fail it."""
+        if not isinstance(error, rpc.RpcError):
+            log.error("request failed", request_id=session_id, engine=self._name, exc_info=error)
+            error = rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED)
+        self.abort(session_id)
+        state.fail(error)
 
     def _free_id(self, wanted: str) -> str:
         session_id = wanted

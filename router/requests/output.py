@@ -51,7 +51,6 @@ class Output:
         "_finish_sent",
         "_include",
         "_min_tokens",
-        "_options",
         "_parser",
         "_pieces",
         "_reasoning",
@@ -61,7 +60,10 @@ class Output:
         "_stopped",
         "_taken",
         "_text",
+        "_verbatim",
         "_visible",
+        "_wants_logprobs",
+        "_wants_token_ids",
         "accepted_tokens",
         "drafted_tokens",
         "first_time",
@@ -97,7 +99,9 @@ class Output:
         self._stop_strings = StopStrings(stop.strings, include=stop.include_in_output)
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens
-        self._options = options
+        self._verbatim = self._parser is None and not stop.strings
+        self._wants_logprobs = options.HasField("logprobs")
+        self._wants_token_ids = options.token_ids
         self._text: list[str] = []  # not yet sent
         self._reasoning: list[str] = []  # likewise
         self._calls = 0  # calls of tools that have begun
@@ -137,6 +141,9 @@ class Output:
         reason: Reason,
     ) -> None:
         """Take what the engine drew, up to the token that completes a stop string."""
+        if self._verbatim and not reason and not self._wants_logprobs:
+            self._push_verbatim(token_ids)
+            return
         drawn = len(self.token_ids)
         plain = len(token_ids) - (reason in STOPPING_TOKEN)
         for i, token_id in enumerate(token_ids):
@@ -145,7 +152,7 @@ class Output:
                 self._take_text(token_id)
             if self.ended:
                 break
-        if self._options.HasField("logprobs"):
+        if self._wants_logprobs:
             self._delta.logprobs.extend(logprobs[: len(self.token_ids) - drawn])
         if reason and not self.ended:
             self._end(reason)
@@ -160,10 +167,11 @@ class Output:
         if self._reasoning:
             delta.reasoning = "".join(self._reasoning)
             self._reasoning.clear()
-        if self._options.token_ids:
+        if self._wants_token_ids:
             delta.token_ids.extend(self.token_ids[self._reported :])
             self._reported = len(self.token_ids)
-        if not delta.ListFields()[1 if delta.index else 0 :]:  # the index alone says nothing
+        # The index alone says nothing. Nearly all have text, so that is looked at first.
+        if not delta.text and not delta.ListFields()[1 if delta.index else 0 :]:
             return None
         self._delta = generation_pb2.Delta(index=self.index)
         return delta
@@ -186,6 +194,13 @@ class Output:
             stop_token_id=self.token_ids[-1] if self._stopped else None,
             score=self.score,
         )
+
+    def _push_verbatim(self, token_ids: Sequence[int]) -> None:
+        """Take tokens whose text is neither parsed nor searched."""
+        self.token_ids.extend(token_ids)
+        for token_id in token_ids:
+            if text := self._detokenizer.feed(token_id):
+                self._text.append(text)
 
     def _take_text(self, token_id: int) -> None:
         """Show a token's text; count the token if it is within reasoning."""

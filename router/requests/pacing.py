@@ -9,6 +9,9 @@ MESSAGE_SECONDS = 0.0002
 half a core at most."""
 MOST_SECONDS = 0.1
 """Maximum seconds that tokens wait to be sent together with the next."""
+EARLY = 0.9
+"""Fraction of the interval after which tokens are sent as they come: those that come just before
+its end would wait for the next ones, and those could come as the wait ends."""
 
 
 class Pacer:
@@ -16,7 +19,9 @@ class Pacer:
 
     A few streams get every token at once; of hundreds that get dozens of
     tokens a second each, several go in one message. The first token and the
-    end never wait.
+    end never wait. Messages go when tokens come, not in between: an engine's
+    step brings tokens to all of its streams, so one turn of the event loop
+    writes what would take many.
     """
 
     def __init__(self) -> None:

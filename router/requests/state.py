@@ -11,7 +11,7 @@ from octavo.common import rpc
 from octavo.router.metrics import ModelMetrics
 from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.output import STOP_STRING, Output
-from octavo.router.requests.pacing import Pacer
+from octavo.router.requests.pacing import EARLY, Pacer
 from octavo.router.requests.request import Request
 from octavo.router.tenants.quota import Usage
 from octavo.router.text.detokenizer import Pieces
@@ -64,14 +64,16 @@ class RequestState:
         self.queue_time: float | None = None
         self.migrations = 0
         self.failed_on: object | None = None
+        # Looked up once: each look into a message makes an object, and tokens are many.
+        self._final_only = message.output.final_only
         self._usage = usage
         self._metrics = metrics
         self._pacer = pacer
         # What is sent whole waits for its end, however fast the client reads.
         self._max_unread = math.inf if request.whole else max_unread_tokens
         self._changed = asyncio.Event()
-        self._next_message = 0.0  # when tokens may be sent again
-        self._timer: asyncio.TimerHandle | None = None  # sets the event then
+        self._next_message = 0.0  # when tokens are sent again as they come
+        self._timer: asyncio.TimerHandle | None = None  # sets the event if no more come
         self._unfinished = len(self.outputs)
         self._error: rpc.RpcError | None = None
         self._accepted = generation_pb2.Accepted(
@@ -217,13 +219,14 @@ class RequestState:
         if output.ended:
             self._observe_tpot(output)
             self._changed.set()
-        elif self.request.message.output.final_only:
+        elif self._final_only:
             pass
         elif first or now >= self._next_message:
             self._changed.set()
         elif self._timer is None:
+            # Normally the next tokens come before this, and these are sent with them.
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._next_message - now, self._changed.set)
+            self._timer = loop.call_later(self._pacer.interval, self._changed.set)
         return output.reason == STOP_STRING and not finish_reason
 
     def fail(self, error: rpc.RpcError) -> None:
@@ -245,7 +248,7 @@ class RequestState:
         """
         self._changed.clear()
         self._stop_timer()
-        self._next_message = time.monotonic() + self._pacer.interval
+        self._next_message = time.monotonic() + EARLY * self._pacer.interval
         error = self._error
         if self._may_accept and not self._accepted_sent:
             self._accepted_sent = True
@@ -254,7 +257,7 @@ class RequestState:
             if output.finished:
                 continue
             ended = output.ended
-            if self.request.message.output.final_only and not ended:
+            if self._final_only and not ended:
                 continue
             if (delta := output.take()) is not None:
                 yield generation_pb2.GenerateResponse(delta=delta)

@@ -149,8 +149,10 @@ class Account:
 
     def count(self, *, prompt: int = 0, output: int = 0) -> None:
         """Count used tokens in the metrics."""
-        self._prompts.inc(prompt)
-        self._outputs.inc(output)
+        if prompt:
+            self._prompts.inc(prompt)
+        if output:
+            self._outputs.inc(output)
 
     def _sized(self, bucket: Bucket | None, rate: float | None, capacity: float) -> Bucket | None:
         if rate is None:
@@ -216,8 +218,10 @@ class Usage:
     def _use(self, tokens: int) -> None:
         """Take from the bucket what exceeds the reservation."""
         self._used += tokens
+        if self._bucket is None:
+            return
         beyond = min(self._used - self._reserved, tokens)
-        if self._bucket is not None and beyond > 0:
+        if beyond > 0:
             self._bucket.take(beyond)
 
 

@@ -6,10 +6,11 @@ from benchmarks import fairness, overload, router_cost
 
 
 async def test_router_cost_counts_every_token():
-    cost = await router_cost.measure(streams=8, rate=20.0, seconds=1.0)
+    cost = await router_cost.measure(streams=8, rate=20.0, seconds=1.0, channels=2)
     assert cost.tokens >= cost.messages > 0
     assert 0 < cost.router_us < 10_000
     assert cost.engine_us > 0
+    assert 0 < cost.gaps[0] <= cost.gaps[1]
 
 
 @pytest.mark.slow

@@ -453,7 +453,8 @@ async def test_client_that_never_reads_is_cancelled(scripted, serve, encode):
         call.cancel()
 
 
-async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode):
+@pytest.mark.parametrize("numbered", [False, True])
+async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode, numbered):
     engine = scripted(interval=None, max_model_len=1_000_000)
     engine.info.load.total_blocks = 1_000_000
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
@@ -468,7 +469,11 @@ async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode):
         (output,) = request.outputs
         most = sent = 0
         while (name, None) not in engine.aborts:
-            engine.send_tokens(name, encode("x") * chunk)
+            if numbered:
+                numbers = [engine.submits[0].first_number] * chunk
+                engine.send(tokens={"numbers": numbers, "token_ids": encode("x") * chunk})
+            else:
+                engine.send_tokens(name, encode("x") * chunk)
             sent += chunk
             await asyncio.sleep(0.002)
             most = max(most, output.unread)

@@ -1,8 +1,18 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from octavo.router.requests.pacing import MESSAGE_SECONDS, MOST_SECONDS, Pacer, WriteLimit
+from octavo.router.balancing.prompt import Prompt
+from octavo.router.metrics import RouterMetrics
+from octavo.router.requests import state as states
+from octavo.router.requests.pacing import EARLY, MESSAGE_SECONDS, MOST_SECONDS, Pacer, WriteLimit
+from octavo.router.requests.request import Request
+from octavo.router.requests.state import RequestState
+from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.tenant import ANONYMOUS
+from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import engine_pb2, generation_pb2
 from octavo.v1.sampling_pb2 import FinishReason
 
@@ -45,6 +55,59 @@ async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode
     assert "".join(texts) == "abcdefgh"
     assert texts[0] == "a"
     assert len(texts) == 8 if not others else len(texts) < 8
+
+
+def make_state(pacer: Pacer) -> RequestState:
+    """Return a request whose tokens are their characters' codes."""
+    metrics = RouterMetrics(CollectorRegistry(), in_flight=int, queued=int)
+    asked = Request(
+        request_id="",
+        model="m",
+        tenant=ANONYMOUS,
+        message=generation_pb2.GenerateRequest(),
+        prompt=Prompt([0]),
+        max_tokens=100,
+        arrival=0.0,
+        deadline=None,
+    )
+    characters = [chr(i) for i in range(128)]
+    pieces = Pieces(lambda ids: bytes(ids).decode(), characters, frozenset(), byte_fallback=False)
+    with Accounts(metrics).of(ANONYMOUS).request() as usage:
+        return RequestState(
+            asked,
+            pieces,
+            usage=usage,
+            metrics=metrics.of("m"),
+            pacer=pacer,
+            max_unread_tokens=100,
+        )
+
+
+async def test_tokens_that_come_too_early_go_with_the_next_and_without_them_soon(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(states, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    pacer = Pacer()
+    pacer.streams = 100_000
+    state = make_state(pacer)
+
+    def come(seconds: float, character: str) -> bool:
+        clock.now = seconds
+        state.append_tokens(0, [ord(character)])
+        return state._changed.is_set()
+
+    def taken() -> str:
+        return "".join(response.delta.text for response in state.take())
+
+    assert come(0.0, "a")
+    assert taken() == "a"
+    assert not come(0.5 * MOST_SECONDS, "b")
+    assert come((EARLY + 0.01) * MOST_SECONDS, "c")
+    assert taken() == "bc"
+    assert not come(1.2 * MOST_SECONDS, "d")
+    began = asyncio.get_running_loop().time()
+    await asyncio.wait_for(state.wait(), 50 * MOST_SECONDS)
+    assert asyncio.get_running_loop().time() - began >= 0.9 * MOST_SECONDS
+    assert taken() == "d"
 
 
 async def test_a_write_has_so_long_and_many_writes_have_all_the_time():
