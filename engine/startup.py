@@ -45,6 +45,7 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
     peak_memory,
 )
+from octavo.engine.memory.freed import return_freed
 from octavo.engine.models.device import choose_device
 from octavo.engine.ranks.place import Place as RankPlace
 from octavo.engine.ranks.world import World, join
@@ -143,6 +144,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     if settings.draft_model is not None:
         drafting = LoadedDraftModel(settings, settings.draft_model, loaded.shape)
     adapters = _load_adapters(settings, loaded)
+    return_freed()  # before the memory is counted that the cache may have
     max_num_seqs, batched = batch_size(settings, loaded.device)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize

@@ -27,6 +27,7 @@ from octavo.engine.compilation.rank_compiler import (
     remove_unusable,
 )
 from octavo.engine.memory.cache_tensors import GIB
+from octavo.engine.memory.freed import return_freed
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.engine.models.device import choose_device
@@ -85,6 +86,7 @@ class LoadedStep:
             own = compiled.targets if isinstance(compiled, CompiledStep) else None
             if own == self.targets:  # adapters are laid out for these
                 self._step = compiled
+                return_freed()  # the eager step's weights
             else:
                 log.warning("the compiled step takes other adapters: it is not used")
         return self._step
@@ -100,6 +102,7 @@ class LoadedStep:
             self.rank_compiler.join()  # it may lag behind that of rank 0
             assert self.rank_compiler.step is not None
             self._step, self.rank_compiler = self.rank_compiler.step, None
+            return_freed()
 
     @property
     def reserved_bytes(self) -> int:

@@ -29,6 +29,7 @@ from octavo.engine.sampling.sampler import (
     Report,
     continue_beams,
     masks_of,
+    penalizes_placeholders,
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
@@ -174,7 +175,10 @@ class Executor:
             token_ids = torch.from_numpy(np.array(chosen, np.int64))
             return PendingStep(batch, PendingTokens(token_ids, rows, inputs.steady))
         scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
-        tokens = sample(logits, rows, inputs.steady)
+        before: torch.Tensor | None = None
+        if penalizes_placeholders(rows):
+            before = inputs.token_ids[0].index_select(0, inputs.logit_rows)
+        tokens = sample(logits, rows, inputs.steady, before)
         continuations = continue_beams(logits, inputs.beams) if inputs.beams else {}
         return PendingStep(batch, tokens, continuations, scores)
 

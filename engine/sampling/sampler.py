@@ -133,7 +133,10 @@ class Report:
 
 
 def sample(
-    logits: torch.Tensor, rows: Rows[SamplingRow], steady: Decodes = NO_DECODES
+    logits: torch.Tensor,
+    rows: Rows[SamplingRow],
+    steady: Decodes = NO_DECODES,
+    inputs: torch.Tensor | None = None,
 ) -> PendingTokens:
     """Sample one token for each steady sequence, and one for each other row.
 
@@ -143,6 +146,8 @@ def sample(
         logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
         rows: what to sample.
         steady: sequences to sample for from the first rows of logits.
+        inputs: `[num_rows]` int64, the token that each row of logits follows; needed if
+            `penalizes_placeholders(rows)`.
     """
     count = len(steady)
     if not count and not rows:
@@ -159,7 +164,7 @@ def sample(
     if reporting and (some or any(map(_changes_logits, rows))):
         own = _copy_rows(logits, reporting)  # a copy, before they are changed
     _add_bias(logits, rows)
-    _penalize(logits, rows)
+    _penalize(logits, rows, inputs)
     _mask_stop_tokens(logits, rows)
     _constrain(logits, rows)
     tokens = draw_tokens(logits, _sampling_tensors(rows))
@@ -220,6 +225,11 @@ def take_greatest(rows: Rows[SamplingRow]) -> bool:
     )
 
 
+def penalizes_placeholders(rows: Rows[SamplingRow]) -> bool:
+    """Return whether penalties depend on a token that only the device knows yet."""
+    return any(row.sequence.num_placeholders and row.params.penalised for row in rows)
+
+
 def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
     """Return the masks of constrained rows, by the row of the logits.
 
@@ -257,14 +267,19 @@ def _add_bias(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
         logits.view(-1).index_add_(0, to_device(np.array(places), logits.device), added)
 
 
-def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow], inputs: torch.Tensor | None) -> None:
     """Apply the penalties of the CTRL paper (repetition) and the OpenAI API (the others)."""
     penalized = [i for i, row in enumerate(rows) if row.params.penalised]
     if not penalized:
         return
     flat, chosen = logits.view(-1), [rows[i] for i in penalized]
     starts = [i * logits.shape[1] for i in penalized]
-    anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen])
+    pending = [i for i, row in enumerate(chosen) if row.sequence.num_placeholders]
+    lasts: torch.Tensor | None = None
+    if pending:
+        assert inputs is not None
+        lasts = _copy_rows(inputs, [chosen[i].row for i in pending])
+    anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen], pending, lasts)
     repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
     before = flat[anywhere.places]
     # Where a token occurs twice, the same is written twice. The smallest penalties would
@@ -272,7 +287,7 @@ def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
     in_output = [row.token_ids[row.sequence.num_prompt :] for row in chosen]
-    outputs = _Occurrences(flat, starts, in_output)
+    outputs = _Occurrences(flat, starts, in_output, pending, lasts)
     flat[outputs.places] -= outputs.each([row.params.presence_penalty for row in chosen])
     frequency = outputs.each([row.params.frequency_penalty for row in chosen])
     flat.scatter_add_(0, outputs.places, -frequency)  # once for each
@@ -285,16 +300,30 @@ class _Occurrences:
         flat: the logits of all rows, end to end.
         starts: where each row's logits begin.
         token_lists: the tokens in each row's sequence.
+        pending: the rows whose last token is a placeholder.
+        lasts: `[len(pending)]` int64, the tokens in place of these; None if there are none.
 
     Attributes:
         places: `[n]` int64, of each occurrence's logit.
     """
 
-    def __init__(self, flat: torch.Tensor, starts: Rows[int], token_lists: Rows[list[int]]) -> None:
+    def __init__(
+        self,
+        flat: torch.Tensor,
+        starts: Rows[int],
+        token_lists: Rows[list[int]],
+        pending: Rows[int],
+        lasts: torch.Tensor | None,
+    ) -> None:
         self._like = flat
         self._lengths = [len(tokens) for tokens in token_lists]
         tokens = np.fromiter(chain.from_iterable(token_lists), np.int64, sum(self._lengths))
         self.places = to_device(tokens + np.repeat(starts, self._lengths), flat.device)
+        if lasts is not None:
+            ends = np.cumsum(self._lengths)[list(pending)] - 1
+            begins = np.array([starts[i] for i in pending])
+            found = lasts + to_device(begins, flat.device)
+            self.places.index_copy_(0, to_device(ends, flat.device), found)
 
     def each(self, values: Rows[float]) -> torch.Tensor:
         """Return each row's value once for each of its occurrences."""

@@ -90,15 +90,12 @@ class Batch:
     def can_overlap(self) -> bool:
         """Whether the next step can be scheduled before this step's tokens are known.
 
-        Penalties and beams depend on which tokens these are, and how many a draft yields. A prompt
-        that is scored must know how far it has been scored. Constraints depend on them too, but
-        only to sample.
+        Beams depend on which tokens these are, and how many a draft yields. A prompt that is scored
+        must know how far it has been scored. Penalties and constraints depend on them too, but only
+        to sample.
         """
         return not any(
-            group.beam
-            or group.request.sampling.penalised
-            or group.wants_prompt_logprobs
-            or scheduled.draft
+            group.beam or group.wants_prompt_logprobs or scheduled.draft
             for scheduled in self.ruled
             for group in (scheduled.group,)
         )

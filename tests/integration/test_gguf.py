@@ -1,5 +1,7 @@
 """`octavo serve --model FILE.gguf` as a process: the file's tokens, converted once; refusals."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,31 @@ def test_a_later_start_does_not_convert_again(launch, cache, tmp_path):
     assert _answer(second.address).outputs[0].token_ids == answer.outputs[0].token_ids
     assert ("Converting" in first.logs(), "Converting" in second.logs()) == (True, False)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+
+
+LOADED = """
+import psutil, sys
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+settings = EngineSettings(model=sys.argv[1], num_blocks=64, swap_space=0, compile="off")
+parts = build(settings)
+print(psutil.Process().memory_full_info().uss)
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_takes_the_file_s_memory_and_the_cache_s(cache, tmp_path):
+    def taken(file: Path) -> int:
+        """Return the bytes that a process has for itself once it has loaded the model."""
+        command = [sys.executable, "-c", LOADED, str(file)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        return int(done.stdout.split()[-1])
+
+    file = demo.fetch(tmp_path)
+    blocks = 64 * 16 * 30 * 2 * 3 * 64 * 2  # tokens, layers, keys and values, heads, sizes, bytes
+    tiny = tiny_gguf.write(tmp_path / "tiny.gguf")
+    taken(tiny)  # builds kernels
+    assert taken(file) - taken(tiny) < 1.25 * (file.stat().st_size + blocks)
 
 
 @pytest.mark.parametrize(

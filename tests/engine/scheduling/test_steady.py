@@ -62,6 +62,8 @@ class Machine(StandIn):
         self.steady = 0
 
     def prepare(self, batch, previous):
+        if not batch.num_sequences:
+            return None  # it only copies blocks
         kept, from_scratch = (
             make_inputs(each, layout=Layout, device=torch.device("cpu"), planners=[no_plan] * 2)
             for each in (batch, self.from_scratch(batch))
@@ -96,6 +98,8 @@ class Machine(StandIn):
         return Batch(Decodes(), parts, batch.transfers)
 
     def launch(self, batch, inputs, *, masks_ready=True):
+        if inputs is None:
+            return PendingStep(batch)
         sequences = [*batch.steady.sequences, *(row.sequence for row in inputs.sampled)]
         places = [s.num_tokens for s in batch.steady.sequences]
         places += [row.sequence.num_tokens + len(row.draft) for row in inputs.sampled]

@@ -1,0 +1,24 @@
+"""Freed memory goes back to the system, and what is in use stays as it is."""
+
+import sys
+
+import psutil
+import pytest
+import torch
+
+from octavo.engine.memory.freed import return_freed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_pages_between_what_stays_go_back():
+    tensors = [torch.full((16 << 10,), float(i)) for i in range(2000)]  # too small for a mapping
+    kept = tensors[::100]
+    full = resident()
+    del tensors
+    return_freed()
+    assert full - resident() > 80 << 20, "of 125 MiB"
+    assert [tensor.unique().tolist() for tensor in kept] == [[100.0 * i] for i in range(20)]
+
+
+def resident() -> int:
+    return psutil.Process().memory_full_info().uss
