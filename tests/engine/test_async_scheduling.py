@@ -100,18 +100,16 @@ def watch(stepper, monkeypatch, **way):
     return seen
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_collected(tiny_model, monkeypatch):
-    seen = watch(engine(tiny_model, async_scheduling=True), monkeypatch)
+@pytest.mark.parametrize("way", [{}, {"repetition_penalty": 1.5}], ids=["plain", "penalties"])
+def test_a_step_is_launched_before_the_one_before_it_is_collected(tiny_model, monkeypatch, way):
+    seen = watch(engine(tiny_model, async_scheduling=True), monkeypatch, **way)
     assert len(seen) == 2 * 6  # none was launched after the last token
     for number in range(5):
         assert seen.index(("launch", number + 1)) < seen.index(("collect", number))
 
 
-@pytest.mark.parametrize(
-    "way", [{"repetition_penalty": 1.5}, {"beam": BeamSearch(2)}], ids=["penalties", "beams"]
-)
-def test_a_step_that_depends_on_the_last_token_waits_for_it(tiny_model, monkeypatch, way):
-    seen = watch(engine(tiny_model, async_scheduling=True), monkeypatch, **way)
+def test_a_step_with_beams_waits_for_their_last_tokens(tiny_model, monkeypatch):
+    seen = watch(engine(tiny_model, async_scheduling=True), monkeypatch, beam=BeamSearch(2))
     assert seen == [(what, number) for number in range(6) for what in ("launch", "collect")]
 
 
