@@ -3,10 +3,10 @@
     python -m benchmarks.latency_curve [--servers octavo-bf16 vllm] [--rates 1 2 4] [--install]
 
 All servers get the same requests at the same random times (a Poisson process) through OpenAI's HTTP
-API. One rate is measured with one server after the other, before the next rate; who is not measured
-is stopped. Prompts are random tokens, outputs are greedy and as long as asked for. Lengths have the
-means of the paper's data sets; `sharegpt:0.25` divides them by four, for machines on which whole
-ones take too long.
+API. One rate is measured with one server after the other, before the next rate; the others are
+suspended meanwhile. Prompts are random tokens, outputs are greedy and as long as asked for. Lengths
+have the means of the paper's data sets; `sharegpt:0.25` divides them by four, for machines on which
+whole ones take too long.
 
 Normalized latency is a request's latency divided by its output tokens. A server holds a rate while
 its median is within a limit: a multiple of what the reference needs at the lowest rate. The rate at

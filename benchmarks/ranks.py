@@ -5,8 +5,8 @@
 Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
 It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the others: in sums of
 layers, in gathering tokens and in messages. Without `--model` it makes one of SmolLM2's size with
-random weights and 8 heads of queries, 4 of keys, as SmolLM2's own 9 and 3 are not to be halved.
-The first run of each compiles the model.
+random weights, 8 query heads and 4 KV heads, because two ranks cannot share SmolLM2's 9 and 3. The
+first run of each configuration compiles the model.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def save_model(folder: str) -> str:
-    """Save SmolLM2 with other numbers of heads and with random weights; return its folder."""
+    """Save SmolLM2 with 8 query heads, 4 KV heads and random weights; return its folder."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     config = AutoConfig.from_pretrained(demo.prepare(), **heads)
     torch.manual_seed(0)
@@ -69,7 +69,7 @@ def save_model(folder: str) -> str:
 
 def compare(given: argparse.Namespace) -> None:
     """Run each configuration in each round, and print the medians."""
-    # Ranks first: a model that they cannot divide is refused before anything is compiled.
+    # Several ranks first: a model whose heads they cannot share fails before it is compiled.
     found: dict[int, list[float]] = {given.ranks: [], 1: []}
     for _ in range(given.rounds):
         for ranks, rates in found.items():

@@ -30,7 +30,7 @@ class TokenHistogram(Histogram):
             ValueError: There is an exemplar.
         """
         if exemplar is not None:
-            raise ValueError("a TokenHistogram keeps no exemplars")
+            raise ValueError("TokenHistogram does not support exemplars")
         self._sum.inc(amount)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(1)
 

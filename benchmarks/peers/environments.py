@@ -90,7 +90,7 @@ def provide(environment: Environment, folder: Path, *, rebuild: bool = False) ->
 
 
 def is_provided(environment: Environment, folder: Path) -> bool:
-    """Return whether `provide` would find the environment in the folder as it must be."""
+    """Return whether the environment is installed in the folder, with these requirements."""
     done = folder / environment.name / DONE
     return done.exists() and done.read_text() == environment.fingerprint()
 

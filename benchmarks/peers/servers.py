@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import httpx2
 
-from benchmarks.peers import process_session
 from benchmarks.peers.environments import Environment, is_provided, provide
+from benchmarks.peers.process_session import SessionProcess
 from benchmarks.peers.registry import VLLM
 from benchmarks.peers.workers import vllm
 from octavo.common.ports import free_port
@@ -27,8 +26,6 @@ CONTEXT = 2_048
 HOURS = "36000"
 """Longer than any run: a server that was stopped must not take its silence for death."""
 START_SECONDS = 900.0
-END_SECONDS = 60.0
-TAIL = 300
 
 
 class ServerError(Exception):
@@ -52,7 +49,7 @@ class ServerKind:
         variables: what to add to its environment variables, given the virtual environment's folder,
             the threads to compute with and the GiB of KV cache.
         needs: Linux's names of what the CPU must have.
-        obstacle: why it is not measured even so; empty if it is.
+        obstacle: why it is not measured although the CPU has all that; empty if it is measured.
     """
 
     name: str
@@ -157,8 +154,8 @@ def _fill(part: str, values: Mapping[str, object]) -> str:
     return part
 
 
-class RunningServer:
-    """Start a server; it and its descendants end with the `with` block.
+class RunningServer(SessionProcess):
+    """Start a server; see `SessionProcess`.
 
     Args:
         kind: which.
@@ -178,21 +175,22 @@ class RunningServer:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.model = ""
-        self._log = log
         values = {"python": python, "model": model, "port": port}
         values["other_port"] = free_port()
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if kind.environment is not None:  # it sets what suits each of its processes
             del variables["OMP_NUM_THREADS"]
         with log.open("wb") as sink:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [_fill(part, values) for part in kind.command],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
                 env=variables | dict(kind.variables(python.parents[1], threads, CACHE_GIB)),
+                text=True,
                 start_new_session=True,  # ctrl-C is ours to handle
             )
+        super().__init__(process, log)
 
     def wait_ready(self) -> None:
         """Wait until it lists a model.
@@ -212,26 +210,3 @@ class RunningServer:
                         return
                 time.sleep(0.2)
         raise ServerError(f"not ready within {START_SECONDS:.0f} s: ...{self._last_words()}")
-
-    def pause(self) -> None:
-        """Stop it, so that it costs only memory."""
-        process_session.suspend(self._process.pid)
-
-    def resume(self) -> None:
-        """Continue it."""
-        process_session.resume(self._process.pid)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.resume()
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        process_session.kill(self._process.pid)
-        self._process.wait()
-
-    def _last_words(self) -> str:
-        """The end of its log, as one line."""
-        return " ".join(self._log.read_text(errors="replace").split())[-TAIL:]

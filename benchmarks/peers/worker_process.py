@@ -8,20 +8,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from benchmarks.peers import process_session
+from benchmarks.peers.process_session import SessionProcess
 from benchmarks.peers.workers.protocol import Outcome, Request, Setup
-
-END_SECONDS = 60.0
 
 
 class WorkerError(Exception):
     """A worker failed. The message says why, in its own words if it had any."""
 
 
-class WorkerProcess:
-    """Start a worker; it and its descendants end with the `with` block.
+class WorkerProcess(SessionProcess):
+    """Start a worker; see `SessionProcess`.
 
     Args:
         command: to run.
@@ -40,9 +38,8 @@ class WorkerProcess:
         directory: Path | None = None,
     ) -> None:
         self._patience = patience
-        self._log = log
         with log.open("wb") as sink:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -52,6 +49,7 @@ class WorkerProcess:
                 text=True,
                 start_new_session=True,  # ctrl-C is ours to handle
             )
+        super().__init__(process, log)
 
     def load(self, setup: Setup) -> dict[str, str]:
         """Load the model; return the versions of the worker's packages.
@@ -79,35 +77,16 @@ class WorkerProcess:
                 )
         return outcome
 
-    def pause(self) -> None:
-        """Stop it and its descendants, so that they cost only memory."""
-        process_session.suspend(self._process.pid)
-
-    def resume(self) -> None:
-        """Continue them."""
-        process_session.resume(self._process.pid)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """End it: by closing its stdin, then by SIGKILL."""
-        self.resume()
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        self._kill()
-        self._process.wait()
+        super().close()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def _kill(self) -> None:
-        process_session.kill(self._process.pid)
+    def _ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
 
     def _ask(self, message: dict[str, Any], wanted: str) -> dict[str, Any]:
         """Send a command; return the answer under the key `wanted`."""
@@ -132,7 +111,3 @@ class WorkerProcess:
             raise WorkerError(answer["error"])
         found: dict[str, Any] = answer[wanted]
         return found
-
-    def _last_words(self) -> str:
-        """The end of its log, as one line."""
-        return " ".join(self._log.read_text(errors="replace").split())[-300:]

@@ -175,7 +175,7 @@ class BlockPool:
         return self._block_of.get(key)
 
     def held_of(self, keys: AbstractSet[bytes]) -> set[bytes]:
-        """Return those of some keys under which a block is published."""
+        """Return the given keys that have a published block."""
         return self._block_of.keys() & keys
 
     def mark_hit(self, key: bytes) -> None:

@@ -226,7 +226,7 @@ def take_greatest(rows: Rows[SamplingRow]) -> bool:
 
 
 def penalizes_placeholders(rows: Rows[SamplingRow]) -> bool:
-    """Return whether penalties depend on a token that only the device knows yet."""
+    """Return whether a penalty counts a token whose id has not reached the host yet."""
     return any(row.sequence.num_placeholders and row.params.penalised for row in rows)
 
 

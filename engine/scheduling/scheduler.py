@@ -372,7 +372,7 @@ class Scheduler:
     def _most_blocks(
         self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], budget: int, drafts: Drafts
     ) -> int:
-        """Return the most blocks that the next tokens of some groups may take."""
+        """Return an upper bound of the blocks that a step may allocate for some groups."""
         tokens = [
             min(count, max(budget, 1)) + len(drafts.get(sequence.id, ()))
             for each in counts.values()

@@ -1,4 +1,4 @@
-"""`octavo bench --url`, against an HTTP server that answers as it is told."""
+"""`octavo bench --url` against an HTTP server whose answers each test chooses."""
 
 import json
 import socket

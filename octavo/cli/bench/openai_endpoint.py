@@ -222,7 +222,7 @@ def _usage(chunk: Mapping[str, Any]) -> Usage | None:
 
 
 def _listed(response: httpx2.Response) -> list[ServedModel] | None:
-    """Return the models of a listing; None if it is none."""
+    """Return the models that a response lists; None if it lists none in the API's form."""
     try:
         cards = response.json()["data"]
         return [
