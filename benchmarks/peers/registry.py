@@ -14,6 +14,7 @@ VLLM = Environment(
     without=("torchaudio", "torchcodec", "torchvision"),  # for sound and pictures
     holdable=False,  # it picks its compiled kernels by the CPU alone
 )
+PACE = Environment("pace", ("amd-pace==1.3.0", "torch==2.13.0"), holdable=False)
 LLAMA_CPP = Environment(
     "llama-cpp",
     ("llama-cpp-python==0.3.36",),
@@ -78,6 +79,7 @@ PEERS = (
     Peer("octavo-gguf", "Octavo, Q4_1 as in the file", "octavo", "int4", GGUF, None),
     Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", GGUF, OPENVINO),
     Peer("vllm", "vLLM CPU, bf16", "vllm", "bf16", DIRECTORY, VLLM),
+    Peer("pace", "AMD PACE, bf16", "pace", "bf16", DIRECTORY, PACE),
     Peer("llama-cpp-int4", "llama.cpp, Q4_1", "llama_cpp", "int4", GGUF, LLAMA_CPP),
     _transformers("continuous", "transformers, continuous, bf16"),
     _transformers("static", "transformers, static batches, bf16"),

@@ -14,8 +14,8 @@ import httpx2
 
 from benchmarks.peers.environments import Environment, is_provided, provide
 from benchmarks.peers.process_session import SessionProcess
-from benchmarks.peers.registry import VLLM
-from benchmarks.peers.workers import vllm
+from benchmarks.peers.registry import PACE, VLLM
+from benchmarks.peers.workers import pace, vllm
 from octavo.common.ports import free_port
 from octavo.kernels.machine import cpu_features
 
@@ -43,13 +43,14 @@ class ServerKind:
     Attributes:
         name: on the command line.
         title: in tables.
-        command: its arguments, with {python}, {model}, {port} and {other_port} for what the run
-            decides.
+        command: its arguments, with {python}, {model}, {cores}, {port} and {other_port} for
+            what the run decides.
         environment: what it is installed in; None is this project's own.
         variables: what to add to its environment variables, given the virtual environment's folder,
             the threads to compute with and the GiB of KV cache.
         needs: Linux's names of what the CPU must have.
-        obstacle: why it is not measured although the CPU has all that; empty if it is measured.
+        model_name: of the model in requests, with {model} for its directory; empty for the first
+            that the server lists.
     """
 
     name: str
@@ -58,7 +59,7 @@ class ServerKind:
     environment: Environment | None = None
     variables: Callable[[Path, int, float], Mapping[str, str]] = _no_variables
     needs: frozenset[str] = frozenset()
-    obstacle: str = ""
+    model_name: str = ""
 
     def check(self, folder: Path, *, install: bool) -> Path:
         """Return the Python that it runs with; install it first if it may be.
@@ -73,8 +74,6 @@ class ServerKind:
         """
         if lacking := self.needs - cpu_features():
             raise ServerError(f"this CPU lacks {', '.join(sorted(lacking))}")
-        if self.obstacle:
-            raise ServerError(self.obstacle)
         if self.environment is None:
             return Path(sys.executable)
         if not install and not is_provided(self.environment, folder):
@@ -113,12 +112,11 @@ KINDS = (
     _vllm("vllm", "bf16", "bfloat16"),
     _vllm("vllm-float32", "float32", "float32"),
     ServerKind(
-        "pace",
-        "AMD PACE, bf16",
-        (),
-        needs=frozenset({"avx512f", "avx512_bf16"}),
-        obstacle="pace-server's API is its own, not OpenAI's; "
-        "where a later one speaks it, name its command by --server",
+        *("pace", "AMD PACE, bf16"),
+        pace.command("{python}", "{model}", "{cores}", CACHE_GIB, ("{port}", "{other_port}")),
+        PACE,
+        needs=pace.NEEDS,
+        model_name="{model}",  # it lists the models that it was tested with, whichever it serves
     ),
 )
 
@@ -166,7 +164,7 @@ class RunningServer(SessionProcess):
 
     Attributes:
         url: where its API is.
-        model: name of its first model, once it is ready.
+        model: name of its model in requests, once it is ready.
     """
 
     def __init__(
@@ -174,9 +172,13 @@ class RunningServer(SessionProcess):
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.model = ""
-        values = {"python": python, "model": model, "port": port}
-        values["other_port"] = free_port()
+        values: dict[str, object] = {
+            "python": python,
+            "model": model,
+            "cores": pace.first_cores(threads),
+        }
+        values |= {"port": port, "other_port": free_port()}
+        self.model = _fill(kind.model_name, values)
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if kind.environment is not None:  # it sets what suits each of its processes
             del variables["OMP_NUM_THREADS"]
@@ -206,7 +208,7 @@ class RunningServer(SessionProcess):
                 with contextlib.suppress(httpx2.HTTPError, ValueError):
                     response = client.get(f"{self.url}/v1/models")
                     if response.is_success and (models := response.json().get("data")):
-                        self.model = models[0]["id"]
+                        self.model = self.model or models[0]["id"]
                         return
                 time.sleep(0.2)
         raise ServerError(f"not ready within {START_SECONDS:.0f} s: ...{self._last_words()}")
