@@ -3,6 +3,7 @@
 import argparse
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -147,7 +148,7 @@ def _file_name(model: Model) -> str:
     """Return the name of the results' files, without their suffix."""
     if model.name == model_files.DEMO:
         return "peers"
-    return f"peers_{model.name.replace('-', '_')}"
+    return "peers_" + re.sub(r"\W", "_", model.name)  # a dot would begin a suffix
 
 
 def _machine() -> str:

@@ -24,7 +24,7 @@ from octavo.common.models.errors import ModelError
 
 BENCHMARKS = Path(__file__).parents[1]
 CACHE_GIB = 2.0
-"""KV cache for each: the mix of the larger shapes needs 1.5, and AMD PACE fails where it runs out."""
+"""KV cache for each: larger shapes need 1.5 for the mix, and AMD PACE fails where it runs out."""
 ROOM_BYTES = 6 << 30
 """Free memory before a peer is loaded; others are ended until there is so much."""
 SINGLE_REPEATS = 3
