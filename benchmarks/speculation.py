@@ -1,13 +1,13 @@
 """Time outputs with drafted tokens and without, in one engine, turn by turn.
 
     python -m benchmarks.speculation [--model demo] [--quantization none] [--rounds 2]
-        [--modes off ngram suffix auto] [--kinds copy edit summary json schema open mix]
+        [--modes off ngram suffix auto] [--kinds copy edit summary json code schema open mix]
         [--tokens 8]
 
 Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
-`copy`, `edit`, `summary` and `json` have the text in the prompt that the answer is made of, and are
-greedy; `schema` is as `json`, and held to a JSON schema. `open` text is sampled with a seed at
-temperature 0.8. These are one request at a time. `mix` is 48 requests at once, of all kinds. No
+`copy`, `edit`, `summary`, `json` and `code` have the text in the prompt that the answer is made of,
+and are greedy; `schema` is as `json`, and held to a JSON schema. `open` text is sampled with a seed
+at temperature 0.8. These are one request at a time. `mix` is 48 requests at once, of all kinds. No
 prefix is cached, and every round has a salt of its own, so that nothing is drafted from the outputs
 of another round. Tokens per second are of whole requests, prefill included. The last column counts
 the outputs that are the same, token for token, as without drafts: in 16 bits, rounding may choose
@@ -54,6 +54,32 @@ name: Grace Hopper, born: 1906, field: computing, city: New York""",
 item: milk, price: 1.15, count: 6, aisle: dairy
 item: apples, price: 2.80, count: 1, aisle: fruit""",
 )
+CODE = (
+    """def moving_average(values, size):
+    total = 0.0
+    result = []
+    for index, value in enumerate(values):
+        total += value
+        if index >= size:
+            total -= values[index - size]
+        if index >= size - 1:
+            result.append(total / size)
+    return result""",
+    """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("pop from an empty stack")
+        return self.items.pop()
+
+    def peek(self):
+        return self.items[-1]""",
+)
 TASKS = {
     "copy": "Repeat the following text word for word.",
     "edit": "Rewrite the following text. Change its first number to 77, and keep every other word.",
@@ -66,6 +92,10 @@ PROMPTS = {
     "json": [
         f"Write these records as a JSON list of objects with the same keys and values.\n\n{records}"
         for records in RECORDS
+    ],
+    "code": [
+        f"Add a docstring to this Python code, and change nothing else.\n\n```python\n{code}\n```"
+        for code in CODE
     ],
     "schema": [
         f"Write these records as a JSON list of objects with the same keys and values.\n\n{records}"

@@ -1,9 +1,8 @@
 """The tokens of one sequence as an array that grows with it."""
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
+from octavo.engine.speculation.alignment import Alignment, Tokens
 
 
 class History:
@@ -12,11 +11,13 @@ class History:
     Attributes:
         num_prompt: tokens of the prompt, at the front.
         salt: what is learnt from sequences of another salt must not show here.
+        alignment: the place that the sequence copies from.
     """
 
     def __init__(self, num_prompt: int, salt: str = "") -> None:
         self.num_prompt = num_prompt
         self.salt = salt
+        self.alignment = Alignment()
         self._tokens = np.empty(0, np.int32)
         self._length = 0
 

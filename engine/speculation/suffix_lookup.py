@@ -3,7 +3,8 @@
 As in SuffixDecoding (Oliaro et al., 2024): the longest end of a sequence that occurs before says
 what to draft, and how much, as a longer match is more often right. Suffix trees answer that in the
 paper. Here an index of the places of every three tokens in a row leads to the candidates, and array
-operations compare them: it takes microseconds, and two numbers for each token that is kept.
+operations compare them: it takes microseconds, and two numbers for each token that is kept. Where
+nothing matches, a sequence that copied before most likely goes on near the place it copied from.
 """
 
 from array import array
@@ -98,7 +99,9 @@ class SuffixLookup(Method):
                 if matches.length > found.length:
                     found, where = matches, part.tokens
         if not found.length:
-            return []
+            return history.alignment.draft(tokens, most)
+        if where is tokens:
+            history.alignment.match(int(found.ends[-1]), len(tokens))
         return _most_frequent(where, found.ends, min(most, DRAFTED_PER_MATCHED * found.length))
 
     def learn(self, history: History) -> None:

@@ -83,6 +83,27 @@ def test_the_most_frequent_continuation_is_drafted():
     assert method.draft(history([10, 11, 12], salt="a"), 2) == []
 
 
+@pytest.mark.parametrize(
+    ("departed", "following"),
+    [
+        ([99], [14, 15, 16, 17]),  # in place of 13, as far as can be told
+        ([99, 14], [15, 16, 17, 18, 19, 20]),
+        ([99, 13], [14, 15, 16, 17, 18, 19]),  # 99 was added
+        ([17], [18, 19, 20, 21, 22, 23]),  # 13 to 16 were left out
+        ([99, *range(70, 86)], []),  # no copy any more
+    ],
+)
+def test_a_copy_that_departs_from_its_source_goes_on_near_by(departed, following):
+    source = [*range(10, 40), 1]
+    made = history([*source, 10, 11, 12])
+    method = SuffixLookup()
+    assert method.draft(made, 6) == [13, 14, 15, 16, 17, 18]
+    for count in range(1, len(departed) + 1):
+        made.update([*source, 10, 11, 12, *departed[:count]])
+        draft = method.draft(made, 6)
+    assert draft == following
+
+
 def test_little_is_kept_and_the_salt_that_was_longest_unused_goes_first(monkeypatch):
     monkeypatch.setattr(suffix_lookup, "KEPT_TOKENS", 400)
     monkeypatch.setattr(suffix_lookup, "PART", 100)

@@ -1,0 +1,58 @@
+"""Follow the place that a sequence copies from where it departs from it.
+
+Right after a copy has replaced, added or left out a token, no two tokens in a row are those of its
+source. But it most likely goes on near the place that it has reached there.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+
+BEFORE, AFTER = 32, 64
+"""Tokens before and after the expected place in which the last token is looked for."""
+LAPSE = 16
+"""Tokens after the last match beyond which no place is expected."""
+REPLACED = 4
+"""Most tokens to draft after a token that the source does not have near the place."""
+
+
+class Alignment:
+    """The place in its own tokens that a sequence copies from."""
+
+    def __init__(self) -> None:
+        self._place = 0
+        self._length = 0  # of the sequence when it was at this place
+        self._until = 0  # length of the sequence from which on nothing is expected
+
+    def match(self, place: int, length: int) -> None:
+        """Take note of a match.
+
+        Args:
+            place: of the token that follows the tokens which match the sequence's end.
+            length: of the sequence.
+        """
+        self._place, self._length, self._until = place, length, length + LAPSE
+
+    def draft(self, tokens: Tokens, most: int) -> list[int]:
+        """Return what follows the last token near the expected place.
+
+        Where it does not occur there, it stands for the token that does.
+
+        Args:
+            tokens: `[n]` int32, the sequence.
+            most: the most tokens to return.
+        """
+        if len(tokens) > self._until:
+            return []
+        expected = self._place + len(tokens) - self._length
+        first = max(0, expected - BEFORE)
+        window = tokens[first : min(expected + AFTER, len(tokens) - 1)]
+        near = np.flatnonzero(window == tokens[-1]) + first + 1
+        if not len(near):
+            replaced: list[int] = tokens[expected : expected + min(most, REPLACED)].tolist()
+            return replaced
+        self._place = int(near[np.abs(near - expected).argmin()])
+        self._length = len(tokens)
+        following: list[int] = tokens[self._place : self._place + most].tolist()
+        return following
