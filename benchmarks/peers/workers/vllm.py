@@ -24,6 +24,7 @@ class Vllm:
         from vllm.sampling_params import StructuredOutputsParams  # noqa: PLC0415
 
         more, self._adapters = _with_adapters(setup)
+        more |= _with_drafts(setup)
         self._llm = LLM(
             setup.model, dtype="bfloat16", max_model_len=2048, disable_log_stats=False, **more
         )
@@ -72,6 +73,15 @@ def _with_adapters(setup: Setup) -> tuple[dict[str, Any], list[Any]]:
     ]
     rank = max(int(setup.options["rank"]), 8)
     return {"enable_lora": True, "max_loras": len(paths), "max_lora_rank": rank}, adapters
+
+
+def _with_drafts(setup: Setup) -> dict[str, Any]:
+    """Return what its engine is told of the drafted tokens in the options."""
+    if "drafted" not in setup.options:
+        return {}
+    tokens = int(setup.options["drafted"])
+    method = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    return {"speculative_config": {**method, "num_speculative_tokens": tokens}}
 
 
 def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
