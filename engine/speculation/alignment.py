@@ -18,9 +18,14 @@ REPLACED = 4
 
 
 class Alignment:
-    """The place in its own tokens that a sequence copies from."""
+    """The place in its own tokens that a sequence copies from.
+
+    Attributes:
+        drafted: whether the sequence's last draft was made here, without a match.
+    """
 
     def __init__(self) -> None:
+        self.drafted = False
         self._place = 0
         self._length = 0  # of the sequence when it was at this place
         self._until = 0  # length of the sequence from which on nothing is expected
@@ -43,6 +48,7 @@ class Alignment:
             tokens: `[n]` int32, the sequence.
             most: the most tokens to return.
         """
+        self.drafted = True
         if len(tokens) > self._until:
             return []
         expected = self._place + len(tokens) - self._length

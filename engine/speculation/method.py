@@ -13,12 +13,14 @@ class DraftState:
     Attributes:
         history: its tokens.
         acceptance: the estimated probability that a drafted token is right if those before it are.
+        aligned: likewise of drafts that are made without a match; see `Alignment`.
         pause: tokens to sample before the next draft.
         last_pause: how long the last pause was; 0 if the last draft paid.
     """
 
     history: History
     acceptance: float
+    aligned: float = 0.0
     pause: int = 0
     last_pause: int = 0
 

@@ -7,10 +7,13 @@ and how often the drafts of this sequence were right.
 
 import numpy as np
 
+from octavo.engine.speculation.history import History
 from octavo.engine.speculation.method import DraftState
 
 PRIOR = 0.6
 """Acceptance that is assumed before anything was measured."""
+LEAST_ALIGNED = 0.2
+"""A new sequence's acceptance of drafts without a match, at least: so they are tried again."""
 MEMORY = 0.8
 """Share of a sequence's earlier acceptance that remains after a drafted token of weight 1."""
 ENGINE_MEMORY = 0.99
@@ -67,6 +70,7 @@ class DraftPolicy:
 
     Attributes:
         acceptance: the share of drafted tokens that were right, over all sequences lately.
+        aligned: likewise of drafts that are made without a match.
     """
 
     def __init__(self, longest: int) -> None:
@@ -75,7 +79,7 @@ class DraftPolicy:
         Args:
             longest: the most tokens of a draft.
         """
-        self.acceptance = PRIOR
+        self.acceptance = self.aligned = PRIOR
         # The tokens that drafts of 1, 2, ... tokens yield on average, for each level of acceptance.
         levels = np.arange(LEVELS + 1) / LEVELS
         self._yields = np.cumsum(levels[:, None] ** np.arange(1, longest + 1), axis=1)
@@ -84,6 +88,10 @@ class DraftPolicy:
         self._decodes = 1
         self._tokens = 1  # of the step, with drafts so far
         self._best: list[int] = []  # length that pays most, by level of acceptance; 0 if none does
+
+    def begin(self, history: History) -> DraftState:
+        """Return the draft state of a new sequence."""
+        return DraftState(history, self.acceptance, max(self.aligned, LEAST_ALIGNED))
 
     def begin_step(self, decodes: int) -> bool:
         """Begin a step of so many decoding sequences; return whether any draft can pay."""
@@ -110,6 +118,10 @@ class DraftPolicy:
             _rest(state)
         return best
 
+    def aligned_length(self, state: DraftState) -> int:
+        """Return how many tokens to draft for a sequence now without a match."""
+        return self._best[int(state.aligned * LEVELS)]
+
     def drafted(self, count: int) -> None:
         """Take note of a draft in this step: what comes after it costs more."""
         self._tokens += count
@@ -123,6 +135,10 @@ class DraftPolicy:
         tried = min(accepted + 1, drafted)
         keep, keep_all = MEMORY**tried, ENGINE_MEMORY**tried
         share = accepted / tried
+        if state.history.alignment.drafted:
+            state.aligned = keep * state.aligned + (1 - keep) * share
+            self.aligned = keep_all * self.aligned + (1 - keep_all) * share
+            return
         state.acceptance = keep * state.acceptance + (1 - keep) * share
         self.acceptance = keep_all * self.acceptance + (1 - keep_all) * share
         if accepted:

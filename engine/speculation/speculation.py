@@ -36,8 +36,9 @@ class Speculation:
 
         What is learnt from its output is used for sequences of the same `salt` alone.
         """
-        acceptance = 1.0 if self._policy is None else self._policy.acceptance
-        return DraftState(History(num_prompt, salt), acceptance)
+        if self._policy is None:
+            return DraftState(History(num_prompt, salt), 1.0)
+        return self._policy.begin(History(num_prompt, salt))
 
     def guess(self, state: DraftState, token_ids: list[int], most: int) -> Guess:
         """Return what may follow a sequence, and how many drafted tokens may pay.
@@ -55,7 +56,10 @@ class Speculation:
         if self._method is None:
             return Guess((), most)
         state.history.update(token_ids)
-        return Guess(self._method.draft(state.history, most), most)
+        draft = self._method.draft(state.history, most)
+        if self._policy is not None and state.history.alignment.drafted:
+            draft = draft[: self._policy.aligned_length(state)]
+        return Guess(draft, most)
 
     def begin_draft(self, count: int) -> None:
         """Take note that a sequence has `count` drafted tokens in this step."""

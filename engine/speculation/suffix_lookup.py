@@ -90,6 +90,7 @@ class SuffixLookup(Method):
     def draft(self, history: History, most: int) -> list[int]:
         """See `Method`."""
         tokens = history.tokens
+        history.alignment.drafted = False
         found, where = find_matches(tokens), tokens
         if found.length < SHORTEST:
             found = NOWHERE

@@ -164,3 +164,18 @@ def test_a_sequence_whose_drafts_get_right_drafts_again():
     assert drafted[-20:] == [8] * 20
     pauses = "".join("x" if length else "." for length in drafted).split("x")
     assert max(map(len, pauses)) <= LONGEST_PAUSE
+
+
+def test_wrong_drafts_without_a_match_do_not_shorten_those_with_one():
+    made = policy(lambda size: 0.01 + 0.001 * size)
+    state = made.begin(History(0))
+    for matched in [True, False] * 100:
+        assert made.begin_step(1)
+        state.history.alignment.drafted = not matched
+        length = made.length(state)
+        if not matched:
+            length = min(length, made.aligned_length(state))
+        made.observe_draft(state, length, length if matched else 0) if length else None
+    assert made.length(state) == 8
+    assert made.aligned_length(state) == 0
+    assert made.aligned_length(made.begin(History(0))) > 0, "they are never tried again"
