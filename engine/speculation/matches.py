@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.speculation.history import Tokens
+from octavo.engine.speculation.alignment import Tokens
 
 LONGEST = 32
 """Maximum tokens that are compared: a longer match says no more."""

@@ -13,7 +13,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.engine.speculation.history import History, Tokens
+from octavo.engine.speculation.alignment import Tokens
+from octavo.engine.speculation.history import History
 from octavo.engine.speculation.matches import (
     FEW,
     LONGEST,
