@@ -60,9 +60,12 @@ def headroom(max_num_seqs: int) -> int:
 
 
 def has_room(candidate: Candidate, sequences: int) -> bool:
-    """Return whether an engine may be given `sequences` more; an empty one always may."""
+    """Return whether an engine may be given `sequences` more.
+
+    One that has none of this router always may, or other routers could keep this one out.
+    """
     limit = candidate.max_num_seqs + headroom(candidate.max_num_seqs)
-    return candidate.sequences == 0 or candidate.sequences + sequences <= limit
+    return candidate.sequences == 0 or _taken(candidate) + sequences <= limit
 
 
 def with_room(candidates: Iterable[C], demand: Demand) -> list[C]:
@@ -71,14 +74,18 @@ def with_room(candidates: Iterable[C], demand: Demand) -> list[C]:
 
 
 def batch_share(candidate: Candidate) -> float:
-    """Return the part of an engine's batch that is taken; over 1 where requests wait.
+    """Return the part of an engine's batch that is taken; over 1 where requests wait."""
+    return _taken(candidate) / max(candidate.max_num_seqs, 1)
+
+
+def _taken(candidate: Candidate) -> int:
+    """Return how many places of an engine's batch are taken, and how many requests wait for one.
 
     Its report covers what other routers gave it; this router's own count covers
     what it gave since the report.
     """
     load = candidate.load
-    reported = load.running + load.waiting + load.swapped
-    return max(candidate.sequences, reported) / max(candidate.max_num_seqs, 1)
+    return max(candidate.sequences, load.running + load.waiting + load.swapped)
 
 
 def memory_share(candidate: Candidate) -> float:

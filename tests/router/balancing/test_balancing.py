@@ -70,6 +70,13 @@ def test_room_has_headroom_and_an_idle_engine_takes_anything():
     assert not has_room(busy, headroom(8) + 1)
 
 
+def test_what_other_routers_gave_takes_room():
+    others = Replica(8, sequences=1, load=engine_pb2.Load(running=8, waiting=1))
+    assert not has_room(others, 1)
+    others.sequences = 0
+    assert has_room(others, 1), "or this router's requests would wait for those of others"
+
+
 @pytest.mark.parametrize("policy", [LeastLoaded, PrefixAware, RoundRobin])
 def test_no_policy_fills_a_full_engine(policy):
     policy = policy()
