@@ -36,7 +36,7 @@ def keep_running(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task
     """Run `main` as a task until it returns or is cancelled; log its errors and run it again."""
 
     async def restarting() -> None:
-        delays = _restart_delays()
+        delays = restart_delays()
         while True:
             try:
                 await main()
@@ -135,7 +135,7 @@ def keep_thread_running(main: Callable[[], None], name: str) -> threading.Thread
     """Run `main` in a daemon thread; when it fails, log the error and run it again."""
 
     def restarting() -> None:
-        delays = _restart_delays()
+        delays = restart_delays()
         while True:
             try:
                 main()
@@ -217,6 +217,21 @@ async def call_in_thread(function: Callable[..., _Result], *arguments: object) -
     return await done
 
 
+def wait_for_loop(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result], timeout: float
+) -> _Result:
+    """Run `work` in the event loop of another thread, wait for it and return its result.
+
+    Raises:
+        TimeoutError: It took longer than `timeout` seconds; it is cancelled.
+    """
+    running = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return running.result(timeout)
+    finally:
+        running.cancel()
+
+
 class Workers:
     """A pool of at most `count` threads, named after `name`; dead threads are replaced."""
 
@@ -267,7 +282,7 @@ class Workers:
         )
 
 
-def _restart_delays() -> Iterator[float]:
+def restart_delays() -> Iterator[float]:
     """Yield, at each failure, the seconds to wait before the restart."""
     delay, failed = FIRST_DELAY, time.monotonic()
     while True:

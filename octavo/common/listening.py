@@ -53,11 +53,23 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(
-    server: grpc.aio.Server, host: str, port: int, tls: Tls | None, *, flag: str = "--port"
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    tls: Tls | None,
+    *,
+    flag: str = "--port",
+    shared: bool = False,
 ) -> str:
     """Bind a server that has not started to a port, 0 for a free one; return HOST:PORT.
 
-    `flag` is the port's setting, for the error message. Without `tls`, the port is plaintext.
+    Args:
+        server: The server.
+        host: Its address.
+        port: The port.
+        tls: Its files; without them the port is plaintext.
+        flag: The port's setting, for the error message.
+        shared: Whether other processes listen there too, as their parent has reserved it.
 
     Raises:
         OSError: The port is taken, or the address is not this machine's.
@@ -65,7 +77,8 @@ def listen(
     """
     credentials = None if tls is None else server_credentials(tls)
     listener = Listener(host, port, flag)
-    listener.check()  # says why, which gRPC does not
+    if not shared:
+        listener.check()  # says why, which gRPC does not
     name = listener.address.removesuffix(f":{port}")
     try:
         bound = (

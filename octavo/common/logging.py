@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from typing import Literal
+from collections.abc import MutableMapping
+from typing import Any, Literal
 
 import structlog
 from structlog.typing import Processor
@@ -23,13 +24,23 @@ QUIET = (
 """Libraries that log only warnings and errors."""
 
 
-def configure(log_format: LogFormat = "console", log_level: str = "info") -> None:
+def configure(
+    log_format: LogFormat = "console",
+    log_level: str = "info",
+    **fields: Any,  # noqa: ANN401 - whatever a log line may hold
+) -> None:
     """Send all logs to stderr; call once per process, before anything logs.
+
+    Args:
+        log_format: How a line looks.
+        log_level: The lowest level that is logged.
+        **fields: What every line says of the process, such as its number.
 
     Timestamps are UTC. Every line contains the bound `structlog.contextvars`, such as request ids.
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _Fields(fields),
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
@@ -60,6 +71,24 @@ def configure(log_format: LogFormat = "console", log_level: str = "info") -> Non
     root.handlers[:] = [handler]
     root.setLevel(log_level.upper())
     _quieten()
+
+
+class _Fields:
+    """Adds the process' own fields to every event."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __call__(
+        self,
+        logger: Any,  # noqa: ANN401, ARG002 - structlog's
+        method: str,  # noqa: ARG002
+        event: MutableMapping[str, Any],
+    ) -> MutableMapping[str, Any]:
+        """Add them; what the event says itself stays."""
+        for name, value in self._fields.items():
+            event.setdefault(name, value)
+        return event
 
 
 def _renderers(log_format: LogFormat) -> list[Processor]:

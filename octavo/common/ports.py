@@ -4,6 +4,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 UNASSIGNED = range(20_000, 32_768)
 """Ports outside Linux's default ephemeral range (ip_local_port_range)."""
@@ -65,9 +66,7 @@ class Listener:
             OSError: The port is taken, or the address is not this machine's.
         """
         try:
-            family, _, _, _, address = socket.getaddrinfo(
-                self.host.strip("[]"), self.port, type=socket.SOCK_STREAM
-            )[0]
+            family, _, _, _, address = self._resolve()
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 # As the servers do: connections that have ended leave the port free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,6 +75,27 @@ class Listener:
         except OSError as error:
             raise self.error(error) from None
 
+    def reserve(self) -> socket.socket:
+        """Reserve the port for servers of this user that share it (SO_REUSEPORT).
+
+        Nobody else can listen there while the returned socket is open. It does not listen itself,
+        so it gets no connections. Port 0 reserves a free one.
+
+        Raises:
+            OSError: The port is taken, or the address is not this machine's.
+        """
+        self.check()  # servers that share a port themselves would let this one share theirs
+        family, _, _, _, address = self._resolve()
+        reserved = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind(address)
+        except OSError as error:
+            reserved.close()
+            raise self.error(error) from None
+        return reserved
+
     def error(self, cause: OSError) -> OSError:
         """Return the error to raise if listening failed with `cause`."""
         reason = f"; {self.reason}" if self.reason else ""
@@ -83,6 +103,10 @@ class Listener:
             f"cannot {self.action} on {self.address} ({(cause.strerror or str(cause)).lower()})"
             f"{reason}; choose another {self.flag}, or 0 for {self.zero}"
         )
+
+    def _resolve(self) -> tuple[Any, ...]:
+        """Return the first of the address' meanings, as `socket.getaddrinfo` does."""
+        return socket.getaddrinfo(self.host.strip("[]"), self.port, type=socket.SOCK_STREAM)[0]
 
 
 def metrics_listener(host: str, port: int) -> Listener:

@@ -1,10 +1,12 @@
-"""Exit of a process that is stopped before it serves."""
+"""Signals that stop a server, and the exit of one that is stopped before it serves."""
 
+import asyncio
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -24,6 +26,39 @@ class StoppedWhileStartingError(Exception):
     def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
         super().__init__(f"stopped by {number.name}")
         self.code = EXIT_CODES[number]
+
+
+@dataclass(slots=True)
+class StopSignals:
+    """The signals that stop a server: the first one drains it, the second ends it at once.
+
+    Attributes:
+        came: Those that came.
+        first: Set by the first one.
+        second: Set by the second one.
+    """
+
+    came: list[signal.Signals] = field(default_factory=list)
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    second: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def note(self, number: signal.Signals) -> None:
+        """Note a signal that has come."""
+        self.came.append(number)
+        (self.second if self.first.is_set() else self.first).set()
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Handle SIGTERM and SIGINT in a block, in which no event loop but this one runs."""
+    loop, signals = asyncio.get_running_loop(), StopSignals()
+    for number in EXIT_CODES:
+        loop.add_signal_handler(number, signals.note, number)
+    try:
+        yield signals
+    finally:
+        for number in EXIT_CODES:
+            loop.remove_signal_handler(number)
 
 
 @contextmanager

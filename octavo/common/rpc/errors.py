@@ -1,11 +1,14 @@
 """Errors that callers receive, as gRPC statuses with google.rpc details."""
 
 import math
+from typing import cast
 
 import grpc
+import grpc.aio
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -42,6 +45,18 @@ class RpcError(Exception):
             status = grpc.StatusCode.INTERNAL
         return cls(status, message, field=field or None)
 
+    @classmethod
+    def from_call(cls, error: grpc.aio.AioRpcError) -> "RpcError":
+        """Return the error of a call to another server, with its field and its time to retry."""
+        field, retry_after = None, None
+        for detail in _details(error):
+            bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+            if detail.Unpack(bad) and bad.field_violations:
+                field = bad.field_violations[0].field
+            elif detail.Unpack(retry):
+                retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        return cls(error.code(), error.details() or "", field=field, retry_after=retry_after)
+
     def to_status(self) -> status_pb2.Status:
         """Return the error as google.rpc.Status with its details."""
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
@@ -57,6 +72,15 @@ class RpcError(Exception):
             retry.retry_delay.nanos = int((self.retry_after - seconds) * 1e9)
             _pack(status, retry)
         return status
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:
+    """Return the google.rpc details of a failed call; none if it has none, or broken ones."""
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", error))
+    except ValueError:  # its status contradicts the call's
+        return []
+    return [] if status is None else list(status.details)
 
 
 def _pack(status: status_pb2.Status, detail: Message) -> None:

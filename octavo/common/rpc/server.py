@@ -15,7 +15,9 @@ TERMINATION_SECONDS = 3600.0
 """Timeout of one wait for a server's end, in seconds; the wait is then repeated."""
 
 
-def server_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tuple[str, int]]:
+def server_options(
+    max_message_bytes: int, limits: ConnectionLimits, *, reuse_port: bool = False
+) -> list[tuple[str, int]]:
     """Return the gRPC channel arguments of a server.
 
     A peer that does not answer pings is disconnected after 20 s, with or without calls.
@@ -23,7 +25,8 @@ def server_options(max_message_bytes: int, limits: ConnectionLimits) -> list[tup
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+        # Unless it is meant to share the port, a second server there must fail.
+        ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),
@@ -60,6 +63,7 @@ async def create_server(
     limits: ConnectionLimits = DEFAULT_LIMITS,
     guard: Guard | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    reuse_port: bool = False,
 ) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     """Create a server of `services` with health and reflection; do not start it.
 
@@ -69,6 +73,7 @@ async def create_server(
         limits: Limits of connections.
         guard: Authenticates calls, see `RpcInterceptor`; None: all calls are allowed.
         interceptors: More interceptors, called after `RpcInterceptor`.
+        reuse_port: Share its ports with other processes of this user (SO_REUSEPORT).
 
     Returns:
         The server and its health service. Every service, and "" for the whole server, is
@@ -78,7 +83,7 @@ async def create_server(
 
     server = grpc.aio.server(
         interceptors=[RpcInterceptor(guard), *interceptors],
-        options=server_options(max_message_bytes, limits),
+        options=server_options(max_message_bytes, limits, reuse_port=reuse_port),
     )
     for add in services.values():
         add(server)
