@@ -1,9 +1,8 @@
 """The router's process: its parts put together, started, and stopped in order."""
 
 import asyncio
-import signal
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,29 +13,32 @@ from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
 from octavo.common.background import end, first_to_end, joined, keep_running
-from octavo.common.listening import is_loopback, listen
+from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
-from octavo.common.stopping import StoppedWhileStartingError
+from octavo.common.stopping import StoppedWhileStartingError, StopSignals, stop_signals
 from octavo.common.tracing import Tracing
 from octavo.router.admin import AdminService
+from octavo.router.admin_server import make_admin_server
 from octavo.router.admission import Admission, QueueLimits
 from octavo.router.balancing import POLICIES
+from octavo.router.engines.changes import EngineChanges
 from octavo.router.engines.discovery import Discovery
 from octavo.router.engines.link import Engine
 from octavo.router.engines.pool import EnginePool
+from octavo.router.exposure import exposure
 from octavo.router.generate import Generator
 from octavo.router.http.http_frontend import HttpFrontend
+from octavo.router.http.status import Figures, OwnFigures
 from octavo.router.service import GenerationService
 from octavo.router.settings import DNS_SCHEME, RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.text.tokenization import Tokenizers
-from octavo.v1 import admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from octavo.v1 import generation_pb2, generation_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 SERVICE = "octavo.v1.GenerationService"
-ADMIN = "octavo.v1.AdminService"
 CLOSE_SECONDS = 1.0
 """Seconds that failed calls have to send their status."""
 
@@ -48,6 +50,8 @@ class Router:
         settings: Its settings.
         on_serving: Called once, with the model that `engines` engines have.
         engines: See `on_serving`.
+        figures: What its HTTP server shows of the router, if this is one of several workers.
+            Default: its own.
 
     Raises:
         SettingsError: The tenants' file cannot be read, or is wrong.
@@ -57,6 +61,7 @@ class Router:
         registry: Its metrics.
         authenticator: Tells its tenants by their keys and certificates.
         generator: Serves its requests.
+        figures: What its HTTP server shows of it.
     """
 
     def __init__(
@@ -64,13 +69,16 @@ class Router:
         settings: RouterSettings,
         on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
         engines: int = 1,
+        figures: Figures | None = None,
     ) -> None:
         self.address = ""
         self.registry = CollectorRegistry()
         self._settings = settings
         self._on_serving = on_serving
         self._engines = engines
-        self.authenticator = Authenticator(settings.tenants, self.registry)
+        self.authenticator = Authenticator(
+            settings.tenants, self.registry, workers=settings.workers
+        )
         self._tokenizers = Tokenizers()
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(
@@ -95,6 +103,7 @@ class Router:
             self.registry,
             tracing=self._tracing,
         )
+        self.figures = figures or OwnFigures(self.registry, self.pool, self.generator)
         self._server: grpc.aio.Server | None = None
         self._health: health.aio.HealthServicer | None = None
         self._stopping = False
@@ -130,12 +139,18 @@ class Router:
             limits=settings.connection_limits,
             interceptors=limit_calls(settings.max_calls_per_peer),
             guard=self.authenticator.check,
+            reuse_port=settings.shares_ports,
         )
-        self.address = listen(self._server, settings.host, settings.port, settings.tls)
+        self.address = listen(
+            *(self._server, settings.host, settings.port, settings.tls),
+            shared=settings.shares_ports,
+        )
         if settings.engine_tls is not None:
             settings.engine_tls.read()
         if settings.admin_port:
-            self._admin = await self._make_admin()
+            admin = AdminService(self.pool)
+            guard = self.authenticator.check_admin
+            self._admin = await make_admin_server(settings, admin, guard)
         observe_process(self.registry)
         self._open.enter_context(
             serve_metrics(
@@ -152,7 +167,7 @@ class Router:
                 authenticator=self.authenticator,
                 pool=self.pool,
                 is_serving=lambda: self._serving,
-                registry=self.registry,
+                figures=self.figures,
             )
             self._http.start()
         await self._server.start()
@@ -163,17 +178,32 @@ class Router:
             keep_running(self.authenticator.watch, "tenants"),
         ]
         log.info("router listening", address=self.address, engines=settings.engine)
-        self._warn()
+        if not settings.shares_ports:  # else the parent warns, once
+            for event, hint in exposure(settings):
+                log.warning(event, address=self.address, hint=hint)
 
-    def connect(self) -> None:
-        """Begin to connect to the engines."""
-        settings = self._settings
-        for address in settings.engine:
-            if not address.startswith(DNS_SCHEME):
-                self.pool.add(address)
+    def connect(self, changes: EngineChanges | None = None) -> None:
+        """Begin to connect to the engines.
+
+        Args:
+            changes: What was changed in the settings' engines before this router was started.
+        """
+        settings, changes = self._settings, changes or EngineChanges()
+        for address in changes.known(settings.engine):
+            self.pool.add(address)
+            if address in changes.drained:
+                self.pool.drain(address)
         names = [target for target in settings.engine if target.startswith(DNS_SCHEME)]
-        discovery = Discovery(names, self.pool, settings.dns_interval)
+        discovery = Discovery(names, self.pool, settings.dns_interval, changes=changes)
         self._tasks.append(keep_running(discovery.run, "discovery"))
+
+    async def until_up(self, seconds: float) -> None:
+        """Wait until an engine can be used, `seconds` at most; before `listen`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.pool.up():
+                    self._changed.clear()
+                    await self._changed.wait()
 
     async def load_tokenizer(self, source: str) -> None:
         """Load a tokenizer before an engine names it.
@@ -217,19 +247,6 @@ class Router:
         await self._tracing.close()
         log.info("router stopped", address=self.address)
 
-    def _warn(self) -> None:
-        """Warn of missing authentication or encryption beyond this machine."""
-        settings = self._settings
-        hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
-        if all(map(is_loopback, hosts)):
-            return
-        if self.authenticator.open and settings.tls_client_ca is None:
-            hint = "set --tenants or --tls-client-ca"
-            log.warning("the router is unauthenticated", address=self.address, hint=hint)
-        elif settings.tls is None:
-            hint = "set --tls-cert and --tls-key, unless a proxy in front of the router does TLS"
-            log.warning("API keys are sent unencrypted", address=self.address, hint=hint)
-
     @property
     def _serving(self) -> bool:
         """Whether the router has an engine and is not stopping."""
@@ -247,28 +264,6 @@ class Router:
     def _load_reported(self, model: str) -> None:
         """Dispatch requests: an engine of `model` has reported its load."""
         self.admission.dispatch(model)
-
-    async def _make_admin(self) -> grpc.aio.Server:
-        """Make the server of AdminService; not yet started.
-
-        Raises:
-            OSError: The address is taken or not this machine's.
-        """
-        settings = self._settings
-        service = AdminService(self.pool)
-        server, health = await rpc.create_server(
-            {
-                ADMIN: lambda server: admin_pb2_grpc.add_AdminServiceServicer_to_server(
-                    service, server
-                )
-            },
-            max_message_bytes=settings.max_message_bytes,
-            limits=settings.connection_limits,
-            guard=self.authenticator.check_admin,
-        )
-        listen(server, settings.admin_host, settings.admin_port, settings.tls, flag="--admin-port")
-        await rpc.set_serving(health, ["", ADMIN], serving=True)
-        return server
 
     async def _watch(self) -> None:
         """Keep the health service up to date."""
@@ -305,36 +300,37 @@ async def serve(
         TokenizerError: The tokenizer cannot be loaded.
         StoppedWhileStartingError: A signal came before `engines_ready`.
     """
-    loop = asyncio.get_running_loop()
-    signals = [asyncio.Event(), asyncio.Event()]
+    with stop_signals() as signals:
+        router = Router(settings, on_serving, len(settings.engine))
+        try:
+            await router.listen()
+            await until_stopped(
+                signals,
+                router.ended(),
+                _start(router, settings, on_ready, engines_ready, tokenizer),
+            )
+            if engines_ready is not None and not engines_ready.done():
+                raise StoppedWhileStartingError(signals.came[0])
+            await drain(router, signals)
+        finally:
+            await router.stop()
 
-    stopped_by: list[signal.Signals] = []
 
-    def on_signal(number: signal.Signals) -> None:
-        stopped_by.append(number)
-        next((s for s in signals if not s.is_set()), signals[-1]).set()
+async def until_stopped(signals: StopSignals, *works: Coroutine[Any, Any, None]) -> None:
+    """Run `works`, none of which ends by itself, until the first signal comes.
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    router = Router(settings, on_serving, len(settings.engine))
-    try:
-        await router.listen()
-        parts = (
-            signals[0].wait(),
-            router.ended(),
-            _start(router, settings, on_ready, engines_ready, tokenizer),
-        )
-        async with joined(*parts, names=("signal", "parts", "start")) as tasks:
-            await _first(tasks)
-        if engines_ready is not None and not engines_ready.done():
-            raise StoppedWhileStartingError(stopped_by[0])
-        log.info("router draining", requests=router.generator.in_flight)
-        async with joined(signals[1].wait(), router.drain(), names=("hurry", "drain")) as tasks:
-            await _first(tasks)
-    finally:
-        await router.stop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
+    Raises:
+        Exception: The error of a work that has failed.
+    """
+    async with joined(signals.first.wait(), *works, names=("signal", "parts", "start")) as tasks:
+        await _first(tasks)
+
+
+async def drain(router: Router, signals: StopSignals) -> None:
+    """Drain a router, until the second signal comes."""
+    log.info("router draining", requests=router.generator.in_flight)
+    async with joined(signals.second.wait(), router.drain(), names=("hurry", "drain")) as tasks:
+        await _first(tasks)
 
 
 async def _start(

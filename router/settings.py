@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from octavo.common.listening import TlsSettings, is_loopback
 from octavo.common.ports import NO_PORT, Listener, metrics_listener
+from octavo.common.settings import flag
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
@@ -61,6 +62,13 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        description="Processes that share the ports, such as one for each core. Limits of the "
+        "router are divided among them; those of one client address or tenant need 1.",
+    )
     metrics_port: int = Field(
         9151,
         ge=0,
@@ -188,6 +196,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
 
     @property
+    def shares_ports(self) -> bool:
+        """Whether this is a worker, beside others, or their parent."""
+        return self.workers > 1
+
+    @property
     def connection_limits(self) -> ConnectionLimits:
         """The limits for `create_server`."""
         return replace(
@@ -210,6 +223,16 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError("--engine-cert and --engine-key go together")
         if self.engine_ca is None and (self.engine_cert or self.engine_tls_name):
             raise ValueError("--engine-cert and --engine-tls-name need --engine-ca")
+        return self
+
+    @model_validator(mode="after")
+    def _limits_hold_for_all_workers(self) -> Self:
+        for name in ("max_calls_per_peer", "max_connections_per_peer"):
+            if self.shares_ports and getattr(self, name):
+                raise ValueError(
+                    f"{flag(name)} needs --workers 1 (given: {self.workers}): a worker knows only "
+                    "its own connections, so an address could exceed the limit at several workers"
+                )
         return self
 
     @model_validator(mode="after")

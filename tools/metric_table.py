@@ -10,6 +10,7 @@ from octavo.common.metrics import observe_process
 from octavo.engine.metrics import EngineMetrics
 from octavo.router.server import Router
 from octavo.router.settings import RouterSettings
+from octavo.router.workers.page import WorkerMetrics
 from tools.generated_part import MadePart
 
 PLACE = MadePart(Path("docs/operating.md"), "metrics", target="docs")
@@ -21,8 +22,11 @@ async def registries() -> dict[str, CollectorRegistry]:
     """The metrics of processes that have not started, by what the processes are."""
     process = CollectorRegistry()
     observe_process(process)
+    workers = CollectorRegistry()
+    WorkerMetrics(workers)
     return {
         "A router's": Router(RouterSettings.load()).registry,
+        "Besides, of a router with `--workers` above 1": workers,
         "An engine's": EngineMetrics().registry,
         "Both": process,
     }

@@ -34,7 +34,7 @@ def check_router(settings: RouterSettings, others: Iterable[Listener] = ()) -> N
         if tls is not None:
             tls.read()
     if settings.tenants is not None:
-        read_tenants(settings.tenants)
+        read_tenants(settings.tenants, settings.workers)
 
 
 def check_engine(settings: EngineSettings) -> None:

@@ -26,13 +26,21 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
         progress.stage(f"Looking for the tokenizer {settings.tokenizer}")
         await call_in_thread(check_tokenizer, settings.tokenizer)
     progress.stage("Starting the router")
-    keep_torch_out()
-    from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 
     def ready(address: str) -> None:
         facts = {"address": address, "engines": ", ".join(settings.engine)}
+        if settings.workers > 1:
+            facts["workers"] = str(settings.workers)
         if settings.http_port:
             facts["http"] = settings.http_url
         progress.ready("router is ready", facts)
+
+    if settings.workers > 1:
+        from octavo.cli.worker_group import run_workers  # noqa: PLC0415 - of the extras
+
+        await run_workers(settings, ready)
+        return
+    keep_torch_out()
+    from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 
     await serve(settings, on_ready=ready)

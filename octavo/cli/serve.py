@@ -40,8 +40,9 @@ PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
 """TLS settings between router and engine; unused on a Unix socket."""
 
 
-HIDDEN = frozenset({"engine", *LINK_TO_ENGINE})
-"""Settings of the router that have no option here: its engines are at Unix sockets."""
+HIDDEN = frozenset({"engine", "workers", *LINK_TO_ENGINE})
+"""Settings of the router that have no option here: its engines are at Unix sockets, and it is one
+process, as the engines need the cores."""
 
 
 @settings_options(ServeSettings, RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
@@ -56,6 +57,12 @@ def serve(flags: Flags) -> None:
     require("serve", "engine", "router")
     own_settings = load(ServeSettings, flags)
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
+    if router.workers > 1:
+        raise typer.BadParameter(
+            f"workers is {router.workers} (OCTAVO_WORKERS or the TOML file), but the router of "
+            "`octavo serve` is one process: set it to 1 here, or run `octavo engine` and `octavo "
+            "router --workers`"
+        )
     own: Flags = {"host": "127.0.0.1"}
     # If it is not set, each picks a free port where its default is taken.
     if "metrics_port" in router.model_fields_set:

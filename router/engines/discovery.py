@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
+from octavo.router.engines.changes import EngineChanges
 from octavo.router.engines.pool import EnginePool
 from octavo.router.settings import DNS_SCHEME
 
@@ -39,6 +40,8 @@ class Discovery:
         pool: Where engines are added.
         interval: Seconds between look-ups.
         resolve: Looks a name up; HOST:PORT for each address.
+        changes: What others changed before: engines that they removed are left out until they are
+            gone from their name, and those that they drained stay so.
     """
 
     def __init__(
@@ -47,8 +50,11 @@ class Discovery:
         pool: EnginePool,
         interval: float,
         resolve: Resolve = resolve,
+        changes: EngineChanges | None = None,
     ) -> None:
-        self._found: dict[str, set[str]] = {target: set() for target in targets}
+        changes = changes or EngineChanges()
+        self._found: dict[str, set[str]] = {target: set(changes.removed) for target in targets}
+        self._drained = set(changes.drained)
         self._pool = pool
         self._interval = interval
         self._resolve = resolve
@@ -81,6 +87,9 @@ class Discovery:
             log.info("engine discovered", engine=address)
             self._pool.add(address)
             self._own.add(address)
+            if address in self._drained:
+                self._drained.remove(address)
+                self._pool.drain(address)
 
     async def _retire(self, address: str) -> None:
         link = self._pool.drain(address)

@@ -3,11 +3,10 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,6 +30,7 @@ from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
+from octavo.router.http.status import Figures
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
@@ -47,9 +47,8 @@ class Api:
         generator: Serves the requests.
         authenticator: Tells tenants by their keys.
         vocabularies: Models' vocabularies.
-        status: What GET /status says to those who may use certain models.
         is_serving: Whether there is an engine to serve with.
-        registry: The metrics for GET /metrics.
+        figures: For GET /status and GET /metrics.
     """
 
     def __init__(
@@ -59,17 +58,15 @@ class Api:
         *,
         authenticator: Authenticator,
         vocabularies: Vocabularies,
-        status: Callable[[Collection[str]], dict[str, Any]],
         is_serving: Callable[[], bool],
-        registry: CollectorRegistry,
+        figures: Figures,
     ) -> None:
         self._settings = settings
         self._generator = generator
         self._authenticator = authenticator
         self._vocabularies = vocabularies
-        self._status = status
         self._is_serving = is_serving
-        self._registry = registry
+        self._figures = figures
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -179,7 +176,9 @@ class Api:
 
     async def _get_status(self, request: Request) -> Response:
         usable = {card.name for card in self._list_models(request)}
-        return JSONResponse(self._status(usable), headers={"Cache-Control": "no-store"})
+        return JSONResponse(
+            await self._figures.status(usable), headers={"Cache-Control": "no-store"}
+        )
 
     async def _metrics(self, request: Request) -> Response:
         """Show the router's metrics, to everybody without tenants, and else to admins.
@@ -194,7 +193,7 @@ class Api:
                 kind="permission_error",
             )
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        body = await asyncio.to_thread(encode, self._registry)
+        body = await asyncio.to_thread(encode, self._figures.registry)
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     async def _version(self, request: Request) -> Response:

@@ -1,15 +1,12 @@
 """The HTTP server put together: started and stopped with the router it belongs to."""
 
 from collections.abc import Callable
-from functools import partial
-
-from prometheus_client import CollectorRegistry
 
 from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
 from octavo.router.http.server import HttpServer
-from octavo.router.http.status import status
+from octavo.router.http.status import Figures
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
@@ -23,9 +20,9 @@ class HttpFrontend:
         settings: Where to listen, and limits.
         generator: Serves the requests.
         authenticator: Tells tenants by their keys.
-        pool: The engines, for GET /status.
+        pool: The engines, for their vocabularies.
         is_serving: Whether there is an engine to serve with.
-        registry: The router's metrics, for GET /metrics.
+        figures: For GET /status and GET /metrics.
     """
 
     def __init__(
@@ -36,7 +33,7 @@ class HttpFrontend:
         authenticator: Authenticator,
         pool: EnginePool,
         is_serving: Callable[[], bool],
-        registry: CollectorRegistry,
+        figures: Figures,
     ) -> None:
         self._settings = settings
         self._pool = pool
@@ -46,9 +43,8 @@ class HttpFrontend:
             generator,
             authenticator=authenticator,
             vocabularies=self._vocabulary,
-            status=partial(status, pool, generator),
             is_serving=is_serving,
-            registry=registry,
+            figures=figures,
         )
         self._server = HttpServer(api.app(), settings)
 

@@ -1,7 +1,9 @@
 """The engines' load, as last reported."""
 
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry
 
 from octavo.router.engines.link import EngineLink
 from octavo.router.engines.pool import EnginePool
@@ -9,22 +11,58 @@ from octavo.router.generate import Generator
 from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
+PRIVATE = {"address", "models"}
+"""What clients are not told of an engine: it is the operator's business; AdminService has it."""
 
 
-def status(pool: EnginePool, generator: Generator, models: AbstractSet[str]) -> dict[str, Any]:
-    """Return the figures of the engines of `models` that are connected, and of the router.
+class Figures(Protocol):
+    """What a router's HTTP server shows of the router.
 
-    Addresses are left out: they are the operator's business, and AdminService has them.
+    Attributes:
+        registry: Its metrics.
     """
-    return {
-        "requests": generator.in_flight,
-        "output_tokens": generator.metrics.total_output_tokens,
-        "engines": [
-            _engine(link)
-            for link in pool.links
-            if link.up and not models.isdisjoint(link.up.models)
-        ],
-    }
+
+    registry: CollectorRegistry
+
+    async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
+        """Return the figures of the engines of `models` that are connected, and of the router."""
+
+
+class OwnFigures:
+    """The figures of a router of one process.
+
+    Args:
+        registry: Its metrics.
+        pool: Its engines.
+        generator: Serves its requests.
+    """
+
+    def __init__(self, registry: CollectorRegistry, pool: EnginePool, generator: Generator) -> None:
+        self.registry = registry
+        self._pool = pool
+        self._generator = generator
+
+    def all(self) -> dict[str, Any]:
+        """Return the figures of all connected engines, with their addresses, and of the router."""
+        return {
+            "requests": self._generator.in_flight,
+            "output_tokens": self._generator.metrics.total_output_tokens,
+            "engines": [_engine(link) for link in self._pool.links if link.up],
+        }
+
+    async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
+        """Return the figures of the engines of `models` that are connected, and of the router."""
+        return for_clients(self.all(), models)
+
+
+def for_clients(figures: dict[str, Any], models: AbstractSet[str]) -> dict[str, Any]:
+    """Return the part of a router's figures for clients that may use `models`."""
+    engines = [
+        {name: value for name, value in engine.items() if name not in PRIVATE}
+        for engine in figures["engines"]
+        if not models.isdisjoint(engine["models"])
+    ]
+    return {**figures, "engines": engines}
 
 
 def _engine(link: EngineLink) -> dict[str, Any]:
@@ -32,6 +70,8 @@ def _engine(link: EngineLink) -> dict[str, Any]:
     assert engine is not None
     info, load = engine.info, engine.load
     return {
+        "address": link.address,
+        "models": engine.models,
         "model": info.model,
         "device": info.device,
         "dtype": info.dtype,

@@ -49,13 +49,15 @@ class Authenticator:
     Args:
         path: The tenants' file; None for no authentication.
         registry: Where metrics are registered.
+        workers: The router's processes; see `read_tenants`.
 
     Raises:
         SettingsError: The file cannot be read, or is wrong.
     """
 
-    def __init__(self, path: Path | None, registry: CollectorRegistry) -> None:
+    def __init__(self, path: Path | None, registry: CollectorRegistry, *, workers: int = 1) -> None:
         self._path = path
+        self._workers = workers
         self._refused = Counter(
             "octavo_router_unauthenticated",
             "Calls without a valid key or certificate.",
@@ -67,7 +69,7 @@ class Authenticator:
         self._by_certificate: dict[str, Tenant] = {}
         if path is not None:
             self._seen = signature(path)
-            self._index(read_tenants(path))
+            self._index(read_tenants(path, workers))
 
     @property
     def open(self) -> bool:
@@ -149,7 +151,7 @@ class Authenticator:
             return  # nothing new, or it may still be being written
         self._seen = self._found
         try:
-            tenants = read_tenants(path)
+            tenants = read_tenants(path, self._workers)
         except SettingsError as error:
             log.warning("tenants' file not reloaded", reason=str(error))
             return

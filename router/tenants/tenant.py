@@ -87,8 +87,13 @@ def hash_key(key: str) -> str:
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
-def read_tenants(path: Path) -> tuple[Tenant, ...]:
+def read_tenants(path: Path, workers: int = 1) -> tuple[Tenant, ...]:
     """Return the tenants in a TOML file: one table each, named after it.
+
+    Args:
+        path: The file.
+        workers: The router's processes: each counts its own calls, so with several of them
+            nothing is counted rightly, and no tenant may have limits.
 
     Raises:
         SettingsError: The file cannot be read, or is wrong; the message says
@@ -96,6 +101,14 @@ def read_tenants(path: Path) -> tuple[Tenant, ...]:
     """
     tables = parse_toml(path, "--tenants")
     tenants = tuple(_tenant(path, name, table) for name, table in tables.items())
+    for tenant in tenants if workers > 1 else ():
+        for limit in ("requests_per_second", "tokens_per_minute", "max_concurrency"):
+            if getattr(tenant, limit) is not None:
+                raise SettingsError(
+                    f"{path}: [{tenant.name}] {limit} needs --workers 1 (given: {workers}): a "
+                    "worker knows only its own calls, so a tenant could exceed the limit at "
+                    "several workers"
+                )
     for what in ("keys", "certificates"):
         owners: dict[str, str] = {}
         for tenant in tenants:

@@ -14,6 +14,7 @@ from octavo.cli import app
 from octavo.cli.serve import listeners_of_engines, settings_of_engines
 from octavo.common import logging
 from octavo.common.models import resolve as models
+from octavo.common.ports import Listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 
@@ -138,6 +139,30 @@ def test_a_cache_to_read_only_is_used_if_something_is_in_it(tmp_path, monkeypatc
     (tmp_path / "kernels").rmdir()
     with pytest.raises(OSError, match="permission denied"):
         check_usable()
+
+
+def test_serve_has_one_router_process(monkeypatch):
+    monkeypatch.setenv("OCTAVO_WORKERS", "2")
+    assert "one process" in refused("serve", code=2)
+
+
+def test_limits_of_tenants_need_one_worker(tmp_path):
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[alice]\nmax_concurrency = 4\n")
+    said = refused("router", "--workers", 2, "--tenants", tenants)
+    assert "[alice] max_concurrency needs --workers 1" in said
+
+
+def test_a_reserved_port_is_taken_for_all_but_those_who_share_it():
+    with Listener("127.0.0.1", 0).reserve() as reserved:
+        port = reserved.getsockname()[1]
+        with socket.create_server(("127.0.0.1", port), reuse_port=True):
+            with pytest.raises(OSError, match="address already in use"):
+                Listener("127.0.0.1", port).check()
+            with pytest.raises(OSError, match="choose another --port"):
+                Listener("127.0.0.1", port).reserve()
+        with pytest.raises(ConnectionRefusedError):  # the reservation itself does not listen
+            socket.create_connection(("127.0.0.1", port), 5)
 
 
 def test_a_taken_port_is_all_that_the_terminal_shows(taken):

@@ -1,0 +1,237 @@
+"""The worker processes of `octavo router --workers N`: started, started again, drained."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import grpc.aio
+import structlog
+
+from octavo.cli.child_process import STOP_SECONDS
+from octavo.cli.running import StartError
+from octavo.cli.worker_process import WorkerProcess
+from octavo.common.background import end, joined, restart_delays, start
+from octavo.common.ports import Listener
+from octavo.common.stopping import StoppedWhileStartingError, StopSignals, stop_signals
+from octavo.router.settings import RouterSettings, http_listener
+from octavo.router.workers.front import Front
+from octavo.router.workers.seat import Seat, settings_of_worker
+
+log = structlog.get_logger(__name__)
+
+
+class WorkerGroup:
+    """The workers of one router, each in a process that is started again when it ends.
+
+    Args:
+        settings: Of each worker.
+        directory: For their Unix sockets.
+        front: What this process serves for them.
+        socket: Path of its Unix socket.
+    """
+
+    def __init__(
+        self, settings: RouterSettings, directory: Path, front: Front, socket: Path
+    ) -> None:
+        self._settings = settings
+        self._directory = directory
+        self._front = front
+        self._socket = socket
+        self._starts = 0
+        self._stopping = asyncio.Event()
+        self._listening: list[asyncio.Future[str]] = []
+        self._processes: list[WorkerProcess] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all workers have been listening for clients."""
+        return all(address.done() for address in self._listening)
+
+    def start(self) -> None:
+        """Start all processes; before this one uses gRPC, whose threads a fork would lose."""
+        loop = asyncio.get_running_loop()
+        numbers = range(self._settings.workers)
+        self._listening = [loop.create_future() for _ in numbers]
+        for number in numbers:
+            self._processes.append(self._new_process(number, restarted=False))
+
+    async def listening(self) -> str:
+        """Wait until all workers listen for clients; return HOST:PORT."""
+        addresses = await asyncio.gather(*map(asyncio.shield, self._listening))
+        return addresses[0]
+
+    async def keep(self) -> None:
+        """Keep all workers running until `drain`.
+
+        Raises:
+            StartError: One cannot start.
+        """
+        self._tasks = [
+            start(self._keep(number), f"worker-{number}") for number in range(len(self._processes))
+        ]
+        await asyncio.gather(*map(asyncio.shield, self._tasks))
+
+    async def drain(self) -> None:
+        """Let all workers drain, and wait until they have ended; kill them if that takes long."""
+        self._stopping.set()
+        self._begin_to_stop()
+        await asyncio.wait(self._tasks, timeout=self._settings.drain_timeout + STOP_SECONDS)
+
+    def hurry(self) -> None:
+        """Let workers that drain end at once: it is their second signal."""
+        self._begin_to_stop()
+
+    async def close(self) -> None:
+        """End all processes, at once."""
+        self._stopping.set()
+        for process in self._processes:
+            process.kill()
+        await end(*self._tasks)
+
+    def _begin_to_stop(self) -> None:
+        for process in self._processes:
+            process.begin_to_stop()
+
+    def _new_process(self, number: int, *, restarted: bool) -> WorkerProcess:
+        self._starts += 1  # a worker that is started again has a socket of its own
+        socket = self._directory / f"{number}-{self._starts}.sock"
+        seat = Seat(number, socket, self._socket, restarted)
+        process = WorkerProcess(self._settings, seat)
+        process.start()
+        return process
+
+    async def _keep(self, number: int) -> None:
+        """Wait for a worker's end, and start it again, until all are stopped.
+
+        Raises:
+            StartError: It could not start the first time.
+        """
+        delays = restart_delays()
+        while not self._stopping.is_set():
+            process = self._processes[number]
+            why = await self._serve(process)
+            if self._stopping.is_set():
+                return
+            delay = next(delays)
+            log.error("worker ended", worker=number, reason=why, restart_seconds=delay)
+            self._front.restarts()
+            try:
+                async with asyncio.timeout(delay):
+                    await self._stopping.wait()
+            except TimeoutError:
+                self._processes[number] = self._new_process(number, restarted=True)
+
+    async def _serve(self, process: WorkerProcess) -> str:
+        """Bring a new process into service and wait for its end; return why it ended.
+
+        Raises:
+            StartError: It could not start the first time.
+        """
+        seat, served = process.seat, False
+        try:
+            await process.report()
+            await self._front.join(seat)
+            address = await process.ready()
+            self._front.serves()
+            served = True
+            log.info("worker up", worker=seat.number, pid=process.pid)
+            if not self._listening[seat.number].done():
+                self._listening[seat.number].set_result(address)
+            await process.ended()
+        except (StartError, grpc.aio.AioRpcError) as error:
+            if isinstance(error, StartError) and not seat.restarted and not self._stopping.is_set():
+                raise
+            return str(error)
+        finally:
+            process.kill()
+            await self._front.leave(seat.number, served=served)
+        return process.end()
+
+
+async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None]) -> None:
+    """Run a router's workers until SIGTERM or SIGINT, then drain; a second signal ends at once.
+
+    Args:
+        settings: The router's.
+        on_ready: Called with HOST:PORT when all workers listen.
+
+    Raises:
+        BackgroundError: A part that the router cannot do without has stopped.
+        OSError: It cannot listen there.
+        SettingsError: The tenants' file cannot be used.
+        StartError: A worker cannot start.
+        StoppedWhileStartingError: A signal came before all workers listened.
+        TlsError: Certificates or keys cannot be used.
+    """
+    if sys.platform != "linux":
+        raise StartError("--workers above 1 needs Linux, which spreads connections over them")
+    with (
+        TemporaryDirectory(prefix="octavo-") as name,  # of mode 0700
+        _reserved(settings) as port,
+        stop_signals() as signals,
+    ):
+        directory = Path(name)
+        socket = directory / "parent.sock"
+        front = Front(settings, socket)
+        group = WorkerGroup(settings_of_worker(settings, port), directory, front, socket)
+        try:
+            group.start()
+            await front.start()
+            await _run(group, front, signals, on_ready)
+        finally:
+            await group.close()
+            await front.stop()
+
+
+async def _run(
+    group: WorkerGroup, front: Front, signals: StopSignals, on_ready: Callable[[str], None]
+) -> None:
+    """Serve until the first signal, then drain.
+
+    Raises:
+        Exception: As `run_workers`.
+    """
+
+    async def announce() -> None:
+        address = await group.listening()
+        front.warn(address)
+        on_ready(address)
+        await asyncio.Event().wait()
+
+    works = signals.first.wait(), front.ended(), group.keep(), announce()
+    async with joined(*works, names=("signal", "parts", "workers", "announce")) as tasks:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+        if not group.is_up:
+            raise StoppedWhileStartingError(signals.came[0])
+        log.info("router draining", workers=len(group))
+        async with joined(signals.second.wait(), group.drain(), names=("hurry", "drain")) as ending:
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            if signals.second.is_set():
+                group.hurry()
+                await ending[1]
+    log.info("router stopped")
+
+
+@contextmanager
+def _reserved(settings: RouterSettings) -> Iterator[int]:
+    """Reserve the ports that the workers share, within a block; yield that for gRPC.
+
+    Raises:
+        OSError: One is taken.
+    """
+    with Listener(settings.host, settings.port).reserve() as reserved:
+        port = int(reserved.getsockname()[1])
+        if not settings.http_port:
+            yield port
+            return
+        with http_listener(settings.http_host, settings.http_port).reserve():
+            yield port

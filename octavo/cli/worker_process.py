@@ -1,0 +1,50 @@
+"""A worker process of `octavo router --workers N`."""
+
+from multiprocessing.connection import Connection
+
+from octavo.cli.child_process import ChildProcess, Report, begin_child, run_child
+from octavo.cli.running import settle
+from octavo.common import logging
+from octavo.common.without_torch import keep_torch_out
+from octavo.router.settings import RouterSettings
+from octavo.router.workers.seat import Seat
+
+OUT_OF_MEMORY = "run fewer --workers, or give the container more memory"
+
+
+class WorkerProcess(ChildProcess):
+    """A worker: it reports when its parent may call it, and when it listens for clients.
+
+    Args:
+        settings: of the worker.
+        seat: its place.
+    """
+
+    def __init__(self, settings: RouterSettings, seat: Seat) -> None:
+        super().__init__(
+            _run,
+            (settings, seat),
+            name=f"worker {seat.number}",
+            process_name=f"octavo-worker-{seat.number}",
+            drain_timeout=settings.drain_timeout,
+            remedy=OUT_OF_MEMORY,
+        )
+        self.seat = seat
+
+
+def _run(settings: RouterSettings, seat: Seat, reports: Connection, parent: int) -> None:
+    """Serve until SIGTERM in the child; report the stages of the start, or its failure."""
+    begin_child(parent)
+    logging.configure(settings.log_format, settings.log_level, worker=seat.number)
+
+    async def run(report: Report) -> None:
+        keep_torch_out()
+        from octavo.router.workers.worker import serve  # noqa: PLC0415 - transformers takes seconds
+
+        def ready(address: str) -> None:
+            settle()
+            report(address)
+
+        await serve(settings, seat, on_reachable=lambda: report(""), on_ready=ready)
+
+    run_child(run, reports, "worker failed")

@@ -1,0 +1,53 @@
+"""An engine's status as all workers of a router see it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from octavo.v1 import admin_pb2
+
+_ORDER = (
+    admin_pb2.ENGINE_STATE_CONNECTING,
+    admin_pb2.ENGINE_STATE_DRAINING,
+    admin_pb2.ENGINE_STATE_SERVING,
+)
+"""The state that is told is the first that any worker has."""
+
+
+def merged_status(statuses: Iterable[admin_pb2.EngineStatus]) -> admin_pb2.EngineStatus:
+    """Return the status of one engine, from those that workers have of it.
+
+    Sequences are summed. An engine is connected when it is connected to every worker.
+    """
+    known = list(statuses)
+    fullest = max(known, key=lambda status: (status.HasField("load"), bool(status.model)))
+    merged = admin_pb2.EngineStatus()
+    merged.CopyFrom(fullest)
+    merged.state = min((status.state for status in known), key=_ORDER.index)
+    merged.sequences = sum(status.sequences for status in known)
+    merged.problem = next((status.problem for status in known if status.problem), "")
+    return merged
+
+
+def merged_lists(
+    lists: Iterable[Iterable[admin_pb2.EngineStatus]],
+) -> list[admin_pb2.EngineStatus]:
+    """Return the status of every engine that a worker has, by address."""
+    by_address: dict[str, list[admin_pb2.EngineStatus]] = {}
+    for statuses in lists:
+        for status in statuses:
+            by_address.setdefault(status.address, []).append(status)
+    return [merged_status(by_address[address]) for address in sorted(by_address)]
+
+
+def merged_figures(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures for GET /status of a router, from those of its workers."""
+    engines: dict[str, dict[str, Any]] = {}
+    for each in figures:
+        for engine in each["engines"]:
+            merged = engines.setdefault(engine["address"], {**engine, "sequences": 0})
+            merged["sequences"] += engine["sequences"]
+    return {
+        "requests": sum(each["requests"] for each in figures),
+        "output_tokens": sum(each["output_tokens"] for each in figures),
+        "engines": [engines[address] for address in sorted(engines)],
+    }

@@ -1,0 +1,58 @@
+"""The workers that a router's parent process can call."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from octavo.router.workers import wire
+from octavo.router.workers.seat import Seat
+from octavo.v1 import admin_pb2_grpc
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker, from when it can be called until its process has ended.
+
+    Attributes:
+        number: Its own.
+        channel: Where it is called.
+        admin: Its AdminService.
+    """
+
+    number: int
+    channel: grpc.aio.Channel
+    admin: "admin_pb2_grpc.AdminServiceAsyncStub" = field(init=False)
+
+    def __post_init__(self) -> None:
+        stub: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # asynchronous, by its channel
+        self.admin = stub
+
+
+class Members:
+    """The workers that are connected to the engines, by number."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([self._members[number] for number in sorted(self._members)])
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, member: Member) -> bool:
+        return self._members.get(member.number) is member
+
+    def add(self, seat: Seat) -> Member:
+        """Add a worker that listens for its parent."""
+        member = Member(seat.number, wire.channel(seat.socket))
+        self._members[seat.number] = member
+        return member
+
+    async def remove(self, number: int) -> None:
+        """Remove a worker, if it was added."""
+        member = self._members.pop(number, None)
+        if member is not None:
+            await member.channel.close()

@@ -1,0 +1,95 @@
+"""The metrics of a router with several workers."""
+
+import asyncio
+from collections.abc import Iterable
+
+import grpc.aio
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
+
+from octavo.common.metrics import observe_process
+from octavo.router.workers import wire
+from octavo.router.workers.loop_collector import LoopCollector
+from octavo.router.workers.members import Member, Members
+from octavo.router.workers.metric_sums import PARENT, counted, from_json, merged
+
+log = structlog.get_logger(__name__)
+
+SCRAPE_SECONDS = 2.0
+"""Seconds that a worker has to send its metrics."""
+
+
+class WorkerMetrics:
+    """What only a router with several workers has.
+
+    Args:
+        registry: Where they are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.workers = Gauge(
+            "octavo_router_workers", "Worker processes that serve.", registry=registry
+        )
+        self.restarts = Counter(
+            "octavo_router_worker_restarts",
+            "Worker processes that ended by themselves, and were started again.",
+            registry=registry,
+        )
+
+
+class Page:
+    """The metrics of all processes of a router, as one.
+
+    What a worker had counted stays when it ends, as far as it was collected: else sums would fall,
+    which Prometheus takes for counters that begin again, and counts what is left a second time.
+
+    Args:
+        members: The workers.
+
+    Attributes:
+        own: What the parent process counts.
+        metrics: Of that, what is of the workers.
+        registry: All metrics.
+    """
+
+    def __init__(self, members: Members) -> None:
+        self.own = CollectorRegistry()
+        self.metrics = WorkerMetrics(self.own)
+        self.registry = CollectorRegistry()
+        self.registry.register(LoopCollector(self.collect))
+        self._members = members
+        self._last: dict[int, list[Metric]] = {}
+        self._ended: list[Metric] = []
+        # One page after the other, or an older one could replace a worker's last.
+        self._collecting = asyncio.Lock()
+        observe_process(self.own)
+
+    async def collect(self) -> list[Metric]:
+        """Ask all workers and return the metrics; of one that does not answer, what it counted."""
+        async with self._collecting:
+            asked = list(self._members)
+            answers = await asyncio.gather(*map(_scrape, asked), return_exceptions=True)
+            pages: dict[str, Iterable[Metric]] = {PARENT: list(self.own.collect())}
+            silent = []
+            for member, answer in zip(asked, answers, strict=True):
+                if member not in self._members:
+                    continue  # it has ended meanwhile
+                if isinstance(answer, BaseException):
+                    log.warning(
+                        "a worker sent no metrics", worker=member.number, reason=str(answer)
+                    )
+                    silent.append(self._last.get(member.number, []))
+                else:
+                    pages[str(member.number)] = self._last[member.number] = answer
+            return merged(pages, counted(self._ended, *silent))
+
+    def end(self, number: int) -> None:
+        """Keep what a worker has counted: it has ended."""
+        self._ended = counted(self._ended, self._last.pop(number, []))
+
+
+async def _scrape(member: Member) -> list[Metric]:
+    try:
+        return from_json(await wire.call(member.channel, "Metrics", None, SCRAPE_SECONDS))
+    except grpc.aio.AioRpcError as error:
+        raise TimeoutError(error.details()) from None

@@ -1,0 +1,82 @@
+"""Calls between a router's parent process and its workers: JSON over gRPC, on Unix sockets.
+
+Both sides are of one version and one machine, so these calls are no contract. AdminService between
+them is the public one.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from octavo.common.connections import DEFAULT_LIMITS
+from octavo.common.rpc import create_server
+
+SERVICE = "octavo.router.workers"
+MAX_MESSAGE_BYTES = 64 << 20
+"""Much more than the metrics of a thousand tenants take."""
+
+Method = Callable[[Any], Awaitable[Any]]
+
+
+async def make_server(
+    socket: Path,
+    methods: Mapping[str, Method],
+    services: Mapping[str, Callable[[grpc.aio.Server], None]],
+) -> grpc.aio.Server:
+    """Make a server on a Unix socket; not yet started.
+
+    Args:
+        socket: Its path, in a directory of this user alone.
+        methods: What `call` calls, by name.
+        services: Others, as `create_server` has them.
+    """
+
+    def add(server: grpc.aio.Server) -> None:
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(_served(method), json.loads, _encode)
+            for name, method in methods.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    server, _ = await create_server(
+        {SERVICE: add, **services}, max_message_bytes=MAX_MESSAGE_BYTES, limits=DEFAULT_LIMITS
+    )
+    server.add_insecure_port(f"unix:{socket}")
+    return server
+
+
+def channel(socket: Path) -> grpc.aio.Channel:
+    """Return a channel to a server on a Unix socket."""
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.use_local_subchannel_pool", 1),  # share no other worker's backoff
+    ]
+    return grpc.aio.insecure_channel(f"unix:{socket}", options=options)
+
+
+async def call(channel: grpc.aio.Channel, method: str, request: object, timeout: float) -> Any:  # noqa: ANN401
+    """Call one of a server's `methods` and return its result.
+
+    Raises:
+        grpc.aio.AioRpcError: It failed, or did not answer within `timeout` seconds.
+    """
+    made = channel.unary_unary(f"/{SERVICE}/{method}", _encode, json.loads)
+    return await made(request, timeout=timeout)
+
+
+def _served(method: Method) -> Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]:
+    async def serve(
+        request: Any,  # noqa: ANN401
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG001
+    ) -> Any:  # noqa: ANN401
+        return await method(request)
+
+    return serve
+
+
+def _encode(message: object) -> bytes:
+    return json.dumps(message).encode()

@@ -1,0 +1,115 @@
+"""One worker of a router: a whole router that shares its ports, and answers to its parent."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import grpc.aio
+
+from octavo.common.stopping import stop_signals
+from octavo.router.admin import AdminService
+from octavo.router.admin_server import ADMIN
+from octavo.router.engines.changes import EngineChanges
+from octavo.router.http.status import OwnFigures
+from octavo.router.server import Router, drain, until_stopped
+from octavo.router.settings import RouterSettings
+from octavo.router.workers import wire
+from octavo.router.workers.figures import SharedFigures
+from octavo.router.workers.metric_sums import to_json
+from octavo.router.workers.seat import Seat
+from octavo.v1 import admin_pb2_grpc
+
+ENGINE_SECONDS = 5.0
+"""Seconds that a restarted worker waits for an engine before it listens: the others have some, and
+clients that came here meanwhile would be refused."""
+
+
+class Control:
+    """What a worker serves its parent: the start of its connections, its figures, AdminService.
+
+    Args:
+        router: The worker's router.
+        seat: Its place.
+    """
+
+    def __init__(self, router: Router, seat: Seat) -> None:
+        self._router = router
+        self._socket = seat.socket
+        self._own = OwnFigures(router.registry, router.pool, router.generator)
+        self._server: grpc.aio.Server | None = None
+        self.connected = asyncio.Event()
+
+    async def start(self) -> None:
+        """Listen."""
+        admin = AdminService(self._router.pool)
+        self._server = await wire.make_server(
+            self._socket,
+            {"Connect": self._connect, "Metrics": self._metrics, "Status": self._status},
+            {ADMIN: partial(admin_pb2_grpc.add_AdminServiceServicer_to_server, admin)},
+        )
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """End it, at once."""
+        if self._server is not None:
+            await self._server.stop(None)
+
+    async def _connect(self, changes: dict[str, Any]) -> None:
+        """Connect to the engines: the parent sends what was changed in them, once."""
+        self._router.connect(EngineChanges.from_json(changes))
+        self.connected.set()
+
+    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - says nothing
+        return to_json(self._router.registry.collect())
+
+    async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
+        return self._own.all()
+
+
+async def serve(
+    settings: RouterSettings,
+    seat: Seat,
+    *,
+    on_reachable: Callable[[], None],
+    on_ready: Callable[[str], None],
+) -> None:
+    """Run a worker until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+
+    Args:
+        settings: The worker's, see `settings_of_worker`.
+        seat: Its place.
+        on_reachable: Called when its parent may call it.
+        on_ready: Called with HOST:PORT when it listens for clients.
+
+    Raises:
+        BackgroundError: A part that it cannot do without has stopped.
+        OSError: It cannot listen there.
+        SettingsError: The tenants' file cannot be used.
+        TlsError: Certificates or keys cannot be used.
+        TokenizerError: The tokenizer cannot be loaded.
+    """
+    with stop_signals() as signals:
+        figures = SharedFigures(seat.parent)
+        router = Router(settings, figures=figures)
+        control = Control(router, seat)
+
+        async def start() -> None:
+            if settings.tokenizer:
+                await router.load_tokenizer(settings.tokenizer)
+            await control.start()
+            on_reachable()
+            await control.connected.wait()
+            if seat.restarted:
+                await router.until_up(ENGINE_SECONDS)
+            await router.listen()
+            on_ready(router.address)
+            await router.ended()
+
+        try:
+            await until_stopped(signals, start())
+            await drain(router, signals)
+        finally:
+            await router.stop()
+            await control.stop()
+            await figures.close()
