@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+import grpc.aio
 import psutil
 import torch
 import uvloop
@@ -75,6 +76,17 @@ def save_tokenizer(directory: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
+def _own_channel(address: str, *, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
+    own = [*options, ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(address, options=own)
+
+
+class OwnConnection(AsyncClient):
+    """A client with a connection of its own: those of one address in one process share one."""
+
+    _insecure_channel = staticmethod(_own_channel)
+
+
 def write_tenants(file: Path, weights: dict[str, float]) -> Path:
     """Write a tenants' file: each tenant's key is its name; return the file."""
     file.write_text(
@@ -92,6 +104,7 @@ class Node:
     Args:
         serve: What runs in the process.
         metrics_port: The port of its metrics; 0 for none.
+        has_children: Whether it starts processes itself, which daemons may not.
 
     Attributes:
         port: The port that it listens on.
@@ -99,10 +112,11 @@ class Node:
         errors: The file that gets its stderr; None for this process' stderr.
     """
 
-    def __init__(self, serve: Serve, metrics_port: int = 0) -> None:
+    def __init__(self, serve: Serve, metrics_port: int = 0, *, has_children: bool = False) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._serve = serve
+        self._has_children = has_children
         self.errors: Path | None = None
         self.metrics_port = metrics_port
         self.port = free_port()
@@ -117,7 +131,9 @@ class Node:
         """
         ours, theirs = self._context.Pipe(duplex=False)
         arguments = (self._serve, self.errors, self.port, theirs)
-        self._process = self._context.Process(target=_run, args=arguments, daemon=True)
+        self._process = self._context.Process(
+            target=_run, args=arguments, daemon=not self._has_children
+        )
         self._process.start()
         theirs.close()
         if not await asyncio.to_thread(ours.poll, seconds):
@@ -203,7 +219,8 @@ def router(engines: Iterable[str], **settings: Any) -> Node:  # noqa: ANN401
     """Return a router over engines by address; `settings` are more of RouterSettings."""
     defaults = {"metrics_port": free_port(), "drain_timeout": 0.0, "log_level": "error"}
     own = {"engine": list(engines)} | defaults | settings
-    return Node(partial(_run_router, own), own["metrics_port"])
+    workers = own.get("workers", 1)
+    return Node(partial(_run_router, own), own["metrics_port"], has_children=workers > 1)
 
 
 @asynccontextmanager
@@ -256,6 +273,7 @@ def _run_engine(
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
+    from octavo.cli.worker_group import run_workers  # noqa: PLC0415
     from octavo.router.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     own = RouterSettings(**settings, port=port)
@@ -265,4 +283,4 @@ def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
         settle()  # as `octavo router` does, or collections would look at this module's PyTorch too
         ready.send(address)
 
-    uvloop.run(serve(own, on_ready=on_ready))
+    uvloop.run(serve(own, on_ready=on_ready) if own.workers == 1 else run_workers(own, on_ready))

@@ -1,11 +1,14 @@
 """Measure the router's CPU time for each streamed token.
 
     python -m benchmarks.router_cost [--streams 256] [--rate 25] [--seconds 20] [--channels 64]
+        [--workers 1]
 
 A paced engine gives every stream `--rate` tokens a second, and the streams come over `--channels`
-connections. CPU time depends less on the machine's other work than wall time does. The engine's
-figure is that of its gRPC side: it computes nothing. The gaps between the messages of a stream say
-what the router's coalescing costs its clients.
+connections to a router of `--workers` processes. CPU time depends less on the machine's other work
+than wall time does. The engine's figure is that of its gRPC side: it computes nothing. Clients and
+engine have the same cores, so what several workers can carry is told by their CPU accounts: a
+core's second, divided by the time of the busiest process for a token. The gaps between the messages
+of a stream say what the router's coalescing costs its clients.
 """
 
 import argparse
@@ -18,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
-from benchmarks.fixture import CONTEXT, make_model, router, serving
+import psutil
+
+from benchmarks.fixture import CONTEXT, Node, OwnConnection, make_model, router, serving
 from benchmarks.paced_engine import paced_engine
 from benchmarks.report import verdict
 from octavo import AsyncClient
@@ -37,24 +42,34 @@ class Cost:
     Attributes:
         tokens: Tokens that clients received.
         messages: Messages that they came in.
-        router_us: Microseconds of the router's CPU time for a token.
+        workers_us: Microseconds of each router process' CPU time for a token of all; that of the
+            parent of several comes last.
         engine_us: The same of the engine's.
         gaps: Seconds between messages of a stream: the median, and the 99th percentile.
     """
 
     tokens: int
     messages: int
-    router_us: float
+    workers_us: list[float]
     engine_us: float
     gaps: tuple[float, float]
 
+    @property
+    def router_us(self) -> float:
+        """Microseconds of the router's CPU time for a token."""
+        return sum(self.workers_us)
 
-def _cpu_seconds(pid: int | None) -> float:
+    @property
+    def carried(self) -> float:
+        """Tokens a second when the busiest process has a core of its own, and is busy all of it."""
+        return 1e6 / max(self.workers_us)
+
+
+def _cpu_seconds(pid: int) -> float:
     """Return a process' CPU time to the nanosecond; /proc has hundredths of a second only.
 
     The clock's number is that of clock_getcpuclockid(3) on Linux.
     """
-    assert pid is not None
     return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
 
 
@@ -69,7 +84,7 @@ class Streams:
         """Read streams until cancelled."""
         async with AsyncExitStack() as stack:
             clients = [
-                await stack.enter_async_context(AsyncClient(address)) for _ in range(channels)
+                await stack.enter_async_context(OwnConnection(address)) for _ in range(channels)
             ]
             async with asyncio.TaskGroup() as group:
                 for i in range(streams):
@@ -89,7 +104,17 @@ class Streams:
                 before = now
 
 
-async def measure(streams: int, rate: float, seconds: float, channels: int = CHANNELS) -> Cost:
+def _processes(front: Node) -> list[int]:
+    """Return the router's processes: its workers, then itself."""
+    assert front.pid is not None
+    children = psutil.Process(front.pid).children()
+    workers = [child for child in children if "--multiprocessing-fork" in child.cmdline()]
+    return [*sorted(worker.pid for worker in workers), front.pid]
+
+
+async def measure(
+    streams: int, rate: float, seconds: float, channels: int = CHANNELS, workers: int = 1
+) -> Cost:
     """Stream through the router and count what it costs.
 
     Args:
@@ -97,27 +122,29 @@ async def measure(streams: int, rate: float, seconds: float, channels: int = CHA
         rate: Tokens a second of each.
         seconds: Duration of the measurement.
         channels: Connections that the streams share.
+        workers: Processes of the router.
     """
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = make_model(Path(directory))
         back = paced_engine(tokenizer, step_seconds=1 / rate, max_num_seqs=streams)
-        front = router([back.address])
+        front = router([back.address], workers=workers)
         async with serving([back], front):
             load = Streams()
             task = asyncio.create_task(load.run(front.address, streams, channels))
             await asyncio.sleep(WARM_SECONDS)
-            nodes = front.pid, back.pid
-            before = [_cpu_seconds(pid) for pid in nodes]
+            assert back.pid is not None
+            pids = [*_processes(front), back.pid]
+            before = [_cpu_seconds(pid) for pid in pids]
             tokens, messages = load.tokens, load.messages
             load.gaps.clear()
             await asyncio.sleep(seconds)
-            used = [_cpu_seconds(pid) - cpu for pid, cpu in zip(nodes, before, strict=True)]
+            used = [_cpu_seconds(pid) - cpu for pid, cpu in zip(pids, before, strict=True)]
             tokens, messages = load.tokens - tokens, load.messages - messages
             gaps = quantiles(load.gaps, n=100)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-    router_us, engine_us = (1e6 * cpu / tokens for cpu in used)
-    return Cost(tokens, messages, router_us, engine_us, (gaps[49], gaps[98]))
+    *workers_us, engine_us = (1e6 * cpu / tokens for cpu in used)
+    return Cost(tokens, messages, workers_us, engine_us, (gaps[49], gaps[98]))
 
 
 def main() -> None:
@@ -127,6 +154,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=25)
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--channels", type=int, default=CHANNELS)
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     cost = asyncio.run(measure(**vars(options)))
     wanted = options.streams * options.rate * options.seconds
@@ -136,6 +164,10 @@ def main() -> None:
         f"messages: router {cost.router_us:.1f} us of CPU a token, engine's gRPC side "
         f"{cost.engine_us:.1f} us; between messages {median:.0f} ms (median), {late:.0f} ms (p99)"
     )
+    if options.workers > 1:
+        shares = ", ".join(f"{us:.1f}" for us in cost.workers_us)
+        print(f"of each worker and their parent: {shares} us of CPU a token of all")
+    print(f"with a core for each process, by these accounts: {cost.carried:.0f} tokens/s")
     sys.exit(not verdict(cost.router_us < MARK_US, f"the router's mark is {MARK_US:g} us"))
 
 
