@@ -31,10 +31,9 @@ class Process:
             await self.task
         self.channel = grpc.aio.insecure_channel(self.ready.result())
         self.stub = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        for _ in range(200):
-            if (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models:
-                break
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):  # the first router of a process imports transformers
+            while not (await self.stub.ListModels(generation_pb2.ListModelsRequest())).models:
+                await asyncio.sleep(0.02)
         return self
 
     async def __aexit__(self, *_):
