@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.environments import provide
 from benchmarks.peers.registry import VLLM, default_folder
-from benchmarks.peers.worker_process import WorkerProcess
+from benchmarks.peers.worker_process import WorkerProcess, worker_command, worker_variables
 from benchmarks.peers.workers import protocol
 from octavo.common import logging
 from octavo.common.models.resolve import resolve
@@ -47,7 +47,6 @@ from octavo.engine.startup import Parts, build
 
 PROMPT_TOKENS = 64
 STREAMS, STREAM_TOKENS = 32, 96
-BENCHMARKS = Path(__file__).parent
 PATIENCE = 900.0
 BASE, EACH = "base", "an adapter each"
 
@@ -126,8 +125,7 @@ def measure_peer(
 ) -> dict[str, list[Rates]]:
     """Return vLLM's rates: it is loaded once to take adapters, as Octavo is."""
     python = provide(VLLM, default_folder())
-    command = [str(python), "-P", "-m", "peers.workers.vllm"]
-    variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(setup.threads)}
+    command, variables = worker_command(python, "vllm"), worker_variables(setup.threads)
     rates: dict[str, list[Rates]] = {f"vLLM, {name}": [] for name in (BASE, EACH)}
     log = default_folder() / "vllm-adapters.log"
     with WorkerProcess(command, variables, log, PATIENCE) as worker:

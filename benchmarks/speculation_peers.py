@@ -1,15 +1,13 @@
 """vLLM's and OpenVINO's own prompt look-up, with the prompts of `benchmarks.speculation`."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from benchmarks.peers import model_files, registry
 from benchmarks.peers.environments import provide
 from benchmarks.peers.registry import Peer
-from benchmarks.peers.worker_process import WorkerProcess
+from benchmarks.peers.worker_process import WorkerProcess, worker_command, worker_variables
 from benchmarks.peers.workers.protocol import Request, Setup
 
-BENCHMARKS = Path(__file__).parent
 PATIENCE = 900.0
 CACHE_GIB = 1.0
 MODES = ("off", "look-up")
@@ -49,8 +47,7 @@ def _rates(peer: Peer, asked: Asked, drafted: int, threads: int) -> dict[str, fl
     folder = registry.default_folder()
     python = provide(peer.environment, folder)
     model = model_files.choose(model_files.DEMO).provide(peer.form, folder)
-    command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
-    variables = {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": str(threads)}
+    command, variables = worker_command(python, peer.worker), worker_variables(threads)
     options = dict(peer.options) | ({"drafted": str(drafted)} if drafted else {})
     rates = {}
     with WorkerProcess(command, variables, folder / f"{peer.name}.log", PATIENCE) as worker:

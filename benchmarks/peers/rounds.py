@@ -1,7 +1,6 @@
 """Measure every peer once a round, in a rotating order; one runs at a time."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +16,16 @@ from benchmarks.peers.isa import Isa
 from benchmarks.peers.model_files import Model
 from benchmarks.peers.registry import Peer
 from benchmarks.peers.results import Result, Sample
-from benchmarks.peers.worker_process import WorkerError, WorkerProcess
+from benchmarks.peers.worker_process import (
+    WorkerError,
+    WorkerProcess,
+    worker_command,
+    worker_variables,
+)
 from benchmarks.peers.workers.protocol import Setup
 from benchmarks.peers.workloads import Workload
 from octavo.common.models.errors import ModelError
 
-BENCHMARKS = Path(__file__).parents[1]
 CACHE_GIB = 2.0
 """KV cache for each: larger shapes need 1.5 for the mix, and AMD PACE fails where it runs out."""
 ROOM_BYTES = 6 << 30
@@ -114,11 +117,9 @@ class Fleet:
             self._end(next(iter(self._loaded)))
         self._say(f"{peer.title}: loading")
         python, model = self._provided[peer.name]
-        paths = [BENCHMARKS] if peer.checkout is None else [BENCHMARKS, peer.checkout]
-        variables = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-        variables["OMP_NUM_THREADS"] = str(self._threads)
-        variables |= self._isa.variables
-        command = [str(python), "-P", "-m", f"peers.workers.{peer.worker}"]
+        more = () if peer.checkout is None else (peer.checkout,)
+        variables = worker_variables(self._threads, *more) | self._isa.variables
+        command = worker_command(python, peer.worker)
         began = time.monotonic()
         log = self._folder / f"{peer.name}.log"
         worker = WorkerProcess(command, variables, log, PATIENCE, directory=peer.checkout)

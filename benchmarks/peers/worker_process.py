@@ -13,6 +13,24 @@ from typing import Any
 from benchmarks.peers.process_session import SessionProcess
 from benchmarks.peers.workers.protocol import Outcome, Request, Setup
 
+BENCHMARKS = Path(__file__).parents[1]
+
+
+def worker_command(python: Path, worker: str) -> list[str]:
+    """Return what runs a module of `workers`, with the Python of its environment."""
+    return [str(python), "-P", "-m", f"peers.workers.{worker}"]
+
+
+def worker_variables(threads: int, *more: Path) -> dict[str, str]:
+    """Return a worker's environment variables.
+
+    Args:
+        threads: to compute with.
+        more: folders to import from.
+    """
+    paths = os.pathsep.join(map(str, (BENCHMARKS, *more)))
+    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+
 
 class WorkerError(Exception):
     """A worker failed. The message says why, in its own words if it had any."""
