@@ -1,4 +1,4 @@
-"""What is warned of when a router starts: ports that others can use, or listen to."""
+"""Warnings at a router's start: missing authentication or encryption of its ports."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from octavo.router.settings import RouterSettings
 
 
 def exposure(settings: RouterSettings) -> Iterator[tuple[str, str]]:
-    """Yield what is missing of authentication or encryption beyond this machine, and a hint."""
+    """Yield a warning and a hint where a port beyond this machine lacks authentication or TLS."""
     hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
     if all(map(is_loopback, hosts)):
         return

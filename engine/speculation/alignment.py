@@ -1,7 +1,7 @@
-"""Follow the place that a sequence copies from where it departs from it.
+"""Draft the next tokens of a sequence that has just departed from the text it copies.
 
-Right after a copy has replaced, added or left out a token, no two tokens in a row are those of its
-source. But it most likely goes on near the place that it has reached there.
+Right after a copy replaces, adds or omits a token, its last two tokens do not occur in the source.
+But the copy most likely continues near the place that it has reached there.
 """
 
 import numpy as np
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 BEFORE, AFTER = 32, 64
-"""Tokens before and after the expected place in which the last token is looked for."""
+"""Tokens before and after the expected place that are searched for the last token."""
 LAPSE = 16
-"""Tokens after the last match beyond which no place is expected."""
+"""Maximum tokens since the last match; after more, nothing is drafted without a match."""
 REPLACED = 4
 """Most tokens to draft after a token that the source does not have near the place."""
 
@@ -42,7 +42,7 @@ class Alignment:
     def draft(self, tokens: Tokens, most: int) -> list[int]:
         """Return what follows the last token near the expected place.
 
-        Where it does not occur there, it stands for the token that does.
+        If the last token does not occur there, it is taken to replace the token at that place.
 
         Args:
             tokens: `[n]` int32, the sequence.

@@ -51,7 +51,7 @@ class WorkerGroup:
 
     @property
     def is_up(self) -> bool:
-        """Whether all workers have been listening for clients."""
+        """Whether every worker has listened for clients at least once."""
         return all(address.done() for address in self._listening)
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""What a worker shows over HTTP: the figures of the whole router, which its parent knows."""
+"""The figures that a worker shows over HTTP: those of the whole router, from its parent."""
 
 from collections.abc import Set as AbstractSet
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the parent process of a router's workers serves: their metrics as one page, AdminService."""
+"""The servers in the parent process of a router's workers: merged metrics and AdminService."""
 
 import asyncio
 from contextlib import ExitStack

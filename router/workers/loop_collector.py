@@ -1,4 +1,4 @@
-"""Metrics that an event loop collects for the threads that serve them."""
+"""Collect metrics in an event loop, on behalf of the threads that serve the metrics page."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -9,11 +9,11 @@ from prometheus_client.registry import Collector
 from octavo.common.background import wait_for_loop
 
 SECONDS = 4.0
-"""Seconds to ask all workers; each has fewer."""
+"""Timeout in seconds of a collection from all workers; longer than that of one worker."""
 
 
 class LoopCollector(Collector):
-    """Collects metrics in an event loop for the threads that serve them.
+    """Collect metrics in an event loop, on behalf of the threads that serve the metrics page.
 
     Args:
         collect: Returns the metrics; runs in the event loop that makes this object.

@@ -1,7 +1,7 @@
-"""Metrics of several processes as those of one router.
+"""Merge the metrics of a router's processes into those of one router.
 
-Counters and histograms are sums. `MERGED` says of each gauge what it is of the whole; what it does
-not name, and what is a process' own, such as its memory, gets the label `worker`.
+Counters and histograms are summed. `MERGED` says how the values of each gauge are merged. Gauges
+that it does not name, and metrics of a process itself, such as its memory, get the label `worker`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -15,12 +15,12 @@ PARENT = "parent"
 ADDED = frozenset({"counter", "histogram"})
 """Types of metrics that only grow, and are summed."""
 OF_A_PROCESS = ("process_", "octavo_tasks")
-"""How the names of metrics begin that describe a process, not the router."""
+"""Prefixes of the metrics that describe a process, not the router."""
 CREATED = "_created"
-"""End of the names of the times since which metrics grow."""
+"""Suffix of the samples that hold the time when a counter began."""
 
 Merge = Callable[[list[float], int], float]
-"""Makes one value of those that processes have, given how many workers there are."""
+"""Merges the values of several processes into one, given the number of workers."""
 _Labels = tuple[tuple[str, str], ...]
 
 
@@ -86,7 +86,7 @@ def merged(pages: Mapping[str, Iterable[Metric]], ended: Iterable[Metric] = ()) 
 
 
 def counted(*pages: Iterable[Metric]) -> list[Metric]:
-    """Return the sums of what processes have counted, which stays when they end."""
+    """Return the summed counters and histograms of processes: they are kept when a process ends."""
     kept = {
         str(number): [m for m in page if m.type in ADDED and not m.name.startswith(OF_A_PROCESS)]
         for number, page in enumerate(pages)

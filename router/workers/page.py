@@ -16,11 +16,11 @@ from octavo.router.workers.metric_sums import PARENT, counted, from_json, merged
 log = structlog.get_logger(__name__)
 
 SCRAPE_SECONDS = 2.0
-"""Seconds that a worker has to send its metrics."""
+"""Timeout in seconds of a request for a worker's metrics."""
 
 
 class WorkerMetrics:
-    """What only a router with several workers has.
+    """Metrics that only a router with several workers has.
 
     Args:
         registry: Where they are registered.
@@ -60,7 +60,7 @@ class Page:
         self._members = members
         self._last: dict[int, list[Metric]] = {}
         self._ended: list[Metric] = []
-        # One page after the other, or an older one could replace a worker's last.
+        # One collection at a time, so that an older answer of a worker never replaces a newer one.
         self._collecting = asyncio.Lock()
         observe_process(self.own)
 

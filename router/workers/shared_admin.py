@@ -1,4 +1,4 @@
-"""AdminService of a router with several workers: what it changes, it changes in all of them."""
+"""AdminService of a router with several workers: it applies each change to all of them."""
 
 import asyncio
 import time
@@ -23,11 +23,11 @@ R = TypeVar("R")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 CALL_SECONDS = 5.0
-"""Seconds that a worker has to answer what needs no engine."""
+"""Timeout in seconds of a call that needs no engine."""
 ADAPTER_SECONDS = 5.0
-"""Seconds to wait until all workers have heard from the engines which adapters they have."""
+"""Timeout in seconds until all workers know from the engines which adapters they have."""
 LOOK_SECONDS = 0.02
-"""Seconds between questions whether they have."""
+"""Seconds between two checks whether all workers know."""
 
 
 class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -50,7 +50,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
             grpc.aio.AioRpcError: It does not answer.
         """
         async with self._changing:
-            await self._forget_what_is_over()
+            await self._drop_outdated_changes()
             member = self._members.add(seat)
             await wire.call(member.channel, "Connect", self._changes.to_json(), CALL_SECONDS)
 
@@ -156,7 +156,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         log.warning("not every worker knows of an adapter's change yet", adapter=name)
 
     async def _one(self, call: Callable[[Member], Awaitable[R]]) -> R:
-        """Call one worker and return its response.
+        """Call the worker with the lowest number and return its response.
 
         Raises:
             rpc.RpcError: What the worker answered; UNAVAILABLE if there is none.
@@ -202,8 +202,8 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
             raise _none()
         return responses
 
-    async def _forget_what_is_over(self) -> None:
-        """Forget drains and removals that DNS has ended: other workers have such engines again."""
+    async def _drop_outdated_changes(self) -> None:
+        """Drop recorded drains and removals of engines that DNS has listed again since."""
         try:
             lists = await self._all(
                 lambda m: m.admin.ListEngines(admin_pb2.ListEnginesRequest(), timeout=CALL_SECONDS)

@@ -21,12 +21,12 @@ from octavo.router.workers.seat import Seat
 from octavo.v1 import admin_pb2_grpc
 
 ENGINE_SECONDS = 5.0
-"""Seconds that a restarted worker waits for an engine before it listens: the others have some, and
-clients that came here meanwhile would be refused."""
+"""Seconds that a restarted worker waits for an engine before it listens. Without an engine it would
+refuse clients that other workers can serve."""
 
 
 class Control:
-    """What a worker serves its parent: the start of its connections, its figures, AdminService.
+    """Serve a worker's parent: it connects the engines, reads figures and calls AdminService.
 
     Args:
         router: The worker's router.
