@@ -214,14 +214,18 @@ async def test_a_router_drains_all_workers(launch, cluster):
     router = launch("router", "--workers", "2", "--engine", cluster.engines[1].address)
     router.wait_ready()
     wait_until(lambda: "router is ready" in router.logs())
-    async with AsyncExitStack() as stack:
+    wait_until(lambda: router.metric("octavo_router_engines_up") == 1, what="the engine")
+    engine = cluster.engines[1]
+    async with asyncio.timeout(120), AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(OwnConnection(router.address)) for _ in range(16)
         ]
+        await asyncio.gather(*(c.generate("Hi", max_tokens=1).complete() for c in clients))
         tasks = [asyncio.create_task(c.generate("Hi", **LONG).complete()) for c in clients]
-        engine = cluster.engines[1]
-        while engine.metric("octavo_engine_batch_sequences") < 16:
-            await asyncio.sleep(0.02)
+        wait = asyncio.to_thread(
+            wait_until, lambda: engine.metric("octavo_engine_batch_sequences") == 16
+        )
+        await wait
         ended = asyncio.create_task(asyncio.to_thread(router.terminate))
         wait = asyncio.to_thread(
             wait_until, lambda: len(re.findall("router draining", router.logs())) == 3
