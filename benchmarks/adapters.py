@@ -44,6 +44,7 @@ from octavo.engine.models.quantization.checkpoints.reader import read_config
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import Parts, build
+from octavo.kernels import cpu
 
 PROMPT_TOKENS = 64
 STREAMS, STREAM_TOKENS = 32, 96
@@ -93,11 +94,13 @@ def main(
         size = sum(adapter.nbytes for adapter in parts.adapters or ()) >> 20
         print(f"{adapters} requests, rank {rank} of {targets}, {size} MiB of adapters")
         report(rates)
-        print_gaps(parts, paths[0])
         if peer:
             options = {"adapters": os.pathsep.join(map(str, paths)), "rank": str(rank)}
             setup = protocol.Setup(resolve(model), torch.get_num_threads(), 1.0, options)
             report(measure_peer(setup, adapters, tokens, rounds))
+        # Processes and threads that are started after this would be pinned too.
+        cpu.pin_threads(parts.threads.places)  # as an engine's
+        print_gaps(parts, paths[0])
 
 
 def measure(parts: Parts, adapters: int, tokens: int, rounds: int) -> dict[str, list[Rates]]:
@@ -181,6 +184,7 @@ def stream(parts: Parts, path: Path, *, loads: bool) -> tuple[list[float], int]:
     ended, done = threading.Event(), []
 
     def load() -> None:
+        os.sched_setaffinity(threading.get_native_id(), parts.threads.cpus)  # this thread's alone
         lower_priority()  # as the engine's service does
         while not ended.is_set():
             registry.add(registry.read("again", path))
