@@ -17,7 +17,7 @@ class Seat:
         number: From 0; a worker that is started again keeps it.
         socket: Path of the Unix socket on which it serves its parent.
         parent: Path of the Unix socket on which its parent serves it.
-        restarted: Whether other workers have been serving: it then listens once it has an engine.
+        restarted: Whether it takes the place of one that ended.
     """
 
     number: int

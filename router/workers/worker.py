@@ -21,8 +21,8 @@ from octavo.router.workers.seat import Seat
 from octavo.v1 import admin_pb2_grpc
 
 ENGINE_SECONDS = 5.0
-"""Seconds that a restarted worker waits for an engine before it listens. Without an engine it would
-refuse clients that other workers can serve."""
+"""Seconds that a worker waits for an engine before it listens. Without an engine it would refuse
+clients that other workers can serve."""
 
 
 class Control:
@@ -100,8 +100,7 @@ async def serve(
             await control.start()
             on_reachable()
             await control.connected.wait()
-            if seat.restarted:
-                await router.until_up(ENGINE_SECONDS)
+            await router.until_up(ENGINE_SECONDS)
             await router.listen()
             on_ready(router.address)
             await router.ended()
