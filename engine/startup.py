@@ -147,13 +147,17 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     return_freed()  # before the memory is counted that the cache may have
     max_num_seqs, batched = batch_size(settings, loaded.device)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
+    speculation = _speculation(settings, layout)
+    num_drafted = 0 if speculation is None else speculation.num_tokens
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
     tokens = min(batched, settings.max_model_len or loaded.shape.max_position)
     # At most one block more in each group, as the largest batch has two sequences.
     least = sum(layout.sequence_blocks(tokens)) + len(layout.groups)
     probe = Executor(loaded, _allocate(layout, loaded, least, 0, leader), leader)
     _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
-    taken = _memory_taken(probe, loaded, settings, max_num_seqs, block_bytes)
+    taken = _memory_taken(
+        probe, loaded, settings, max_num_seqs, block_bytes, num_drafted=num_drafted
+    )
     del probe
     limit = _adapter_limit(settings, loaded.device)
     taken += limit or 0
@@ -172,7 +176,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     executor = Executor(loaded, cache_tensors, leader, _device_adapters(loaded, limit))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs and leader is None:
-        _record_decodes(executor, max_num_seqs, max_model_len)
+        _record_decodes(executor, max_num_seqs, max_model_len, num_drafted)
     log.info(
         "cache ready",
         num_blocks=num_blocks,
@@ -196,7 +200,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
         adapter_limit=limit,
-        speculation=_speculation(settings, layout),
+        speculation=speculation,
         draft_model=None if drafting is None else drafting.start(num_blocks, batched),
     )
     shape = loaded.shape
@@ -463,6 +467,8 @@ def _memory_taken(
     settings: EngineSettings,
     max_num_seqs: int,
     block_bytes: int,
+    *,
+    num_drafted: int,
 ) -> int:
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 
@@ -485,6 +491,7 @@ def _memory_taken(
             max_model_len=capacity,
             record=cuda_recorder(),
             free=partial(free_memory, loaded.device),
+            num_drafted=num_drafted,
         )
     except RuntimeError:  # `_record_decodes` logs it
         return taken
@@ -492,11 +499,16 @@ def _memory_taken(
     return taken + graphs
 
 
-def _record_decodes(executor: Executor, max_num_seqs: int, max_model_len: int) -> None:
+def _record_decodes(
+    executor: Executor, max_num_seqs: int, max_model_len: int, num_drafted: int
+) -> None:
     """Record CUDA graphs; if the model cannot be recorded, log a warning."""
     try:
         executor.record_decodes(
-            max_num_seqs=max_num_seqs, max_model_len=max_model_len, record=cuda_recorder()
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            record=cuda_recorder(),
+            num_drafted=num_drafted,
         )
     except RuntimeError as error:
         log.warning(

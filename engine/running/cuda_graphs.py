@@ -1,16 +1,22 @@
 """Decode steps as CUDA graphs: the host launches a whole step of the model at once.
 
 A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step
-copies its inputs there, padded to the next size. A padded row is a sequence of no tokens: it
-attends to nothing, writes no K/V, and its logits are cut off. Steps with chunks of prompts,
+copies its inputs there, padded to the next size. A padded row is one of a sequence of no tokens:
+it attends to nothing, writes no K/V, and its logits are cut off. Steps with chunks of prompts,
 and larger batches, are launched kernel by kernel.
+
+A step that verifies drafts has several rows of some sequences: the last token and the drafted
+ones. Its graphs have room for the longest draft of every sequence, but the rows lie end to end
+as in any batch, and the graph reads where each sequence begins. So no sequence is longer than it
+is, and none sees keys that nobody wrote. What is left of the room belongs to one more sequence
+of no tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,34 +32,68 @@ Record = Callable[[Replay], Replay]
 """Records work on inputs at fixed addresses; returns what replays it."""
 
 WARM_UPS = 2
-MAX_BATCH = 256
+MAX_ROWS = 256
 """Above this size, a step takes longer to compute than to launch."""
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to record, rising: padding adds at most 7 rows, or a quarter.
+class GraphSize(NamedTuple):
+    """What a graph has room for.
+
+    Attributes:
+        sequences: most sequences of a step.
+        rows: most rows of each: its last token, and those that are drafted behind it.
+    """
+
+    sequences: int
+    rows: int
+
+    @property
+    def total(self) -> int:
+        """Rows of all sequences."""
+        return self.sequences * self.rows
+
+
+def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
+    """Return the sizes to record, rising: of decodes, and of steps that verify drafts.
+
+    Args:
+        max_num_seqs: most sequences in a batch.
+        num_drafted: most drafted tokens of a sequence; 0: none are.
+    """
+    sizes = [
+        GraphSize(sequences, rows)
+        for rows in sorted({1, 1 + num_drafted})
+        for sequences in _batch_sizes(min(max_num_seqs, MAX_ROWS // rows))
+    ]
+    return sorted(sizes, key=lambda size: size.total)
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """Return the batch sizes to record, rising: padding adds at most 7 sequences, or a quarter.
 
     They start at 2: one token alone would not run compiled, see `compilation.jit`.
     """
-    most = min(max(max_num_seqs, 2), MAX_BATCH)
-    sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_BATCH + 1, 32)]
+    most = max(most, 2)
+    sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_ROWS + 1, 32)]
     return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedDecode:
-    """One recorded batch size.
+class RecordedStep:
+    """The graph of one size.
 
     A graph holds addresses and does not keep the tensors alive that it reads, so they are
     kept here.
 
     Attributes:
         replay: runs the step again.
+        query_starts: where each sequence begins; an input if they have several rows.
         paged: the metadata and the caches that attention reads.
         inputs: tokens, positions and logit rows.
     """
 
     replay: Replay
+    query_starts: torch.Tensor
     paged: PagedStep
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -72,7 +112,7 @@ class DecodeGraphs:
         kv_scales: list[tuple[float, float]] | None,
         states: Sequence[StateCache] = (),
         *,
-        sizes: list[int],
+        sizes: list[GraphSize],
         widths: Sequence[int],
         max_model_len: int,
         device: torch.device,
@@ -86,45 +126,61 @@ class DecodeGraphs:
             layers: the cache, as in `PagedStep`.
             kv_scales: likewise.
             states: likewise.
-            sizes: of batches, rising.
+            sizes: to record, by rising total.
             widths: most blocks in a sequence's table of each layer group.
             max_model_len: most tokens of a sequence.
             device: the model's device.
             planners: plan the attention of each layer group.
             record: records; `cuda_recorder` on a GPU.
         """
-        most = sizes[-1]
+        rows = sizes[-1].total
+        most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
         self._step = step
         self._sizes = sizes
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(most, dtype=torch.int64, device=device)
+        self._max_model_len = max_model_len
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._logit_rows = torch.arange(rows, device=device)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._slots = torch.full((len(widths), most), -1, dtype=torch.int64, device=device)
+        self._slots = torch.full((len(widths), rows), -1, dtype=torch.int64, device=device)
         self._tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._logits: torch.Tensor | None = None
-        self._recorded: dict[int, RecordedDecode] = {}
-        rows = torch.arange(most + 1, device=device)
-        query_starts = rows.int()
+        self._recorded: dict[GraphSize, RecordedStep] = {}
         for size in reversed(sizes):  # the smaller fit into the memory of the larger
-            lengths = np.ones(size, np.int32), np.full(size, max_model_len, np.int32)
-            groups = [
-                AttentionMetadata(
-                    query_starts=query_starts[: size + 1],
-                    seq_lens=self._seq_lens[:size],
-                    block_tables=tables[:size],
-                    slot_mapping=slots[:size],
-                    max_query_len=1,
-                    max_seq_len=max_model_len,
-                    plan=plan(*lengths),
-                )
-                for tables, slots, plan in zip(self._tables, self._slots, planners, strict=True)
-            ]
+            query_lens = _query_lens(size)
+            query_starts = _query_starts(size).to(device)
+            groups = self._metadata(size, query_lens, query_starts, planners)
             paged = PagedStep(groups, layers, kv_scales, states)
-            inputs = self._tokens[:size][None], self._positions[:size][None], rows[:size]
+            total = size.total
+            laid = self._tokens[:total][None], self._positions[:total][None]
+            inputs = *laid, self._logit_rows[:total]
             replay = record(partial(self._work, paged, inputs))
-            self._recorded[size] = RecordedDecode(replay, paged, inputs)
+            self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs)
+
+    def _metadata(
+        self,
+        size: GraphSize,
+        query_lens: np.ndarray,
+        query_starts: torch.Tensor,
+        planners: Sequence[Planner],
+    ) -> list[AttentionMetadata]:
+        """Return what the attention of each layer group reads in the graph of a size."""
+        count = len(query_lens)
+        seq_lens = np.full(count, self._max_model_len, np.int32)
+        return [
+            AttentionMetadata(
+                query_starts=query_starts,
+                seq_lens=self._seq_lens[:count],
+                block_tables=tables[:count],
+                slot_mapping=slots[: size.total],
+                max_query_len=int(query_lens.max()),
+                max_seq_len=self._max_model_len,
+                plan=plan(query_lens, seq_lens),
+            )
+            for tables, slots, plan in zip(self._tables, self._slots, planners, strict=True)
+        ]
 
     def _work(
         self, paged: PagedStep, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -137,25 +193,58 @@ class DecodeGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Return a step's logits, one row per sequence; None if not all are decodes, or too many.
+        """Return a step's logits, one per row; None if there is no graph for it.
 
-        The logits are overwritten by the next step.
+        There is none if a row's logits are not wanted, as in a chunk of a prompt, if there are
+        prompt log-probabilities, or if the batch is too large. The logits are overwritten by the
+        next step.
         """
-        count = inputs.token_ids.shape[1]
-        decodes = inputs.groups[0].max_query_len == 1 and len(inputs.logit_rows) == count
-        if not decodes or inputs.scored or count > self._sizes[-1]:
+        rows, batch = inputs.token_ids.shape[1], inputs.groups[0]
+        count = len(batch.seq_lens)
+        size = self._size_for(count, batch.max_query_len)
+        if size is None or inputs.scored or len(inputs.logit_rows) != rows:
             return None
-        size = next(size for size in self._sizes if size >= count)
-        self._tokens[:count] = inputs.token_ids[0]
-        self._positions[:count] = inputs.positions[0]
-        self._seq_lens[:count] = inputs.groups[0].seq_lens
-        self._seq_lens[count:size] = 0
+        recorded = self._recorded[size]
+        self._tokens[:rows] = inputs.token_ids[0]
+        self._positions[:rows] = inputs.positions[0]
+        self._seq_lens[:count] = batch.seq_lens
+        self._seq_lens[count:] = 0
+        if size.rows > 1:
+            recorded.query_starts[: count + 1] = batch.query_starts
+            recorded.query_starts[count + 1 : -1] = rows
         for tables, slots, metadata in zip(self._tables, self._slots, inputs.groups, strict=True):
             given = metadata.block_tables
             tables[:count, : given.shape[1]] = given
-            slots[:count] = metadata.slot_mapping
-            slots[count:size] = -1
-        return self._recorded[size].replay()[:count]
+            slots[:rows] = metadata.slot_mapping
+            slots[rows : size.total] = -1
+        return recorded.replay()[:rows]
+
+    def _size_for(self, sequences: int, rows: int) -> GraphSize | None:
+        """Return the least size with room for some sequences of at most `rows` rows."""
+        fitting = (s for s in self._sizes if s.sequences >= sequences and s.rows >= rows)
+        return next(fitting, None)
+
+
+def _query_lens(size: GraphSize) -> np.ndarray:
+    """Return the most rows of each sequence of a graph, padding included: `[n]` int32.
+
+    Of decodes, each sequence that is missing has one padded row. Otherwise, one more sequence
+    has all padded rows.
+    """
+    spare = [size.total] if size.rows > 1 else []
+    return np.array([size.rows] * size.sequences + spare, np.int32)
+
+
+def _query_starts(size: GraphSize) -> torch.Tensor:
+    """Return where the sequences of a graph begin while it is recorded: `[n + 1]` int32.
+
+    Decodes always begin there. Otherwise, all rows are padded.
+    """
+    if size.rows == 1:
+        return torch.arange(size.sequences + 1, dtype=torch.int32)
+    starts = torch.zeros(size.sequences + 2, dtype=torch.int32)
+    starts[-1] = size.total
+    return starts
 
 
 def cuda_recorder(*, check_inputs: bool = False) -> Record:
@@ -190,18 +279,18 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
 
 
 def graph_memory(
-    sizes: list[int],
-    record_sizes: Callable[[list[int], Record], object],
+    sizes: list[GraphSize],
+    record_sizes: Callable[[list[GraphSize], Record], object],
     record: Record,
     free: Callable[[], int],
 ) -> int:
     """Return the bytes of the device that graphs of all `sizes` take.
 
-    It records two of them. The largest takes the memory that all sizes share, and the
-    smallest only the memory that each graph takes for itself.
+    It records few of them. The largest of decodes and of drafts take the memory that all sizes
+    share, and the smallest only the memory that each graph takes for itself.
 
     Args:
-        sizes: of batches, rising.
+        sizes: by rising total.
         record_sizes: makes `DecodeGraphs` of some sizes; they are dropped at the end.
         record: as for `DecodeGraphs`.
         free: returns the bytes that are free on the device.
@@ -213,7 +302,9 @@ def graph_memory(
         left.append(free())
         return replay
 
-    recorded = record_sizes(sorted({sizes[0], sizes[-1]}), measured)
+    largest = {size.rows: size for size in sizes}
+    chosen = [size for size in sizes if size == sizes[0] or size in largest.values()]
+    recorded = record_sizes(chosen, measured)
     del recorded
-    whole, own = left[0] - left[1], left[1] - left[-1]
-    return max(0, whole) + (len(sizes) - 1) * max(0, own)
+    whole, own = left[0] - left[-1], left[-2] - left[-1]
+    return max(0, whole) + (len(sizes) - len(chosen)) * max(0, own)

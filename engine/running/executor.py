@@ -20,7 +20,13 @@ from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
 from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_step import RankStep
-from octavo.engine.running.cuda_graphs import DecodeGraphs, Record, graph_memory, graph_sizes
+from octavo.engine.running.cuda_graphs import (
+    DecodeGraphs,
+    GraphSize,
+    Record,
+    graph_memory,
+    graph_sizes,
+)
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.running.ranks import Leader
@@ -257,22 +263,32 @@ class Executor:
         self._eager_before = self._loaded.eager_steps  # the lone decode
 
     @torch.inference_mode()
-    def record_decodes(self, *, max_num_seqs: int, max_model_len: int, record: Record) -> None:
+    def record_decodes(
+        self, *, max_num_seqs: int, max_model_len: int, record: Record, num_drafted: int = 0
+    ) -> None:
         """Record steps that only decode, to replay them from now on; see `cuda_graphs`.
 
         Args:
             max_num_seqs: most sequences in a batch.
             max_model_len: most tokens of a sequence.
             record: records a step.
+            num_drafted: most drafted tokens of a sequence; 0: none are.
 
         Raises:
             RuntimeError: the device cannot record the model.
         """
-        self._decodes = self._record(graph_sizes(max_num_seqs), max_model_len, record)
+        sizes = graph_sizes(max_num_seqs, num_drafted)
+        self._decodes = self._record(sizes, max_model_len, record)
 
     @torch.inference_mode()
     def measure_decodes(
-        self, *, max_num_seqs: int, max_model_len: int, record: Record, free: Callable[[], int]
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        record: Record,
+        free: Callable[[], int],
+        num_drafted: int = 0,
     ) -> int:
         """Return the bytes that `record_decodes` will take on the device; record nothing.
 
@@ -281,18 +297,19 @@ class Executor:
             max_model_len: most tokens of a sequence.
             record: records a step.
             free: returns the bytes that are free on the device.
+            num_drafted: most drafted tokens of a sequence; 0: none are.
 
         Raises:
             RuntimeError: the device cannot record the model.
         """
         return graph_memory(
-            graph_sizes(max_num_seqs),
+            graph_sizes(max_num_seqs, num_drafted),
             lambda sizes, record: self._record(sizes, max_model_len, record),
             record,
             free,
         )
 
-    def _record(self, sizes: list[int], max_model_len: int, record: Record) -> DecodeGraphs:
+    def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> DecodeGraphs:
         return DecodeGraphs(
             self._loaded.step,
             self.cache.layers,

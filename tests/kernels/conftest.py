@@ -270,14 +270,18 @@ def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
 
 
 def _check_attention(
-    kernels: ModuleType, case: Case, device: str = "cpu", splits: int | None = None
+    kernels: ModuleType,
+    case: Case,
+    device: str = "cpu",
+    splits: int | None = None,
+    planned: Sequence[int] | None = None,  # queries of each sequence; those there are if None
 ) -> None:
     batch = _build(case, device)
     caches = _in_order_of(kernels, case, batch)
     metadata = batch.metadata
     if splits is not None:
         plan = kernels.plan_attention(
-            np.array([queries for queries, _ in case.lengths]),
+            np.array(planned or [queries for queries, _ in case.lengths]),
             np.array([tokens for _, tokens in case.lengths]),
             num_heads=case.num_kv_heads * case.group,
             num_kv_heads=case.num_kv_heads,

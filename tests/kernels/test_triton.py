@@ -234,6 +234,14 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
         harness.check_attention(kernels, case, DEVICE, splits)
 
 
+@pytest.mark.parametrize("window", [None, 3, 40])
+def test_fewer_queries_than_are_planned_for(harness, kernels, window):
+    """As in a CUDA graph of steps with drafts: the last sequence is the padding."""
+    lengths = [(9, 140), (1, 200), (1, 128), (3, 9), (0, 0), (31, 0)]
+    case = harness.case(lengths=lengths, num_kv_heads=2, group=4, sliding_window=window)
+    harness.check_attention(kernels, case, DEVICE, splits=2, planned=[9] * 5 + [45])
+
+
 def test_latent_attention(harness, kernels):
     case = harness.case(
         lengths=[(1, 90), (3, 40)], group=16, head_dim=576, value_dim=512, latent=True

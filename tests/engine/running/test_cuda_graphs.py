@@ -1,4 +1,4 @@
-"""Which batch sizes are recorded, that padding to them changes nothing, and what they keep."""
+"""Which sizes are recorded, that padding to them changes nothing, and what they keep."""
 
 import contextlib
 import gc
@@ -7,28 +7,78 @@ import weakref
 
 import pytest
 import torch
+from transformers import MistralConfig
 
 from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
-from octavo.engine.running.cuda_graphs import MAX_BATCH, DecodeGraphs, cuda_recorder, graph_sizes
+from octavo.engine.running.cuda_graphs import (
+    MAX_ROWS,
+    DecodeGraphs,
+    GraphSize,
+    cuda_recorder,
+    graph_sizes,
+)
 from octavo.engine.settings import EngineSettings
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
 from octavo.kernels.metadata import AttentionPlan
+from tests.engine.oracle import Oracle
+from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 from tests.plain import shape
 
-SIZES = [2, 4, 8]
+SIZES = [GraphSize(*size) for size in ((2, 1), (4, 1), (2, 3), (8, 1), (4, 3))]
 VOCAB_SIZE = 16
 
 
-@pytest.mark.parametrize("most", [1, 3, 8, 100, 128, 256, 1000])
+MOST = [1, 3, 8, 100, 128, 256, 1000]
+
+
+@pytest.mark.parametrize("most", MOST)
 def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
-    rungs = graph_sizes(most)
-    assert rungs[-1] == min(max(most, 2), MAX_BATCH)
+    sizes = graph_sizes(most)
+    assert {size.rows for size in sizes} == {1}
+    rungs = [size.sequences for size in sizes]
+    assert rungs[-1] == min(max(most, 2), MAX_ROWS)
     assert rungs == sorted(set(rungs))
     for below, rung in itertools.pairwise(rungs):
         assert rung - below - 1 <= max(7, below / 4)
+
+
+@pytest.mark.parametrize("most", MOST)
+@pytest.mark.parametrize("num_drafted", [1, 4, 8, 64])
+def test_drafts_add_few_sizes_and_none_above_the_bound(most, num_drafted):
+    sizes = graph_sizes(most, num_drafted)
+    assert [size for size in sizes if size.rows == 1] == graph_sizes(most)
+    drafts = [size for size in sizes if size.rows > 1]
+    assert {size.rows for size in drafts} == {num_drafted + 1}
+    assert drafts[-1].sequences == max(2, min(most, MAX_ROWS // (num_drafted + 1)))
+    assert len(drafts) <= len(graph_sizes(MAX_ROWS // 2))
+    totals = [size.total for size in sizes]
+    assert totals == sorted(totals)
+    assert totals[-1] <= MAX_ROWS
+
+
+class Again:
+    """Records as on a GPU, but for speed: does the work again, on inputs that stay in place.
+
+    Attributes:
+        replayed: rows of the graphs that were replayed.
+    """
+
+    def __init__(self):
+        self.replayed = []
+
+    def record(self, work):
+        work()
+
+        def replay():
+            logits = work()
+            self.replayed.append(len(logits))
+            return logits
+
+        return replay
 
 
 def run(tiny_model, record=None):
@@ -48,20 +98,75 @@ def run(tiny_model, record=None):
 
 
 def test_decodes_that_are_replayed_are_as_others(tiny_model):
-    replayed = []
+    again = Again()
+    assert run(tiny_model, again.record) == run(tiny_model)
+    assert set(again.replayed) == {2, 4, 6}
 
-    def record(work):
-        """As on a GPU, but for speed: done again, on inputs that stay where they are."""
 
-        def replay():
-            logits = work()
-            replayed.append(len(logits))
-            return logits
+DRAFTED, WINDOW, BLOCK_SIZE, LONGEST = 4, 24, 8, 64
+ROWS = DRAFTED + 1
 
-        return replay
 
-    assert run(tiny_model, record) == run(tiny_model)
-    assert set(replayed) == {2, 4, 6}
+@pytest.fixture(scope="module")
+def window_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("window")
+    config = MistralConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+        sliding_window=WINDOW,
+        eos_token_id=2,
+    )
+    save_random_model(config, path, std=0.15)
+    return path
+
+
+def run_to_the_end(model, outputs=None):
+    """Run prompts to the longest sequence there may be, with drafts if their outputs are known.
+
+    Returns:
+        The engine, the tokens of each sequence, and the rows of the graphs that were replayed.
+    """
+    settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0, "block_size": BLOCK_SIZE}
+    parts = build(EngineSettings(model=str(model), compile="off", max_num_seqs=6, **settings))
+    engine, again = Stepper(parts), Again()
+    if outputs is not None:
+        parts.scheduler.speculation = Speculation(Oracle(outputs), DRAFTED)
+        parts.executor.record_decodes(
+            max_num_seqs=6, max_model_len=LONGEST, record=again.record, num_drafted=DRAFTED
+        )
+    parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
+    lengths = 3, 40, 1, 20, 9
+    prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
+    groups = [engine.submit(prompt, LONGEST - len(prompt)) for prompt in prompts]
+    groups.append(engine.submit([9, 8, 7], 3, prompt_logprobs=1))
+    engine.run()
+    return engine, [group.sequences[0].token_ids for group in groups], again.replayed
+
+
+@pytest.mark.parametrize("model", ["decided_model", "window_model"])
+def test_drafts_that_are_verified_by_a_replay_are_as_others(model, request):
+    path = request.getfixturevalue(model)
+    _, expected, _ = run_to_the_end(path)
+    engine, outputs, replayed = run_to_the_end(path, expected)
+    assert outputs == expected
+    assert sorted(map(len, outputs)) == [6, *[LONGEST] * 5]
+    verified = [
+        batch
+        for batch in engine.batches
+        if batch.num_drafted and all(s.end - s.start == len(s.draft) + 1 for s in batch.sequences)
+    ]
+    drafts = {len(scheduled.draft) for batch in verified for scheduled in batch.sequences}
+    assert drafts == set(range(ROWS))
+    assert max(scheduled.end for batch in verified for scheduled in batch.ruled) == LONGEST - 1
+    counts = [batch.num_sequences for batch in verified]
+    rooms = [next(size for size in (2, 4, 6) if size >= count) * ROWS for count in counts]
+    assert [rows for rows in replayed if rows > 6] == rooms
+    assert set(rooms) == {2 * ROWS, 4 * ROWS, 6 * ROWS}
 
 
 def plan(query_lens, _):
@@ -120,10 +225,11 @@ def test_all_that_a_graph_reads_lives_as_long_as_it():
 def test_all_sizes_have_one_output():
     gpu = AsOnAGpu()
     graphs = decode_graphs(gpu.step, gpu.record)
-    assert [output.shape for output in gpu.outputs] == [(size, VOCAB_SIZE) for size in SIZES[::-1]]
+    totals = [size.total for size in SIZES]
+    assert [output.shape for output in gpu.outputs] == [(n, VOCAB_SIZE) for n in totals[::-1]]
     storages = {output.untyped_storage().data_ptr() for output in gpu.outputs}
     assert len(storages) == 1
-    assert gpu.outputs[0].untyped_storage().nbytes() == SIZES[-1] * VOCAB_SIZE * 4
+    assert gpu.outputs[0].untyped_storage().nbytes() == totals[-1] * VOCAB_SIZE * 4
     del graphs
 
 
@@ -171,8 +277,8 @@ class Probe:
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def measure_decodes(self, *, record, free, max_num_seqs, max_model_len):
-        assert (max_num_seqs, max_model_len) == (256, 8192)
+    def measure_decodes(self, *, record, free, max_num_seqs, max_model_len, num_drafted):
+        assert (max_num_seqs, max_model_len, num_drafted) == (256, 8192, 8)
         assert record == "records"
         return 3 * GIB if free() else 0
 
@@ -202,7 +308,7 @@ def gpu(monkeypatch):
 
 def blocks(settings, loaded=Loaded):
     block_bytes = 2 * MIB
-    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256, block_bytes)
+    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256, block_bytes, num_drafted=8)
     return capacity.count_blocks(settings, loaded.device, block_bytes, 0, taken=taken)
 
 
@@ -219,19 +325,25 @@ def test_nothing_is_measured_where_somebody_said_how_much(monkeypatch):
     assert blocks(EngineSettings(model="any", cache_memory=1)) == 512
 
 
-def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model):
+@pytest.mark.parametrize(("num_drafted", "chosen"), [(0, [256, 2]), (8, [256, 252, 2])])
+def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model, num_drafted, chosen):
     used, sizes = [1000 * MIB], []
-    own, shared = 2 * MIB, 500 * MIB
+    own, shared, of_drafts = 2 * MIB, 500 * MIB, 70 * MIB
 
     def record(work):
         size = len(work())
-        used[0] += own + (shared if not sizes else 0)
+        used[0] += own + {256: shared, 252: of_drafts}.get(size, 0)
         sizes.append(size)
         return lambda: None
 
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
     taken = parts.executor.measure_decodes(
-        max_num_seqs=256, max_model_len=128, record=record, free=lambda: GIB - used[0]
+        max_num_seqs=256,
+        max_model_len=128,
+        record=record,
+        free=lambda: GIB - used[0],
+        num_drafted=num_drafted,
     )
-    assert sizes == [256, 2]
-    assert taken == shared + own * len(graph_sizes(256))
+    assert sizes == chosen
+    extra = of_drafts if num_drafted else 0
+    assert taken == shared + extra + own * len(graph_sizes(256, num_drafted))
