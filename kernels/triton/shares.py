@@ -43,12 +43,11 @@ def share_of(  # noqa: PLR0917
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - query_len
     end = tl.minimum(context + (first_row + ROWS - 1) // GROUP + 1, seq_len)
+    # A CUDA graph plans for more queries than a sequence may have: its other items see no keys.
+    end = tl.where(first_row < query_len * GROUP, end, 0)
     begin = 0
     if HAS_SPAN:
         begin = first_seen(context + first_row // GROUP, span, CHUNKED) // KEYS * KEYS
-    if first_row >= query_len * GROUP:  # CUDA graphs plan for sequences of the most queries
-        begin = 0
-        end = 0
     tiles = tl.cdiv(tl.maximum(end - begin, 0), KEYS)
     piece = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
     return seq, query_start, query_len, seq_len, first_row, begin, end, piece, tl.cdiv(tiles, piece)

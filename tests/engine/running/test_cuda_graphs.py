@@ -4,7 +4,9 @@ import contextlib
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import MistralConfig
@@ -19,10 +21,11 @@ from octavo.engine.running.cuda_graphs import (
     cuda_recorder,
     graph_sizes,
 )
+from octavo.engine.running.inputs import StepInputs
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
-from octavo.kernels.metadata import AttentionPlan
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
@@ -144,6 +147,10 @@ def run_to_the_end(model, outputs=None):
     prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
     groups = [engine.submit(prompt, LONGEST - len(prompt)) for prompt in prompts]
     groups.append(engine.submit([9, 8, 7], 3, prompt_logprobs=1))
+    for _ in range(4):
+        engine.step()
+    # Prompts of no more rows than a draft may have.
+    groups += [engine.submit(range(100, 103 + i), 4, prompt_logprobs=[None, 1][i]) for i in (0, 1)]
     engine.run()
     return engine, [group.sequences[0].token_ids for group in groups], again.replayed
 
@@ -154,7 +161,7 @@ def test_drafts_that_are_verified_by_a_replay_are_as_others(model, request):
     _, expected, _ = run_to_the_end(path)
     engine, outputs, replayed = run_to_the_end(path, expected)
     assert outputs == expected
-    assert sorted(map(len, outputs)) == [6, *[LONGEST] * 5]
+    assert [len(output) for output in outputs] == [*[LONGEST] * 5, 6, 7, 8]
     verified = [
         batch
         for batch in engine.batches
@@ -231,6 +238,62 @@ def test_all_sizes_have_one_output():
     assert len(storages) == 1
     assert gpu.outputs[0].untyped_storage().nbytes() == totals[-1] * VOCAB_SIZE * 4
     del graphs
+
+
+def step_inputs(*lengths):
+    """Lay out sequences of (rows, tokens); each row's token is its number."""
+    query_lens, seq_lens = np.array(lengths, np.int32).T
+    rows = torch.arange(query_lens.sum())
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens),
+        block_tables=torch.ones((len(lengths), 2), dtype=torch.int32),
+        slot_mapping=100 + rows,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+    )
+    return StepInputs(rows[None], rows[None], rows, [metadata])
+
+
+def test_a_graph_gets_a_step_and_sequences_of_no_tokens():
+    seen = []
+
+    def step(token_ids, _positions, rows):
+        (metadata,) = current_step().groups
+        seen[:] = [metadata.query_starts, metadata.seq_lens, metadata.slot_mapping, token_ids[0]]
+        return torch.arange(len(rows))[:, None].expand(-1, VOCAB_SIZE)
+
+    def given(*lengths):
+        rows = sum(count for count, _ in lengths)
+        assert graphs.run(step_inputs(*lengths))[:, 0].tolist() == [*range(rows)]
+        starts, seq_lens, slots, token_ids = (tensor.tolist() for tensor in seen)
+        assert slots == [*range(100, 100 + rows), *[-1] * (len(slots) - rows)]
+        assert token_ids[:rows] == [*range(rows)]
+        return starts, seq_lens
+
+    graphs = decode_graphs(step, Again().record)
+    full = given((3, 30), (3, 20), (3, 9), (3, 3))
+    assert full == ([0, 3, 6, 9, 12, 12], [30, 20, 9, 3, 0])
+    assert given((2, 32), (1, 21), (3, 12)) == ([0, 2, 3, 6, 6, 12], [32, 21, 12, 0, 0])
+    assert given((2, 34), (1, 22)) == ([0, 2, 3, 6], [34, 22, 0])
+    assert given((1, 35), (1, 23), (1, 13)) == ([0, 1, 2, 3, 4], [35, 23, 13, 0])
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(step_inputs((1, 5), (4, 9)), id="a draft that is longer than others may be"),
+        pytest.param(step_inputs(*[(2, 9)] * 5), id="too many sequences for drafts"),
+        pytest.param(step_inputs(*[(1, 9)] * 9), id="too many sequences"),
+        pytest.param(
+            replace(step_inputs((1, 5), (3, 3)), logit_rows=torch.tensor([0, 3])), id="a prompt"
+        ),
+        pytest.param(replace(step_inputs((1, 5), (3, 3)), scored={1: 1}), id="a scored prompt"),
+    ],
+)
+def test_other_steps_are_not_replayed(inputs):
+    gpu = AsOnAGpu()
+    assert decode_graphs(gpu.step, gpu.record).run(inputs) is None
 
 
 @pytest.mark.parametrize("known", [True, False])

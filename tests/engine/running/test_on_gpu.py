@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from octavo.engine import startup
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.settings import EngineSettings
+from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
+from tests.engine.oracle import Oracle
 from tests.engine.stepper import Stepper
 
 pytest.importorskip("triton")
@@ -109,6 +111,28 @@ def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypa
     gc.collect()
     torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # where freed memory was
     assert run(recorded) == expected
+
+
+def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
+    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    recorded = engine(speculation="ngram", num_speculative_tokens=3)
+    executor = recorded.parts.executor
+    if INTERPRETED:  # the kernels of a graph, launched one by one
+        executor.record_decodes(
+            max_num_seqs=4, max_model_len=512, record=lambda work: work, num_drafted=3
+        )
+    known = [prompt + output for prompt, output in zip(prompts(), expected, strict=True)]
+    recorded.scheduler.speculation = Speculation(Oracle(known), 3)
+    replayed, forward = [], executor._decodes.run
+
+    def replay(inputs):
+        logits = forward(inputs)
+        replayed.append((inputs.groups[0].max_query_len, logits is not None))
+        return logits
+
+    monkeypatch.setattr(executor._decodes, "run", replay)
+    assert run(recorded) == expected
+    assert {(2, True), (3, True), (4, True)} & set(replayed), "no draft was replayed"
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
