@@ -84,7 +84,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     cuda_graphs: bool = Field(
         True,
-        description="On a GPU, record decode steps as CUDA graphs at the start and replay them.",
+        description="On a GPU, record decode steps as CUDA graphs at the start and replay them;"
+        " with --speculation those that verify drafts, too.",
     )
     async_scheduling: bool = Field(
         True, description="On a GPU, launch each step before the previous one has finished."

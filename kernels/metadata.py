@@ -10,6 +10,8 @@ import torch
 class AttentionPlan:
     """The division of a batch among a GPU's programs, from `octavo.kernels.ops.plan_attention`.
 
+    It may be for more queries and tokens than a sequence has, as CUDA graphs need.
+
     Attributes:
         items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows), first those
             of sequences with one query.

@@ -6,16 +6,16 @@ it attends to nothing, writes no K/V, and its logits are cut off. Steps with chu
 and larger batches, are launched kernel by kernel.
 
 A step that verifies drafts has several rows of some sequences: the last token and the drafted
-ones. Its graphs have room for the longest draft of every sequence, but the rows lie end to end
-as in any batch, and the graph reads where each sequence begins. So no sequence is longer than it
-is, and none sees keys that nobody wrote. What is left of the room belongs to one more sequence
-of no tokens.
+ones. Its graphs have room for drafts of any length, but the rows lie end to end as in any batch,
+and the graph reads where each sequence begins. So no sequence is longer than it is, and none
+sees keys that nobody wrote. What is left of the room belongs to one more sequence of no tokens.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from operator import ge
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,31 +41,34 @@ class GraphSize(NamedTuple):
 
     Attributes:
         sequences: most sequences of a step.
-        rows: most rows of each: its last token, and those that are drafted behind it.
+        longest: most rows of a sequence: its last token, and those that are drafted behind it.
+        rows: most rows of all sequences together.
     """
 
     sequences: int
+    longest: int
     rows: int
-
-    @property
-    def total(self) -> int:
-        """Rows of all sequences."""
-        return self.sequences * self.rows
 
 
 def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
-    """Return the sizes to record, rising: of decodes, and of steps that verify drafts.
+    """Return the sizes to record, by rising rows: of decodes, and of steps that verify drafts.
+
+    In batches of more sequences than may all have the longest draft, some have a shorter one or
+    none: one more size is for these.
 
     Args:
         max_num_seqs: most sequences in a batch.
         num_drafted: most drafted tokens of a sequence; 0: none are.
     """
-    sizes = [
-        GraphSize(sequences, rows)
-        for rows in sorted({1, 1 + num_drafted})
-        for sequences in _batch_sizes(min(max_num_seqs, MAX_ROWS // rows))
-    ]
-    return sorted(sizes, key=lambda size: size.total)
+    most = min(max_num_seqs, MAX_ROWS)
+    sizes = [GraphSize(count, 1, count) for count in _batch_sizes(most)]
+    if num_drafted:
+        longest = 1 + num_drafted
+        all_drafted = min(most, MAX_ROWS // longest)
+        sizes += [GraphSize(n, longest, n * longest) for n in _batch_sizes(all_drafted)]
+        if all_drafted < most:
+            sizes.append(GraphSize(most, longest, MAX_ROWS))
+    return sorted(sizes, key=lambda size: (size.rows, size.longest))
 
 
 def _batch_sizes(most: int) -> list[int]:
@@ -126,14 +129,14 @@ class DecodeGraphs:
             layers: the cache, as in `PagedStep`.
             kv_scales: likewise.
             states: likewise.
-            sizes: to record, by rising total.
+            sizes: to record, by rising rows.
             widths: most blocks in a sequence's table of each layer group.
             max_model_len: most tokens of a sequence.
             device: the model's device.
             planners: plan the attention of each layer group.
             record: records; `cuda_recorder` on a GPU.
         """
-        rows = sizes[-1].total
+        rows = sizes[-1].rows
         most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
         self._step = step
         self._sizes = sizes
@@ -153,9 +156,8 @@ class DecodeGraphs:
             query_starts = _query_starts(size).to(device)
             groups = self._metadata(size, query_lens, query_starts, planners)
             paged = PagedStep(groups, layers, kv_scales, states)
-            total = size.total
-            laid = self._tokens[:total][None], self._positions[:total][None]
-            inputs = *laid, self._logit_rows[:total]
+            laid = self._tokens[: size.rows][None], self._positions[: size.rows][None]
+            inputs = *laid, self._logit_rows[: size.rows]
             replay = record(partial(self._work, paged, inputs))
             self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs)
 
@@ -174,7 +176,7 @@ class DecodeGraphs:
                 query_starts=query_starts,
                 seq_lens=self._seq_lens[:count],
                 block_tables=tables[:count],
-                slot_mapping=slots[: size.total],
+                slot_mapping=slots[: size.rows],
                 max_query_len=int(query_lens.max()),
                 max_seq_len=self._max_model_len,
                 plan=plan(query_lens, seq_lens),
@@ -201,7 +203,7 @@ class DecodeGraphs:
         """
         rows, batch = inputs.token_ids.shape[1], inputs.groups[0]
         count = len(batch.seq_lens)
-        size = self._size_for(count, batch.max_query_len)
+        size = self._size_for(count, batch.max_query_len, rows)
         if size is None or inputs.scored or len(inputs.logit_rows) != rows:
             return None
         recorded = self._recorded[size]
@@ -209,19 +211,20 @@ class DecodeGraphs:
         self._positions[:rows] = inputs.positions[0]
         self._seq_lens[:count] = batch.seq_lens
         self._seq_lens[count:] = 0
-        if size.rows > 1:
+        if size.longest > 1:
             recorded.query_starts[: count + 1] = batch.query_starts
             recorded.query_starts[count + 1 : -1] = rows
         for tables, slots, metadata in zip(self._tables, self._slots, inputs.groups, strict=True):
             given = metadata.block_tables
             tables[:count, : given.shape[1]] = given
             slots[:rows] = metadata.slot_mapping
-            slots[rows : size.total] = -1
+            slots[rows : size.rows] = -1
         return recorded.replay()[:rows]
 
-    def _size_for(self, sequences: int, rows: int) -> GraphSize | None:
-        """Return the least size with room for some sequences of at most `rows` rows."""
-        fitting = (s for s in self._sizes if s.sequences >= sequences and s.rows >= rows)
+    def _size_for(self, sequences: int, longest: int, rows: int) -> GraphSize | None:
+        """Return the least size with room for all that."""
+        needed = sequences, longest, rows
+        fitting = (size for size in self._sizes if all(map(ge, size, needed)))
         return next(fitting, None)
 
 
@@ -231,8 +234,8 @@ def _query_lens(size: GraphSize) -> np.ndarray:
     Of decodes, each sequence that is missing has one padded row. Otherwise, one more sequence
     has all padded rows.
     """
-    spare = [size.total] if size.rows > 1 else []
-    return np.array([size.rows] * size.sequences + spare, np.int32)
+    spare = [size.rows] if size.longest > 1 else []
+    return np.array([size.longest] * size.sequences + spare, np.int32)
 
 
 def _query_starts(size: GraphSize) -> torch.Tensor:
@@ -240,10 +243,10 @@ def _query_starts(size: GraphSize) -> torch.Tensor:
 
     Decodes always begin there. Otherwise, all rows are padded.
     """
-    if size.rows == 1:
+    if size.longest == 1:
         return torch.arange(size.sequences + 1, dtype=torch.int32)
     starts = torch.zeros(size.sequences + 2, dtype=torch.int32)
-    starts[-1] = size.total
+    starts[-1] = size.rows
     return starts
 
 
@@ -290,7 +293,7 @@ def graph_memory(
     share, and the smallest only the memory that each graph takes for itself.
 
     Args:
-        sizes: by rising total.
+        sizes: by rising rows.
         record_sizes: makes `DecodeGraphs` of some sizes; they are dropped at the end.
         record: as for `DecodeGraphs`.
         free: returns the bytes that are free on the device.
@@ -302,7 +305,7 @@ def graph_memory(
         left.append(free())
         return replay
 
-    largest = {size.rows: size for size in sizes}
+    largest = {size.longest: size for size in sizes}
     chosen = [size for size in sizes if size == sizes[0] or size in largest.values()]
     recorded = record_sizes(chosen, measured)
     del recorded

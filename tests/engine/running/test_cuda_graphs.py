@@ -31,7 +31,10 @@ from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 from tests.plain import shape
 
-SIZES = [GraphSize(*size) for size in ((2, 1), (4, 1), (2, 3), (8, 1), (4, 3))]
+SIZES = [
+    GraphSize(*size)
+    for size in ((2, 1, 2), (4, 1, 4), (2, 3, 6), (8, 1, 8), (4, 3, 12), (8, 3, 14))
+]
 VOCAB_SIZE = 16
 
 
@@ -41,8 +44,8 @@ MOST = [1, 3, 8, 100, 128, 256, 1000]
 @pytest.mark.parametrize("most", MOST)
 def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
     sizes = graph_sizes(most)
-    assert {size.rows for size in sizes} == {1}
     rungs = [size.sequences for size in sizes]
+    assert sizes == [(rung, 1, rung) for rung in rungs]
     assert rungs[-1] == min(max(most, 2), MAX_ROWS)
     assert rungs == sorted(set(rungs))
     for below, rung in itertools.pairwise(rungs):
@@ -53,14 +56,16 @@ def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
 @pytest.mark.parametrize("num_drafted", [1, 4, 8, 64])
 def test_drafts_add_few_sizes_and_none_above_the_bound(most, num_drafted):
     sizes = graph_sizes(most, num_drafted)
-    assert [size for size in sizes if size.rows == 1] == graph_sizes(most)
-    drafts = [size for size in sizes if size.rows > 1]
-    assert {size.rows for size in drafts} == {num_drafted + 1}
-    assert drafts[-1].sequences == max(2, min(most, MAX_ROWS // (num_drafted + 1)))
-    assert len(drafts) <= len(graph_sizes(MAX_ROWS // 2))
-    totals = [size.total for size in sizes]
-    assert totals == sorted(totals)
-    assert totals[-1] <= MAX_ROWS
+    assert [size for size in sizes if size.longest == 1] == graph_sizes(most)
+    drafts = [size for size in sizes if size.longest > 1]
+    assert {size.longest for size in drafts} == {num_drafted + 1}
+    assert drafts[-1].sequences == min(max(most, 2), MAX_ROWS)
+    for size in drafts[:-1]:
+        assert size.rows == size.sequences * size.longest
+    assert len(drafts) <= len(graph_sizes(MAX_ROWS // 2)) + 1
+    rows = [size.rows for size in sizes]
+    assert rows == sorted(rows)
+    assert rows[-1] <= MAX_ROWS
 
 
 class Again:
@@ -232,11 +237,11 @@ def test_all_that_a_graph_reads_lives_as_long_as_it():
 def test_all_sizes_have_one_output():
     gpu = AsOnAGpu()
     graphs = decode_graphs(gpu.step, gpu.record)
-    totals = [size.total for size in SIZES]
-    assert [output.shape for output in gpu.outputs] == [(n, VOCAB_SIZE) for n in totals[::-1]]
+    rows = [size.rows for size in SIZES]
+    assert [output.shape for output in gpu.outputs] == [(n, VOCAB_SIZE) for n in rows[::-1]]
     storages = {output.untyped_storage().data_ptr() for output in gpu.outputs}
     assert len(storages) == 1
-    assert gpu.outputs[0].untyped_storage().nbytes() == totals[-1] * VOCAB_SIZE * 4
+    assert gpu.outputs[0].untyped_storage().nbytes() == rows[-1] * VOCAB_SIZE * 4
     del graphs
 
 
@@ -276,6 +281,8 @@ def test_a_graph_gets_a_step_and_sequences_of_no_tokens():
     assert full == ([0, 3, 6, 9, 12, 12], [30, 20, 9, 3, 0])
     assert given((2, 32), (1, 21), (3, 12)) == ([0, 2, 3, 6, 6, 12], [32, 21, 12, 0, 0])
     assert given((2, 34), (1, 22)) == ([0, 2, 3, 6], [34, 22, 0])
+    few_drafts = given((1, 9), (2, 8), (1, 7), (1, 6), (3, 5))
+    assert few_drafts == ([0, 1, 3, 4, 5, 8, 8, 8, 8, 14], [9, 8, 7, 6, 5, 0, 0, 0, 0])
     assert given((1, 35), (1, 23), (1, 13)) == ([0, 1, 2, 3, 4], [35, 23, 13, 0])
 
 
@@ -283,7 +290,7 @@ def test_a_graph_gets_a_step_and_sequences_of_no_tokens():
     "inputs",
     [
         pytest.param(step_inputs((1, 5), (4, 9)), id="a draft that is longer than others may be"),
-        pytest.param(step_inputs(*[(2, 9)] * 5), id="too many sequences for drafts"),
+        pytest.param(step_inputs(*[(3, 9)] * 5), id="too many drafts"),
         pytest.param(step_inputs(*[(1, 9)] * 9), id="too many sequences"),
         pytest.param(
             replace(step_inputs((1, 5), (3, 3)), logit_rows=torch.tensor([0, 3])), id="a prompt"
@@ -388,14 +395,14 @@ def test_nothing_is_measured_where_somebody_said_how_much(monkeypatch):
     assert blocks(EngineSettings(model="any", cache_memory=1)) == 512
 
 
-@pytest.mark.parametrize(("num_drafted", "chosen"), [(0, [256, 2]), (8, [256, 252, 2])])
+@pytest.mark.parametrize(("num_drafted", "chosen"), [(0, [256, 2]), (8, [256, 256, 2])])
 def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model, num_drafted, chosen):
     used, sizes = [1000 * MIB], []
-    own, shared, of_drafts = 2 * MIB, 500 * MIB, 70 * MIB
+    own, shared = 2 * MIB, 500 * MIB
 
     def record(work):
         size = len(work())
-        used[0] += own + {256: shared, 252: of_drafts}.get(size, 0)
+        used[0] += own + (shared if size == 256 else 0)
         sizes.append(size)
         return lambda: None
 
@@ -408,5 +415,4 @@ def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model, num_dra
         num_drafted=num_drafted,
     )
     assert sizes == chosen
-    extra = of_drafts if num_drafted else 0
-    assert taken == shared + extra + own * len(graph_sizes(256, num_drafted))
+    assert taken == shared * chosen.count(256) + own * len(graph_sizes(256, num_drafted))
