@@ -45,7 +45,7 @@ def never_again(monkeypatch):
 def as_on_a_gpu(monkeypatch, never_again):
     """Has an engine on CPU compile as one on a GPU does."""
 
-    def load_step(settings, model):
+    def load_step(settings, model, _world):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
         fuse_linears(loaded.model)
         step = JitStep(EagerStep(loaded.model), loaded.device)
