@@ -229,12 +229,12 @@ class SelfCheck:
 
     def _tolerable_rounding(self) -> _Limit:
         """Return the limits that rounding explains, without that of weights."""
+        if self._cache_dtype != self._dtype:
+            return _Limit(FP8_CACHE_TOLERANCE)
         if self._dtype == torch.float32:
             fine = not self.tolerance and self._device.type == "cpu"
             most = FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE
             return _Limit(most, most)
-        if self._cache_dtype != self._dtype:
-            return _Limit(FP8_CACHE_TOLERANCE)
         if self.expected.free:
             return _Limit(FREE_TOLERANCE)
         own = self.expected.rounding
