@@ -117,6 +117,7 @@ class Manifest:
         library: The file name of the shared library, or of the TorchScript module.
         files: The fingerprint of each other file, by its name.
         tolerance: The quantization's tolerance in the self-check.
+        row_tolerance: Likewise; see `SelfCheck`.
         unquantized: The result of `unquantized_shares`.
         translated: Why the step was translated to TorchScript, not compiled; empty if compiled.
         targets: The layers that adapters may adapt; see `Targets.to_json`. None if it applies none.
@@ -128,6 +129,7 @@ class Manifest:
     library: str
     files: Mapping[str, Fingerprint]
     tolerance: float = 0.0
+    row_tolerance: float = 0.0
     unquantized: Mapping[str, float] = field(default_factory=dict)
     translated: str = ""
     targets: Mapping[str, Any] | None = None
@@ -244,6 +246,7 @@ class CompiledStep:
             device,
             block_size=self._artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
+            row_tolerance=self.manifest.row_tolerance,
             routing=OperatorRouting(),
         )
         check(step)

@@ -25,10 +25,13 @@ class Scheme(ABC):
 
     Attributes:
         tolerance: Largest error of the logits in the self-check; see `self_check.py`.
+        row_tolerance: Likewise, between a step of few rows and one of many, if it rounds the inputs
+            of one of them alone.
         takes_head: Whether to convert the head (hidden states to logits) too.
     """
 
     tolerance: ClassVar[float]
+    row_tolerance: ClassVar[float] = 0.0
     takes_head: ClassVar[bool] = False
 
     @abstractmethod

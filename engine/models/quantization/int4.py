@@ -20,7 +20,7 @@ from octavo.engine.models.linear.packed_linear import (
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
-from octavo.engine.models.quantization.int8 import PackedInt8Linear, to_int8
+from octavo.engine.models.quantization.int8 import Int8, PackedInt8Linear, to_int8
 from octavo.engine.models.quantization.rounding import round_to_4_bits
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import GROUP
@@ -33,6 +33,7 @@ class Int4(Scheme):
     """4-bit weights; 8-bit ones for the head and layers whose inputs do not divide into groups."""
 
     tolerance = 0.7
+    row_tolerance = Int8.tolerance  # the inputs of many rows are rounded to bytes
     takes_head = True
 
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:

@@ -268,6 +268,24 @@ def test_other_positions_are_refused_in_fewer_bits(name, quantization, tmp_path,
         load_tiny(tmp_path, dtype="bfloat16", quantization=quantization)
 
 
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_int4_alone_may_round_the_inputs_of_many_rows_otherwise(quantization, tmp_path):
+    save(BY_NAME["llama"], tmp_path)
+    loaded = load_tiny(tmp_path, dtype="bfloat16", quantization=quantization)
+    own = EagerStep(loaded.model)
+
+    def rounding(token_ids, positions, logit_rows):
+        logits = own(token_ids, positions, logit_rows)
+        errors = 0.5 * logits.std() * torch.linspace(-1, 1, logits.shape[1])
+        return logits if token_ids.shape[1] > 4 else logits + errors
+
+    if quantization == "int4":
+        loaded.check(rounding)
+        return
+    with pytest.raises(SelfCheckError, match="token by token"):
+        loaded.check(rounding)
+
+
 def test_a_fault_of_packed_weights_is_refused(tmp_path, monkeypatch):
     """What the model computes is right in float32, but its packed experts are not."""
     save(BY_NAME["mixtral"], tmp_path)
