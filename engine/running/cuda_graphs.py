@@ -239,7 +239,7 @@ def _query_lens(size: GraphSize) -> np.ndarray:
 
 
 def _query_starts(size: GraphSize) -> torch.Tensor:
-    """Return where the sequences of a graph begin while it is recorded: `[n + 1]` int32.
+    """Return the first row of each sequence while a graph is recorded: `[n + 1]` int32.
 
     Decodes always begin there. Otherwise, all rows are padded.
     """

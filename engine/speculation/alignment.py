@@ -12,7 +12,7 @@ Tokens = NDArray[np.int32]
 BEFORE, AFTER = 32, 64
 """Tokens before and after the expected place that are searched for the last token."""
 LAPSE = 16
-"""Maximum tokens since the last match; after more, nothing is drafted without a match."""
+"""Maximum tokens since the last match. After more, only a new match gives a draft."""
 REPLACED = 4
 """Most tokens to draft after a token that the source does not have near the place."""
 

@@ -1,4 +1,4 @@
-"""A worker process of `octavo router --workers N`."""
+"""Run a worker of `octavo router --workers N` in a child process."""
 
 from multiprocessing.connection import Connection
 

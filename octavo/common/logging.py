@@ -85,7 +85,7 @@ class _Fields:
         method: str,  # noqa: ARG002
         event: MutableMapping[str, Any],
     ) -> MutableMapping[str, Any]:
-        """Add them; what the event says itself stays."""
+        """Add the fields to an event; a field that the event has already keeps its value."""
         for name, value in self._fields.items():
             event.setdefault(name, value)
         return event

@@ -108,7 +108,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()
 
-    # Adapters are the engines': one worker loads them, and the others hear of it from the engines.
+    # Engines hold the adapters: one worker asks them to load one, and they tell the other workers.
 
     async def LoadAdapter(  # noqa: N802
         self, request: admin_pb2.LoadAdapterRequest, context: Context

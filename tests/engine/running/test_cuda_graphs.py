@@ -154,7 +154,7 @@ def run_to_the_end(model, outputs=None):
     groups.append(engine.submit([9, 8, 7], 3, prompt_logprobs=1))
     for _ in range(4):
         engine.step()
-    # Prompts of no more rows than a draft may have.
+    # These prompts are as short as a draft, but only the logits of their last rows are wanted.
     groups += [engine.submit(range(100, 103 + i), 4, prompt_logprobs=[None, 1][i]) for i in (0, 1)]
     engine.run()
     return engine, [group.sequences[0].token_ids for group in groups], again.replayed

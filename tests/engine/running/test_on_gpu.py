@@ -114,7 +114,7 @@ def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypa
 
 
 def again(work):
-    """Records for lack of a GPU: the work is done once more to replay it."""
+    """Record without a GPU: a replay runs the work again."""
     work()
     return work
 
