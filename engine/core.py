@@ -274,7 +274,7 @@ class EngineCore:
             output = done.collect()
         self._scheduler.update(done.batch, output)
         self._request_masks(done.batch)
-        self._report_outputs(done.batch, output)
+        self._report_outputs(output)
         self._measure_step(done.batch)
         return output
 
@@ -337,7 +337,7 @@ class EngineCore:
             self._metrics.cached_tokens.inc(group.cached_tokens)
             self._events.append(Started(request.session, request.request_id, group.cached_tokens))
 
-    def _report_outputs(self, batch: Batch, output: SamplerOutput) -> None:
+    def _report_outputs(self, output: SamplerOutput) -> None:
         """Make the events of new tokens, and forget the groups that are finished."""
         columns: _Columns = defaultdict(lambda: ([], []))
         events = self._steady_events(output.steady, columns)
@@ -349,10 +349,10 @@ class EngineCore:
         finished += [output.steady.decodes.groups[i] for i in output.steady.ends]
         for group in dict.fromkeys(finished):
             self._forget(group, "finished")
-        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam is not None):
-            if group.beam is not None and group.state is GroupState.FINISHED:
-                self._report_search(group, group.beam)
-                self._forget(group, "finished")
+        for group in output.searches:
+            assert group.beam is not None
+            self._report_search(group, group.beam)
+            self._forget(group, "finished")
         sampled = len(output.steady) + len(output.tokens) + len(output.continuations)
         self._metrics.output_tokens.inc(sampled)
 

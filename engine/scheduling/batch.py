@@ -138,9 +138,11 @@ class SamplerOutput:
         tokens: those of `Batch.ruled`.
         continuations: of each beam that has reached its last token, by sequence id.
         prompt_logprobs: of scheduled sequences that asked for them, by index in the batch.
+        searches: the beam searches that it ends.
     """
 
     steady: DecodedTokens = field(default_factory=DecodedTokens)
     tokens: list[SampledToken] = field(default_factory=list)
     continuations: dict[int, Continuations] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    searches: list[SequenceGroup] = field(default_factory=list)

@@ -252,11 +252,17 @@ class Scheduler:
         return self.speculation is not None and waits_to_draft(self.speculation, batch)
 
     def _advance_searches(self, batch: Batch, output: SamplerOutput) -> None:
+        """Take the beam searches further whose beams have all reached their last token."""
+        found = output.continuations
         for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam):
-            if all(beam.id in output.continuations for beam in group.live) and not advance_search(
-                group, output.continuations, self.cache, self._fork_ids
+            if group.state is GroupState.FINISHED:  # after the step was launched
+                for beam in group.sequences:
+                    found.pop(beam.id, None)
+            elif all(beam.id in found for beam in group.live) and not advance_search(
+                group, found, self.cache, self._fork_ids
             ):
                 self.remove(group)
+                output.searches.append(group)
 
     def _publish_prefix(self, sequence: Sequence) -> None:
         known = min(sequence.num_computed, sequence.num_known)

@@ -72,6 +72,7 @@ class Stepper:
         resume=None,
         priority=0,
         adapter=None,
+        deadline=None,
         **sampling,
     ):
         request = Request(
@@ -88,6 +89,7 @@ class Stepper:
             priority=priority,
             resume={} if resume is None else resume,
             adapter=adapter,
+            deadline=deadline,
         )
         return submit(self.core, request)
 
