@@ -610,7 +610,8 @@ class EngineCore:
     def _fail_step(self, error: StepError) -> None:
         """Fail the requests that a failed step may have harmed; end the core if it cannot go on.
 
-        These are all that have K/V or placeholders: the contents of the cache are unknown now.
+        These are all that have K/V, whose contents are unknown now, or that await the output of a
+        launched step.
 
         Raises:
             EngineFailedError: no later step can succeed, or too many in a row have failed.
@@ -624,7 +625,7 @@ class EngineCore:
         )
         self._pending = None
         scheduler = self._scheduler
-        begun = [g for g in scheduler.waiting if any(s.num_placeholders for s in g.sequences)]
+        begun = [group for group in scheduler.waiting if group.awaits_output]
         for group in [*scheduler.running, *scheduler.swapped, *begun]:
             self._fail(group, FailureCode.INTERNAL, "the model failed on this batch; try again")
         scheduler.cache.forget_contents()

@@ -629,22 +629,28 @@ class KVCacheManager:
         return shared
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
-        """Share a parent's first `num_tokens` tokens with a new sequence."""
+        """Share a parent's first `num_tokens` tokens with a new sequence, in the same memory."""
         assert child_id not in self._tables
         parent = self._tables[parent_id]
-        assert not parent.swapped
+        pool = self.swap if parent.swapped else self.device
         groups = [
             list(blocks) if layers.state_blocks else blocks[: layers.blocks_for(num_tokens)]
             for layers, blocks in zip(self.groups, parent.groups, strict=True)
         ]
         keys = parent.keys[: num_tokens // self.block_size]
         child = BlockTable(
-            groups, num_tokens, list(parent.passed), num_tokens, root=parent.root, keys=keys
+            groups,
+            num_tokens,
+            list(parent.passed),
+            num_tokens,
+            root=parent.root,
+            keys=keys,
+            swapped=parent.swapped,
         )
         with ExitStack() as undo:
             for block in child.blocks():
-                self.device.share(block)
-                undo.callback(self.device.release, block)
+                pool.share(block)
+                undo.callback(pool.release, block)
             undo.pop_all()
         self._tables[child_id] = child
 

@@ -39,7 +39,6 @@ from octavo.engine.sampling.sampler import (
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, SamplerOutput
-from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.kernels.host import to_device
 from octavo.kernels.ops import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -185,7 +184,7 @@ class Executor:
         if penalizes_placeholders(rows):
             before = inputs.token_ids[0].index_select(0, inputs.logit_rows)
         tokens = sample(logits, rows, inputs.steady, before)
-        continuations = continue_beams(logits, inputs.beams) if inputs.beams else {}
+        continuations = continue_beams(logits, inputs.beams) if inputs.beams else None
         return PendingStep(batch, tokens, continuations, scores)
 
     def execute(self, batch: Batch) -> SamplerOutput:
@@ -358,16 +357,16 @@ class Executor:
         with attending(step), applying(inputs.adapters):
             yield
 
-    def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[TokenLogprob]:
-        """Return a scheduled sequence's prompt log-probabilities, a few rows at a time."""
+    def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[Report]:
+        """Return a scheduled sequence's prompt log-probabilities, a few rows in each report."""
         scheduled = batch.ruled[i]
         count = scheduled.group.request.sampling.prompt_logprobs or 0
         token_ids = scheduled.sequence.token_ids
         targets = [token_ids[position + 1] for position in scheduled.scored]
-        scores: list[TokenLogprob] = []
+        reports: list[Report] = []
         for first in range(0, len(targets), SCORED_ROWS):
             chunk = targets[first : first + SCORED_ROWS]
             rows = logits[row + first : row + first + len(chunk)]
             tokens = to_device(np.array(chunk), self._device)
-            scores += Report(rows, tokens, [count] * len(chunk)).logprobs()
-        return scores
+            reports.append(Report(rows, tokens, [count] * len(chunk)))
+        return reports

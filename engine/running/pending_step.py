@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from octavo.engine.sampling.sampler import NO_TOKENS, PendingTokens
-from octavo.engine.scheduling.batch import Batch, Continuations, SamplerOutput
-from octavo.engine.scheduling.sequence import TokenLogprob
+from octavo.engine.sampling.sampler import NO_TOKENS, PendingContinuations, PendingTokens, Report
+from octavo.engine.scheduling.batch import Batch, SamplerOutput
 from octavo.kernels.host import to_device
 
 
@@ -18,19 +17,24 @@ class PendingStep:
     Attributes:
         batch: what it computes.
         tokens: the tokens that it samples.
-        continuations: as in `SamplerOutput`.
-        prompt_logprobs: as in `SamplerOutput`.
+        continuations: of its beams, if it has any.
+        scores: its prompt log-probabilities, in parts, by index in the batch.
     """
 
     batch: Batch
     tokens: PendingTokens = NO_TOKENS
-    continuations: dict[int, Continuations] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    continuations: PendingContinuations | None = None
+    scores: dict[int, list[Report]] = field(default_factory=dict)
 
     def collect(self) -> SamplerOutput:
         """Wait until the step is computed and return its output."""
         steady, tokens = self.tokens.collect()
-        return SamplerOutput(steady, tokens, self.continuations, self.prompt_logprobs)
+        continuations = self.continuations.collect() if self.continuations is not None else {}
+        scores = {
+            i: [score for report in reports for score in report.logprobs()]
+            for i, reports in self.scores.items()
+        }
+        return SamplerOutput(steady, tokens, continuations, scores)
 
     def fill_placeholders(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Put the tokens that this step samples into the inputs of the step after it.

@@ -184,15 +184,48 @@ def _copy_rows(tensor: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
     return tensor.index_select(0, to_device(np.array(chosen, np.int64), tensor.device))
 
 
-def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, Continuations]:
+class PendingContinuations:
+    """Beams' most likely next tokens, on their way to the host.
+
+    Args:
+        beams: the beams.
+        counts: `[len(beams)]`, how many tokens each one's search looks at.
+        token_ids: `[len(beams), max(counts)]` int64, most likely first.
+        logprobs: the same shape, their log-probabilities.
+    """
+
+    def __init__(
+        self,
+        beams: Rows[SamplingRow],
+        counts: Rows[int],
+        token_ids: torch.Tensor,
+        logprobs: torch.Tensor,
+    ) -> None:
+        self._ids = [beam.sequence.id for beam in beams]
+        self._counts = counts
+        self._columns = AsyncCopy(token_ids), AsyncCopy(logprobs)
+
+    def collect(self) -> dict[int, Continuations]:
+        """Wait until they have arrived; return tokens and log-probabilities by sequence id."""
+        columns = (column.tolist() for column in self._columns)
+        return {
+            id_: [
+                (token_id, value)
+                for token_id, value in zip(ids[:count], values[:count], strict=True)
+                if value > -math.inf  # a constraint may leave fewer
+            ]
+            for id_, count, ids, values in zip(self._ids, self._counts, *columns, strict=True)
+        }
+
+
+def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> PendingContinuations:
     """Find each beam's most likely next tokens, as many as its search looks at.
+
+    On a GPU it does not wait for the device.
 
     Args:
         logits: `[num_rows, vocab_size]`, as the model gave them.
         beams: running beams, at least one.
-
-    Returns:
-        Tokens and log-probabilities, most likely first, by sequence id.
     """
     logprobs = torch.log_softmax(
         _select_logits(logits, [beam.row for beam in beams]).float(), dim=-1
@@ -205,15 +238,7 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> dict[int, 
         if beam.group.beam
     ]
     top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    columns = zip(beams, counts, top.indices.tolist(), top.values.tolist(), strict=True)
-    return {
-        beam.sequence.id: [
-            (token_id, value)
-            for token_id, value in zip(ids[:count], values[:count], strict=True)
-            if value > -math.inf  # a constraint may leave fewer
-        ]
-        for beam, count, ids, values in columns
-    }
+    return PendingContinuations(beams, counts, top.indices, top.values)
 
 
 def take_greatest(rows: Rows[SamplingRow]) -> bool:

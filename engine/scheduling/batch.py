@@ -9,6 +9,13 @@ from octavo.engine.kv_cache import Transfers
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.engine.scheduling.steady import NO_DECODES, DecodedTokens, Decodes
 
+MAX_BEAM_SHARE = 0.5
+"""Share of a step's sequences, above which the next step waits for the tokens of beams.
+
+Let a step take t on the device, the host h to schedule the next one, and beams be the share b. If
+steps wait, all sequences get a token every t + h; else beams get one every 2 t, and the others one
+every t. That is more tokens if b < 2 h / (t + h): a half where h is a third of t."""
+
 
 class ScheduledSequence(NamedTuple):
     """The tokens [start, end) of one sequence, computed in one step; the last ones may be drafted.
@@ -37,10 +44,13 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def scored(self) -> range:
-        """Tokens whose logits give prompt log-probabilities, each of the token after it."""
+        """Tokens whose logits give prompt log-probabilities, each of the token after it.
+
+        Empty once the step is counted as computed (`Scheduler.advance`).
+        """
         if not self.group.wants_prompt_logprobs:
             return range(0)
-        first = max(self.start, len(self.group.prompt_logprobs))
+        first = max(self.start, self.group.num_scored)
         return range(first, min(self.end, self.sequence.num_prompt - 1))
 
 
@@ -88,17 +98,17 @@ class Batch:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the next step can be scheduled before this step's tokens are known.
+        """Whether the next step is scheduled before this step's tokens are known.
 
-        Beams depend on which tokens these are, and how many a draft yields. A prompt that is scored
-        must know how far it has been scored. Penalties and constraints depend on them too, but only
-        to sample.
+        How many tokens a draft yields depends on which tokens these are, and so do beams. Penalties
+        and constraints depend on them too, but only to sample. Beams whose tokens are not known sit
+        the next step out. If they are most of the sequences, a step without them would compute too
+        little, so it waits for them.
         """
-        return not any(
-            group.beam or group.wants_prompt_logprobs or scheduled.draft
-            for scheduled in self.ruled
-            for group in (scheduled.group,)
-        )
+        if any(scheduled.draft for scheduled in self.ruled):
+            return False
+        beams = sum(s.group.beam is not None and bool(s.sampled) for s in self.ruled)
+        return beams <= MAX_BEAM_SHARE * self.num_sequences
 
     @property
     def constrained(self) -> bool:

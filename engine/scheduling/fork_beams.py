@@ -20,7 +20,8 @@ def advance_search(
     Args:
         group: its sequences are the running beams, best first.
         continuations: of each beam, by sequence id.
-        cache: holds the beams' blocks.
+        cache: holds the beams' blocks, on the device or in swap space; none if the group was
+            preempted after the step was launched, and is to be recomputed.
         fork_ids: ids for new sequences.
 
     Returns:
@@ -43,7 +44,7 @@ def advance_search(
     for sequence, token_ids in zip(group.sequences, outputs, strict=True):
         sequence.token_ids = token_ids
     for beam in beams:
-        if beam not in group.sequences:
+        if beam not in group.sequences and cache.holds(beam.id):
             cache.free(beam.id)
     return True
 
@@ -60,5 +61,6 @@ def _continue(
         return beam
     matcher = None if beam.matcher is None else beam.matcher.copy()
     fork = replace(beam, id=next(fork_ids), matcher=matcher)
-    cache.fork(beam.id, fork.id, beam.num_computed)
+    if cache.holds(beam.id):
+        cache.fork(beam.id, fork.id, beam.num_computed)
     return fork

@@ -149,6 +149,7 @@ class Scheduler:
             self._publish_prefix(steady.sequences[i])
         for scheduled in batch.ruled:
             group, sequence, start, end, _, sampled, draft = scheduled
+            group.num_scored += len(scheduled.scored)  # late masks or not
             end -= len(draft)  # of which `update` counts what was right
             ended = sequence.finish_reason is not None or group.state is GroupState.FINISHED
             if ended or sequence.id in left_out:
@@ -485,7 +486,7 @@ class Scheduler:
         """
         start = sequence.num_computed
         if group.wants_prompt_logprobs:
-            first = max(start, len(group.prompt_logprobs))
+            first = max(start, group.num_scored)
             last = min(end, sequence.num_prompt - 1)
             scored = min(max(last - first, 0), self._scored_left)
             if scored < last - first:

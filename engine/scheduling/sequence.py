@@ -131,7 +131,8 @@ class SequenceGroup:
         decoding: whether this engine has sampled a token for it.
         cached_tokens: prompt tokens found in the prefix cache when first
             admitted.
-        prompt_logprobs: from the prompt's second token on, as far as computed.
+        prompt_logprobs: from the prompt's second token on, as far as known.
+        num_scored: how many of these are known, or will be when the launched steps are computed.
         beam: the beam search whose running beams the sequences are, or None.
         history: its events with their times, in `time.monotonic()` seconds.
         steady_row: its place in `SteadySequences`; None if it has none.
@@ -145,6 +146,7 @@ class SequenceGroup:
     decoding: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_scored: int = 0
     beam: BeamState | None = None
     history: list[tuple[GroupEvent, float]] = field(default_factory=list)
     steady_row: int | None = None
@@ -211,8 +213,14 @@ class SequenceGroup:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities were asked for and are not complete."""
+        """Whether prompt log-probabilities were asked for and are left to compute."""
         return (
             self.request.sampling.prompt_logprobs is not None
-            and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+            and self.num_scored < len(self.request.prompt) - 1
         )
+
+    @property
+    def awaits_output(self) -> bool:
+        """Whether a launched step computes what the group cannot go on without."""
+        placeholders = any(sequence.num_placeholders for sequence in self.sequences)
+        return placeholders or self.num_scored > len(self.prompt_logprobs)

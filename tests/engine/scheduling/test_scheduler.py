@@ -12,8 +12,8 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Abort
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.sampling.sampler import PendingTokens, SamplingRow
-from octavo.engine.scheduling.request import FinishReason, Request
+from octavo.engine.sampling.sampler import PendingContinuations, PendingTokens, SamplingRow
+from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
@@ -42,16 +42,19 @@ def scheduler(
     )
 
 
-def request(id_, prompt, max_tokens=4, *, n=1, priority=0, arrival=None, eos=(), scored=False):
+def request(
+    id_, prompt, max_tokens=4, *, n=1, beams=False, priority=0, arrival=None, eos=(), scored=False
+):
     arrival = float(id_) / 1e3 if arrival is None else arrival
     return Request(
         0,
         str(id_),
         tuple(prompt),
-        SamplingParams(n=n, prompt_logprobs=0 if scored else None),
+        SamplingParams(n=1 if beams else n, prompt_logprobs=0 if scored and not beams else None),
         max_tokens,
         arrival,
         priority=priority,
+        beam=BeamSearch(n) if beams else None,
         eos_token_ids=frozenset(eos),
     )
 
@@ -95,7 +98,7 @@ class Memory:
 
 
 class Machine(StandIn):
-    """Samples by `choose`; log-probabilities are positions."""
+    """Samples by `choose`, continues beams by their tokens; log-probabilities are positions."""
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
         self.choose = choose
@@ -114,14 +117,40 @@ class Machine(StandIn):
 
         if self.memory is not None:
             self.memory.execute(batch, token_at)
-        rows = [SamplingRow(part.group, s, 0) for part in batch.ruled for s in part.sampled]
+        drawn = [SamplingRow(part.group, s, 0) for part in batch.ruled for s in part.sampled]
+        rows = [row for row in drawn if row.group.beam is None]
+        beams = [row for row in drawn if row.group.beam is not None]
         sequences = [*batch.steady.sequences, *(row.sequence for row in rows)]
         token_ids = torch.tensor(list(map(self.choose, sequences)), dtype=torch.int64)
-        scores = {i: list(part.scored) for i, part in enumerate(batch.ruled) if part.scored}
-        self.most_scored = max(self.most_scored, sum(map(len, scores.values())))
-        return PendingStep(
-            batch, PendingTokens(token_ids, rows, batch.steady), prompt_logprobs=scores
-        )
+        scores = {i: [Scores(part.scored)] for i, part in enumerate(batch.ruled) if part.scored}
+        self.most_scored = max(self.most_scored, sum(len(part.scored) for part in batch.ruled))
+        tokens = PendingTokens(token_ids, rows, batch.steady)
+        return PendingStep(batch, tokens, continuations_of(beams) if beams else None, scores)
+
+
+class Scores:
+    """Positions in place of log-probabilities."""
+
+    def __init__(self, positions):
+        self.positions = positions
+
+    def logprobs(self):
+        return list(self.positions)
+
+
+def continuations_of(beams):
+    """What may follow each beam, which depends on its tokens alone; sometimes it may end."""
+    counts = [row.group.beam.candidates_for(len(row.group.request.stopping)) for row in beams]
+    most = max(counts)
+    token_ids = torch.zeros(len(beams), most, dtype=torch.int64)
+    for i, row in enumerate(beams):
+        tokens = row.sequence.token_ids
+        first = sum(tokens) * 7 + len(tokens)
+        token_ids[i] = 100 + (first + torch.arange(most)) % 50
+        if first % 5 == 0 and row.group.request.stopping:
+            token_ids[i, first % 3 % most] = 9
+    falls = 0.1 + (token_ids[:, :1] % 4) / 10
+    return PendingContinuations(beams, counts, token_ids, -falls * (1 + torch.arange(most)))
 
 
 def tokens_of(pending):
@@ -159,6 +188,7 @@ requests = st.lists(
         st.integers(0, 1),  # prompts' common token, so that prefixes are shared
         st.integers(0, 3),  # steps before the next request comes
         st.booleans(),  # the prompt is scored
+        st.sampled_from([False, False, True]),  # the outputs are those of a beam search
     ),
     min_size=1,
     max_size=12,
@@ -193,11 +223,13 @@ def test_every_request_that_fits_is_finished(
     machine = Machine()
     core, batches = core_of(engine, machine, async_scheduling=async_scheduling)
     groups = []
-    for prompt, output, n, priority, token, pause, score in requests:
+    for prompt, output, n, priority, token, pause, score, beams in requests:
         if output > blocks.fitting_output(prompt, n, 500):
             continue
         tokens = [token] * prompt
-        asked = request(len(groups), tokens, output, n=n, priority=priority, scored=score)
+        asked = request(
+            len(groups), tokens, output, n=n, beams=beams, priority=priority, scored=score
+        )
         groups.append(submit(core, asked))
         for _ in range(pause):
             checked_step(engine, core, batches)
@@ -212,6 +244,10 @@ def test_every_request_that_fits_is_finished(
     event(f"preemptions by recompute: {engine.counters.preemptions_recompute > 0}")
     for done in groups:
         assert done.state is GroupState.FINISHED
+        if done.beam is not None:
+            lengths = [len(hypothesis.token_ids) for hypothesis in done.beam.hypotheses]
+            assert lengths == [done.request.max_tokens] * done.request.num_outputs
+            continue
         for sequence in done.sequences:
             assert sequence.finish_reason is FinishReason.LENGTH
             assert sequence.num_output == done.request.max_tokens
@@ -242,14 +278,13 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     )
     blocks = budget(num_blocks, BLOCK_SIZE)
     coming, groups = [], []
-    for prompt, tokens, n, priority, token, _, score in requests:
+    for prompt, tokens, n, priority, token, _, score, beams in requests:
         if tokens <= blocks.fitting_output(prompt, n, 500):
             number = len(coming)
             # Tokens that tell places and, behind a common front, requests apart.
             tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
-            coming.append(
-                request(number, tail, tokens, n=n, priority=priority, eos={9}, scored=score)
-            )
+            kind = {"n": n, "beams": beams, "priority": priority, "scored": score}
+            coming.append(request(number, tail, tokens, eos={9}, **kind))
 
     def choose(sequence):
         number = sequence.id + 7 * sequence.num_output
@@ -271,6 +306,9 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     engine.cache.check_idle()
     for done in groups:
         assert done.state is GroupState.FINISHED
+        if done.beam is not None:
+            assert_whole(done)
+            continue
         for sequence in done.sequences:
             output = sequence.token_ids[sequence.num_prompt :]
             assert PLACEHOLDER not in output
@@ -282,7 +320,19 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             }
 
 
+def assert_whole(search):
+    """A beam search was aborted, or has all its outputs."""
+    if search.sequences[0].finish_reason is FinishReason.ABORTED:
+        return
+    assert len(search.beam.hypotheses) == search.request.num_outputs
+    for hypothesis in search.beam.hypotheses:
+        output = hypothesis.token_ids
+        assert 9 not in output[:-1], "it went on past its end"
+        assert output[-1] == 9 or len(output) == search.request.max_tokens
+
+
 def checked_step(engine, core, batches):
+    searches = [group for group in engine.running if group.beam is not None and advances(group)]
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
     pending, number = core._pending, len(batches)
     output = core.step()
@@ -292,11 +342,22 @@ def checked_step(engine, core, batches):
         assert batch.num_tokens <= engine.max_num_batched_tokens
         for part in batch.sequences:
             assert part.start < part.end <= len(part.tables[0]) * BLOCK_SIZE
-            for sequence in part.sampled:
+            for sequence in part.sampled if part.group.beam is None else ():
                 known = before[id(part.group)][sequence.index]
                 dropped = sequence.finish_reason is not None and pending is not None
                 assert sequence.num_tokens == known + (not dropped)
+        missed = set(searches) & set(engine.running) - groups_of(batch)
+        assert not missed or (pending and missed <= groups_of(pending.batch)), "it missed two steps"
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
+
+
+def advances(search):
+    """Whether each beam has at most its last token left to compute."""
+    return all(beam.num_output and beam.num_uncomputed <= 1 for beam in search.live)
+
+
+def groups_of(batch):
+    return {part.group for part in batch.sequences}
 
 
 def test_decodes_come_first_and_prefill_takes_what_is_left():
