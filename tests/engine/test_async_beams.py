@@ -5,7 +5,105 @@ import pytest
 from octavo.engine.commands import Abort
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.scheduling.sequence import GroupState
-from tests.engine.test_async_scheduling import engine
+from tests.engine.test_async_scheduling import EOS, engine, record
+
+OUTPUT = 12
+WAYS = (
+    {"beam": BeamSearch(2)},
+    {},
+    {"prompt_logprobs": 1},
+    {"beam": BeamSearch(3, 0.6), "eos": EOS},
+    {"temperature": 0.9, "seed": 3, "eos": EOS},
+    {"temperature": 1.0, "n": 2, "seed": 5, "prompt_logprobs": 0},
+    {"beam": BeamSearch(2, 1.0, early_stopping=True), "eos": EOS},
+    {"temperature": 0.9, "repetition_penalty": 1.3},
+)
+NUM_REQUESTS = 2 * len(WAYS)
+ABORTED = {3, 10}
+"""Numbers of requests: a beam search, and a prompt that is scored."""
+
+
+def launched(stepper):
+    """The groups of the step that is not collected yet."""
+    pending = stepper.core._pending
+    return {} if pending is None else dict.fromkeys(part.group for part in pending.batch.sequences)
+
+
+def preempt_while_steps_run(stepper):
+    """Preempt a search or a prompt that is scored, while its step runs, in each third step.
+
+    Returns:
+        A list that gets the groups.
+    """
+    scheduler, victims = stepper.scheduler, []
+    schedule_running = scheduler._schedule_running
+
+    def schedule(batch):
+        found = [
+            group
+            for group in launched(stepper)
+            if group.state is GroupState.RUNNING and (group.beam is not None or group.awaits_output)
+        ]
+        if not found or len(stepper.batches) % 3:
+            return schedule_running(batch)
+        victims.append(found[-1])
+        scheduler._preempt(found[-1])
+        schedule_running(batch)
+        return True
+
+    scheduler._schedule_running = schedule
+    return victims
+
+
+def run(stepper, aborted=()):
+    """Run requests of all ways, which come one by one; abort some while their steps run."""
+    groups, left = [], set(aborted)
+    while stepper.core.working or len(groups) < NUM_REQUESTS:
+        if (number := len(groups)) < NUM_REQUESTS:
+            prompt = [3 + number % 2] * 8 + list(range(20 + number, 40 + 2 * number))
+            way = WAYS[number % len(WAYS)]
+            groups.append(stepper.submit(prompt, OUTPUT, **way))
+        stepper.step()
+        for number in [n for n in left if n < len(groups) and groups[n] in launched(stepper)]:
+            left.remove(number)
+            stepper.core.handle(Abort(0, groups[number].request.request_id, None))
+    assert not left
+    stepper.cache.check_idle()
+    return groups
+
+
+def outcome(group):
+    """Tokens and log-probabilities of all that a request is told."""
+    scored = group.prompt_logprobs
+    tokens = [s.token_ids for s in sorted(group.sequences, key=lambda s: s.index)]
+    values = [each.logprob for each in scored]
+    if group.beam is not None:
+        tokens = [hypothesis.token_ids for hypothesis in group.beam.hypotheses]
+        values = [hypothesis.score for hypothesis in group.beam.hypotheses]
+    return [tokens, [each.token_id for each in scored]], values
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model):
+    return list(map(outcome, run(engine(tiny_model, async_scheduling=False))))
+
+
+@pytest.mark.parametrize("aborted", [(), ABORTED], ids=["all", "some aborted"])
+@pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
+def test_outputs_are_the_same(tiny_model, expected, preemption, aborted):
+    stepper = engine(tiny_model, async_scheduling=True, preemption=preemption or "auto")
+    victims = [] if preemption is None else preempt_while_steps_run(stepper)
+    groups = run(stepper, aborted)
+    for number, (group, (tokens, values)) in enumerate(zip(groups, expected, strict=True)):
+        if number not in aborted:
+            found = outcome(group)
+            assert found[0] == tokens
+            assert found[1] == pytest.approx(values, abs=1e-4)
+    counters = stepper.scheduler.counters
+    if preemption is not None:
+        assert sum(group.beam is not None for group in victims) > 3
+        assert sum(group.beam is None for group in victims) > 3
+        assert (counters.preemptions_swap > 0) is (preemption == "swap")
 
 
 def end(stepper, group, how):
@@ -23,9 +121,59 @@ def test_a_search_that_ends_while_its_step_runs_is_dropped(tiny_model, how):
     group = stepper.submit(range(3, 10), 6, beam=BeamSearch(2), deadline=deadline)
     for _ in range(3):
         stepper.step()
-    assert stepper.core._pending is not None
+    assert group in launched(stepper)
     end(stepper, group, how)
     stepper.run()
     assert group.state is GroupState.FINISHED
     assert group.beam.hypotheses == []
     assert stepper.core.idle
+
+
+def steps_of(stepper, group):
+    """The numbers of the steps that compute tokens of a group."""
+    return [
+        number
+        for number, batch in enumerate(stepper.batches)
+        if any(part.group is group for part in batch.sequences)
+    ]
+
+
+def assert_overlapped(seen, numbers):
+    """Each of these steps was launched before the one before it was collected."""
+    for number in numbers:
+        assert seen.index(("launch", number)) < seen.index(("collect", number - 1))
+
+
+def test_nobody_waits_for_the_beams_of_another_request(tiny_model, monkeypatch):
+    stepper = engine(tiny_model, async_scheduling=True)
+    seen = record(stepper, monkeypatch)
+    plain = [stepper.submit(range(3 + i, 8 + i), 20) for i in range(3)]
+    search = stepper.submit(range(30, 38), 8, beam=BeamSearch(2))
+    stepper.run()
+    for group in plain:
+        assert steps_of(stepper, group) == list(range(20))
+    assert_overlapped(seen, range(1, 20))
+    assert steps_of(stepper, search) == list(range(0, 16, 2))
+
+
+def test_a_step_that_is_mostly_beams_is_waited_for(tiny_model, monkeypatch):
+    stepper = engine(tiny_model, async_scheduling=True)
+    seen = record(stepper, monkeypatch)
+    plain = stepper.submit(range(3, 8), 8)
+    search = stepper.submit(range(30, 38), 8, beam=BeamSearch(4))
+    stepper.run()
+    # The first step has one sequence of each, so the second one goes without the search.
+    assert steps_of(stepper, search) == [0, *range(2, 9)]
+    assert steps_of(stepper, plain) == list(range(8))
+    assert_overlapped(seen, [1, 2])
+    for number in range(3, 9):
+        assert seen.index(("collect", number - 1)) < seen.index(("launch", number))
+
+
+def test_a_prompt_is_scored_in_steps_that_overlap(tiny_model, monkeypatch):
+    stepper = engine(tiny_model, async_scheduling=True)
+    seen = record(stepper, monkeypatch)
+    group = stepper.submit(range(3, 63), 4, prompt_logprobs=0)
+    stepper.run()
+    assert_overlapped(seen, range(1, 6))  # of 24, 24 and 12 prompt tokens, and of 3 decodes
+    assert [each.token_id for each in group.prompt_logprobs] == list(range(4, 63))

@@ -81,6 +81,14 @@ def test_outputs_are_the_same(tiny_model, settings):
 
 def watch(stepper, monkeypatch, **way):
     """Run a request of 6 tokens; return the launches and collections of its steps, in order."""
+    seen = record(stepper, monkeypatch)
+    stepper.submit(range(3, 10), 6, **way)
+    stepper.run()
+    return seen
+
+
+def record(stepper, monkeypatch):
+    """Return a list that gets the launches and collections of steps, by number, in order."""
     seen, numbers = [], {}
     launch, collect = stepper.parts.executor.launch, PendingStep.collect
 
@@ -95,8 +103,6 @@ def watch(stepper, monkeypatch, **way):
 
     monkeypatch.setattr(stepper.parts.executor, "launch", watched_launch)
     monkeypatch.setattr(PendingStep, "collect", watched_collect)
-    stepper.submit(range(3, 10), 6, **way)
-    stepper.run()
     return seen
 
 
