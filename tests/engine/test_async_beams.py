@@ -1,10 +1,14 @@
 """With async scheduling, beam searches and scored prompts keep nobody else waiting."""
 
 import pytest
+from transformers import Lfm2Config, MistralConfig
 
 from octavo.engine.commands import Abort
+from octavo.engine.core import StepError
+from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.scheduling.sequence import GroupState
+from tests.engine.random_model import save_random_model
 from tests.engine.test_async_scheduling import EOS, engine, record
 
 OUTPUT = 12
@@ -88,22 +92,88 @@ def expected(tiny_model):
     return list(map(outcome, run(engine(tiny_model, async_scheduling=False))))
 
 
+def assert_same(groups, expected, *, but=()):
+    """All requests got what was expected, but for those with some numbers."""
+    for number, (group, (tokens, values)) in enumerate(zip(groups, expected, strict=True)):
+        if number not in but:
+            found = outcome(group)
+            assert found[0] == tokens
+            assert found[1] == pytest.approx(values, abs=1e-4)
+
+
 @pytest.mark.parametrize("aborted", [(), ABORTED], ids=["all", "some aborted"])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 def test_outputs_are_the_same(tiny_model, expected, preemption, aborted):
     stepper = engine(tiny_model, async_scheduling=True, preemption=preemption or "auto")
     victims = [] if preemption is None else preempt_while_steps_run(stepper)
-    groups = run(stepper, aborted)
-    for number, (group, (tokens, values)) in enumerate(zip(groups, expected, strict=True)):
-        if number not in aborted:
-            found = outcome(group)
-            assert found[0] == tokens
-            assert found[1] == pytest.approx(values, abs=1e-4)
+    assert_same(run(stepper, aborted), expected, but=aborted)
     counters = stepper.scheduler.counters
     if preemption is not None:
         assert sum(group.beam is not None for group in victims) > 3
         assert sum(group.beam is None for group in victims) > 3
         assert (counters.preemptions_swap > 0) is (preemption == "swap")
+
+
+SIZES = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+CONFIGS = {
+    "states": Lfm2Config(layer_types=["conv", "full_attention"], **SIZES),
+    "windows": MistralConfig(sliding_window=16, **SIZES),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_so_they_are_with_states_and_windows(tmp_path, family):
+    """Beams share states and released blocks too, in swap space as on the device."""
+    save_random_model(CONFIGS[family], tmp_path, 0.12)
+    expected = list(map(outcome, run(engine(tmp_path, async_scheduling=False))))
+    for preemption in ("swap", "recompute"):
+        stepper = engine(tmp_path, async_scheduling=True, preemption=preemption)
+        victims = preempt_while_steps_run(stepper)
+        assert_same(run(stepper), expected)
+        assert sum(group.beam is not None for group in victims) > 3
+
+
+def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expected, monkeypatch):
+    """A search whose blocks were dropped goes on; a prompt whose scores are lost fails."""
+    stepper = engine(tiny_model, async_scheduling=True, preemption="recompute")
+    scheduler = stepper.scheduler
+    plain = [stepper.submit(range(3, 8), OUTPUT) for _ in range(2)]
+    search = stepper.submit([3] * 8 + list(range(20, 40)), OUTPUT, beam=BeamSearch(2))
+    while not search.live[0].num_output or search not in launched(stepper):
+        stepper.step()
+    scored = stepper.submit(range(3, 63), 2, prompt_logprobs=0)
+    stepper.step()  # without the search
+    stepper.step()
+    assert {search, scored} <= launched(stepper).keys()
+    assert 0 < len(scored.prompt_logprobs) < scored.num_scored < 59
+    schedule_running = scheduler._schedule_running
+
+    def preempt_both(batch):
+        for group in (search, scored):
+            scheduler._preempt(group)
+        schedule_running(batch)
+        return True
+
+    def fail(_):
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "_schedule_running", preempt_both)
+        patch.setattr(PendingStep, "collect", fail)
+        with pytest.raises(StepError) as raised:
+            stepper.core.step()
+    # A new error has no traceback, which would take seconds to print with all locals.
+    stepper.core._fail_step(StepError(raised.value.batch))
+    assert all(group.state is GroupState.FINISHED for group in (*plain, scored))
+    stepper.run()
+    assert outcome(search)[0] == expected[0][0]
 
 
 def end(stepper, group, how):

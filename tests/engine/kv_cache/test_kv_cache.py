@@ -572,18 +572,20 @@ class Contents(RuleBasedStateMachine):
     def append(self, data, token):
         self.tokens[self.pick(data)].append(token)
 
-    @rule(data=st.data(), count=st.integers(1, 3))
-    @on("device")
-    def fork(self, data, count):
-        id_ = self.pick(data)
+    @rule(data=st.data(), swapped=st.booleans(), count=st.integers(1, 3))
+    @precondition(lambda self: self.tokens)
+    def fork(self, data, swapped, count):
+        if (id_ := self.pick(data, swapped=swapped)) is None:
+            return
         for _ in range(count if self.computed[id_] else 0):
             child, self.next_id = self.next_id, self.next_id + 1
             self.cache.fork(id_, child, self.computed[id_])
             self.tokens[child] = [*self.tokens[id_][: self.computed[id_]], count % 2]
             self.computed[child] = self.computed[id_]
             self.family[child] = self.family[id_]
-            if id_ in self.fresh:
-                self.fresh.add(child)
+            for where in (self.fresh, self.swapped):
+                if id_ in where:
+                    where.add(child)
 
     @rule(data=st.data())
     @on("device")

@@ -315,15 +315,17 @@ class Contents(RuleBasedStateMachine):
                 assert not self.cache.device.is_published(block)
                 self.device[block][position % layers.block_size] = tuple(tokens[: position + 1])
 
-    @rule(data=st.data())
-    @precondition(lambda self: len(self.tokens) > len(self.swapped))
-    def fork(self, data):
-        id_ = self.pick(data)[0]
-        if self.computed[id_]:
+    @rule(data=st.data(), swapped=st.booleans())
+    def fork(self, data, swapped):
+        for id_ in self.pick(data, swapped=swapped)[:1]:
+            if not self.computed[id_]:
+                continue
             child, self.next_id = self.next_id, self.next_id + 1
             self.cache.fork(id_, child, self.computed[id_])
             self.tokens[child] = self.tokens[id_][: self.computed[id_]]
             self.computed[child], self.family[child] = self.computed[id_], self.family[id_]
+            if id_ in self.swapped:
+                self.swapped.add(child)
 
     @rule(data=st.data(), swapped=st.booleans())
     def free(self, data, swapped):
