@@ -13,6 +13,7 @@ from octavo.engine.commands import Abort
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import PendingContinuations, PendingTokens, SamplingRow
+from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
@@ -148,7 +149,7 @@ def continuations_of(beams):
         first = sum(tokens) * 7 + len(tokens)
         token_ids[i] = 100 + (first + torch.arange(most)) % 50
         if first % 5 == 0 and row.group.request.stopping:
-            token_ids[i, first % 3 % most] = 9
+            token_ids[i, first % 3 % counts[i]] = 9
     falls = 0.1 + (token_ids[:, :1] % 4) / 10
     return PendingContinuations(beams, counts, token_ids, -falls * (1 + torch.arange(most)))
 
@@ -245,8 +246,7 @@ def test_every_request_that_fits_is_finished(
     for done in groups:
         assert done.state is GroupState.FINISHED
         if done.beam is not None:
-            lengths = [len(hypothesis.token_ids) for hypothesis in done.beam.hypotheses]
-            assert lengths == [done.request.max_tokens] * done.request.num_outputs
+            assert done.beam.hypotheses == searched(done.request)
             continue
         for sequence in done.sequences:
             assert sequence.finish_reason is FinishReason.LENGTH
@@ -307,7 +307,8 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     for done in groups:
         assert done.state is GroupState.FINISHED
         if done.beam is not None:
-            assert_whole(done)
+            aborted = done.sequences[0].finish_reason is FinishReason.ABORTED
+            assert aborted or done.beam.hypotheses == searched(done.request)
             continue
         for sequence in done.sequences:
             output = sequence.token_ids[sequence.num_prompt :]
@@ -320,15 +321,22 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             }
 
 
-def assert_whole(search):
-    """A beam search was aborted, or has all its outputs."""
-    if search.sequences[0].finish_reason is FinishReason.ABORTED:
-        return
-    assert len(search.beam.hypotheses) == search.request.num_outputs
-    for hypothesis in search.beam.hypotheses:
-        output = hypothesis.token_ids
-        assert 9 not in output[:-1], "it went on past its end"
-        assert output[-1] == 9 or len(output) == search.request.max_tokens
+def searched(request):
+    """What a beam search finds without a scheduler."""
+    search, count = BeamState(request.beam), len(request.prompt)
+    beams = [Sequence(0, 0, list(request.prompt), count)]
+    while beams:
+        group = SequenceGroup(request, beams, beam=search)
+        found = continuations_of([SamplingRow(group, beam, 0) for beam in beams]).collect()
+        chosen = search.advance(
+            [beam.token_ids[count:] for beam in beams],
+            [found[beam.id] for beam in beams],
+            stopping=request.stopping,
+            max_tokens=request.max_tokens,
+        )
+        outputs = [[*beams[c.beam].token_ids, c.token_id] for c in chosen]
+        beams = [Sequence(i, 0, token_ids, count) for i, token_ids in enumerate(outputs)]
+    return search.hypotheses
 
 
 def checked_step(engine, core, batches):
