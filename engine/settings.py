@@ -69,7 +69,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
         "auto",
-        description="Data type of the KV cache. auto: that of the weights. fp8 needs a GPU and"
+        description="Data type of the KV cache. auto: that of the weights. fp8 halves its bytes and"
         " costs a little quality.",
     )
     quantization: Quantization = Field(

@@ -63,6 +63,7 @@ def write_kv(
         slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`. Negative
             slots are skipped.
         key_scale: An fp8 cache stores keys divided by this positive number, clamped to its range.
+            On a CPU it has no subnormal numbers: those are rounded to zero or the least normal.
         value_scale: As `key_scale`.
 
     Raises:

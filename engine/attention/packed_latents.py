@@ -95,8 +95,9 @@ def _attend(
     step = current_step()
     cache, _, group, written = step.layers[layer]
     metadata = step.groups[group]
+    key_scale = step.kv_scales[layer][0] if step.kv_scales else 1.0
     if written:
-        write_kv(key, None, cache, None, metadata.slot_mapping)
+        write_kv(key, None, cache, None, metadata.slot_mapping, key_scale=key_scale)
     return cpu.latent_attention(
         query,
         cache,
@@ -106,6 +107,7 @@ def _attend(
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         chunk=chunk,
+        key_scale=key_scale,
     )
 
 

@@ -95,6 +95,7 @@ class Recipe:
         rank: The number of the rank whose part it computes.
         ranks: How many ranks hold the model.
         adapters: Whether it applies LoRA adapters.
+        kv_cache_dtype: The value of --kv-cache-dtype, which its self-check needs.
     """
 
     model: str
@@ -105,6 +106,7 @@ class Recipe:
     rank: int = 0
     ranks: int = 1
     adapters: bool = False
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,8 @@ class Manifest:
 
     Attributes:
         shape: The model's dimensions.
-        dtype: Of activations and KV cache, a name in torch.
+        dtype: Of activations, a name in torch.
+        cache_dtype: Of the KV cache, likewise.
         library: The file name of the shared library, or of the TorchScript module.
         files: The fingerprint of each other file, by its name.
         tolerance: The quantization's tolerance in the self-check.
@@ -122,10 +125,12 @@ class Manifest:
         translated: Why the step was translated to TorchScript, not compiled; empty if compiled.
         targets: The layers that adapters may adapt; see `Targets.to_json`. None if it applies none.
         trial: The scales of the trial adapter's layers, by name.
+        kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
     """
 
     shape: ModelShape
     dtype: str
+    cache_dtype: str
     library: str
     files: Mapping[str, Fingerprint]
     tolerance: float = 0.0
@@ -134,6 +139,7 @@ class Manifest:
     translated: str = ""
     targets: Mapping[str, Any] | None = None
     trial: Mapping[str, float] = field(default_factory=dict)
+    kv_scales: list[tuple[float, float]] | None = None
 
     def write(self, path: Path) -> None:
         """Save it as JSON, with a SHA-256 of its contents."""
@@ -159,6 +165,8 @@ class Manifest:
             )
             data["shape"] = ModelShape(layers, **data["shape"], eos_token_ids=eos, states=states)
             data["files"] = {name: Fingerprint(*values) for name, values in data["files"].items()}
+            if scales := data["kv_scales"]:
+                data["kv_scales"] = [(key, value) for key, value in scales]
             manifest = cls(**data)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error}") from error
@@ -221,7 +229,9 @@ class CompiledStep:
         # `aoti_load_package` would unpack the weights into a temporary directory at every start,
         # and leave them there.
         load = TranslatedModel if self.manifest.translated else Container
-        self._container = load(artifact.path / self.manifest.library)
+        self._container = load(
+            artifact.path / self.manifest.library, getattr(torch, self.manifest.dtype)
+        )
         huge_pages.collapse(self._container.constants())
         if checked:
             self.check(self)
@@ -247,6 +257,8 @@ class CompiledStep:
             block_size=self._artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
             row_tolerance=self.manifest.row_tolerance,
+            cache_dtype=getattr(torch, self.manifest.cache_dtype),
+            kv_scales=self.manifest.kv_scales,
             routing=OperatorRouting(),
         )
         check(step)

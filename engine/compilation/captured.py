@@ -96,6 +96,7 @@ def capture_step(
     manifest = Manifest(
         loaded.shape,
         str(loaded.dtype).removeprefix("torch."),
+        str(loaded.cache_dtype).removeprefix("torch."),
         library="",
         files={},
         tolerance=check.tolerance,
@@ -103,6 +104,7 @@ def capture_step(
         unquantized=left,
         targets=None if targets is None else targets.to_json(),
         trial={} if trial is None else trial.scales,
+        kv_scales=loaded.kv_scales,
     )
     with applying(None if targets is None else CapturedAdapters()):
         exported = capture(step, loaded.device)

@@ -33,16 +33,23 @@ class _Entry(Structure):
 
 
 class LatestCaches:
-    """The checked caches of a model's latest step."""
+    """The checked caches of a model's latest step.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: Of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._checked: CheckedCaches | None = None
 
     def check(self, within: PagedStep) -> CheckedCaches:
         """Return a step's caches, checked if they are not the latest."""
         checked = self._checked
         if checked is None or not checked.are_of(within.layers, within.states):
-            checked = self._checked = CheckedCaches(within.layers, within.states)
+            checked = self._checked = CheckedCaches(
+                within.layers, within.states, self._dtype, within.kv_scales
+            )
         return checked
 
 
@@ -51,17 +58,18 @@ class Container:
 
     Args:
         path: The library.
+        dtype: Of the model.
 
     Raises:
         OSError: The library cannot be loaded.
         RuntimeError: Its weights cannot be loaded.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self._library = ctypes.CDLL(str(path))
         run = ctypes.cast(self._library.AOTInductorModelContainerRun, c_void_p)
         self._model = CompiledModel(run, c_void_p())
-        self._caches = LatestCaches()
+        self._caches = LatestCaches(dtype)
         create = self._function("CreateWithDevice", POINTER(c_void_p), c_size_t, c_char_p, c_char_p)
         _check(create(byref(self._model.container), 1, b"cpu", None), f"{path} cannot be loaded")
 

@@ -99,6 +99,7 @@ def compile_step(recipe: Recipe, result: Path, scratch: Path) -> None:
         device="cpu",
         block_size=recipe.block_size,
         quantization=recipe.quantization,
+        kv_cache_dtype=recipe.kv_cache_dtype,
         max_model_len=recipe.max_model_len,
         adapters=recipe.adapters,
     )

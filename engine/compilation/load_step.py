@@ -153,6 +153,7 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         rank=0 if world is None else world.rank,
         ranks=1 if world is None else world.size,
         adapters=settings.takes_adapters,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     device = choose_device(settings.device)
     compiles = _on_all(_compiles_ahead(settings, device) and _trusts_cache(), world)
@@ -256,7 +257,7 @@ def _compiles_ahead(settings: EngineSettings, device: torch.device) -> bool:
 
     Settings that a CPU does not support must be refused by `load`, compiled or not.
     """
-    return settings.compile != "off" and device.type == "cpu" and settings.kv_cache_dtype == "auto"
+    return settings.compile != "off" and device.type == "cpu"
 
 
 def _room_to_compile(size: int, processes: int = 1) -> bool:
@@ -332,7 +333,13 @@ def _loaded_step(compiled: CompiledStep, step: Step) -> LoadedStep:
     """Return an artifact's step, and what runs it, as a model ready to run."""
     manifest = compiled.manifest
     _warn_unquantized(manifest.unquantized)
-    dtype = getattr(torch, manifest.dtype)
     return LoadedStep(
-        *(manifest.shape, dtype, dtype, None, torch.device("cpu"), None, step, compiled.targets)
+        manifest.shape,
+        getattr(torch, manifest.dtype),
+        getattr(torch, manifest.cache_dtype),
+        manifest.kv_scales,
+        torch.device("cpu"),
+        None,
+        step,
+        compiled.targets,
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.jit import load, optimized_execution  # type: ignore[attr-defined]
 
@@ -22,13 +23,14 @@ class TranslatedModel:
 
     Args:
         path: The file.
+        dtype: Of the model.
 
     Raises:
         RuntimeError: It cannot be loaded.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._caches = LatestCaches()
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
+        self._caches = LatestCaches(dtype)
         cpu.register_operators()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # as in translation.py

@@ -103,47 +103,80 @@ Scratch<T>& scratch_for(int key_dim, int value_width) {
   return *kept;
 }
 
-// The addresses of a tile's K and V, per run of keys.
-template <class T>
+// The addresses of a tile's K and V, per run of keys: in the cache, or of copies.
 struct Tile {
-  using Stored = typename T::Stored;
-
   int count;  // keys
-  const Stored *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
+  const void *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
 };
 
-// The operands of the two products. Strides are in elements.
+// Loads packs of fp8, of two words each.
 template <class T>
-struct KeyMatrix {
-  const typename T::Stored* const* runs;
-  int64_t stride;
-  const typename T::Stored* at(int k, int j) const {
-    return runs[j * (kLanes / kRun)] + k * stride;
-  }
+struct Packs {
+  using Stored = uint8_t;
+  static constexpr int kPack = 4, kWords = 2;
+
+  Words load(const Stored* from) const { return ::load<Words>(from); }
+  Words word(Words loaded, int i) const { return widener.word(loaded, i); }
+
+  Fp8Widener<T> widener;
 };
 
-template <class T>
-struct ValueMatrix {
-  static constexpr int kRows = kRun / T::kPack;  // per run
-  const typename T::Stored* const* runs;
-  int64_t stride;
-  const typename T::Stored* at(int k, int j) const {
-    return runs[k / kRows] + k % kRows * stride + j * kLanes * T::kPack;
+// The operands of the two products. Strides are in what is stored.
+template <class Loads>
+struct KeyMatrix : Loads {
+  using Stored = typename Loads::Stored;
+
+  KeyMatrix(Loads loads, const void* const* runs, int64_t stride)
+      : Loads(loads), runs(runs), stride(stride) {}
+
+  Words load(int k, int j) const {
+    return Loads::load(static_cast<const Stored*>(runs[j * (kLanes / kRun)]) +
+                       k / Loads::kWords * stride);
   }
+
+  const void* const* runs;
+  int64_t stride;
+};
+
+template <class Loads>
+struct ValueMatrix : Loads {
+  using Stored = typename Loads::Stored;
+  static constexpr int kRows = kRun / Loads::kPack;  // per run
+
+  ValueMatrix(Loads loads, const void* const* runs, int64_t stride)
+      : Loads(loads), runs(runs), stride(stride) {}
+
+  Words load(int k, int j) const {
+    const int row = k / Loads::kWords;
+    return Loads::load(static_cast<const Stored*>(runs[row / kRows]) + row % kRows * stride +
+                       j * kLanes * Loads::kPack);
+  }
+
+  const void* const* runs;
+  int64_t stride;
 };
 
 template <class T>
 class Worker {
   using Stored = typename T::Stored;
+  using Widener = Fp8Widener<T>;
   static constexpr int kPack = T::kPack;
+  static constexpr bool kWidensInProduct = kPack == 2;
+  static constexpr int kMostWidening = 4;  // rows whose sums fit into registers beside that
 
  public:
   Worker(const Attention& p, float* parts)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
         words_(p.cache.key_dim / kPack), width_(p.value_width()),
         block_shift_(__builtin_ctz(p.cache.block_size)),
-        copies_keys_(p.cache.block_size % kLanes),
-        copies_values_(p.latent() || p.value_dim % kLanes),
+        joined_runs_(p.cache.block_size % kLanes ? 1 : kLanes / kRun),
+        copies_keys_(p.cache.fp8 || p.cache.block_size % kLanes),
+        copies_values_(p.cache.fp8 || p.latent() || p.value_dim % kLanes),
+        pack_(p.cache.fp8 ? Widener::kPack : kPack),
+        element_bytes_(p.cache.template element_bytes<T>()), widener_(p.cache.fp8),
+        grown_(p.cache.fp8 ? std::ldexp(1.f, Widener::kGrown) : 1),
+        scale_(p.scale * p.cache.key_scale * (p.cache.fp8 ? widener_.unit() : 1)),
+        value_scale_(p.cache.value_scale * (p.cache.fp8 ? widener_.unit() : 1)),
         scratch_(scratch_for<T>(p.cache.key_dim, width_)), parts_(parts) {}
 
   // Finds the first item's keys; each `run` finds the next item's.
@@ -231,70 +264,122 @@ class Worker {
           std::memcpy(to + at, &v, (words_ - at) * sizeof *to);
         }
       }
+      if (grown_ != 1) grow(reinterpret_cast<Stored*>(to), words_ * kPack);
+    }
+  }
+
+  void grow(Stored* elements, int count) const {
+    for (int at = 0; at < count; at += kLanes) {
+      Stored all[kLanes] = {};
+      const int some = std::min(kLanes, count - at);
+      std::memcpy(all, elements + at, some * sizeof *all);
+      T::store_floats(all, T::load_floats(all) * grown_);
+      std::memcpy(elements + at, all, some * sizeof *all);
     }
   }
 
   // Finds the item's tile that begins at key `begin`.
-  void find_tile(const Item& item, int begin, Tile<T>& tile) const {
+  void find_tile(const Item& item, int begin, Tile& tile) const {
     const int32_t* table = p_.batch.block_tables + item.seq * p_.batch.table_stride;
     tile.count = std::clamp(item.key_end - begin, 0, kTile);
     for (int i = 0; tile.count && i < kRuns; i++) {
       const int key = i * kRun < tile.count ? begin + i * kRun : begin;
       const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
-      tile.keys[i] = static_cast<const Stored*>(cache_.keys) +
-                     cache_.keys_at(table[block], item.kv_head) + offset * kPack;
+      tile.keys[i] =
+          element(cache_.keys, cache_.keys_at(table[block], item.kv_head) + offset * pack_);
       if (!p_.latent())
-        tile.values[i] = static_cast<const Stored*>(cache_.values) +
-                         cache_.values_at(table[block], item.kv_head) + offset * p_.value_dim;
+        tile.values[i] = element(cache_.values, cache_.values_at(table[block], item.kv_head) +
+                                                    offset * p_.value_dim);
     }
+  }
+  const void* element(const void* first, int64_t index) const {
+    return static_cast<const char*>(first) + index * element_bytes_;
   }
 
   // Computes the tile's logits, and prefetches the next tile's V.
   void multiply_keys(int rows) {
-    if (copies_keys_) copy_keys();
     const void* pieces[kRuns];
     int count = 0;
     if (!p_.latent())
       for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
-    const int lines = (kRun * p_.value_dim * int(sizeof(Stored)) + kLine - 1) / kLine;
-    Fetcher fetcher(pieces, count, lines, kLine, words_);
-    KeyMatrix<T> keys{tile_.keys, key_stride()};
-    Product<T, KeyMatrix<T>> product(words_, scratch_.query, words_, keys, scratch_.logits, kTile,
-                    nullptr, fetcher);
+    const int lines = (kRun * p_.value_dim * element_bytes_ + kLine - 1) / kLine;
+    const Fetcher fetcher(pieces, count, lines, kLine, words_);
     const int vectors = (tile_.count + kLanes - 1) / kLanes;
-    product.run(rows, (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns);
+    const int columns = (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns;
+    if constexpr (kWidensInProduct)
+      if (widens_in_product(rows))
+        return multiply_keys(KeyMatrix<Packs<T>>({widener_}, tile_.keys, cache_.block_size * 4),
+                             rows, columns, fetcher);
+    if (copies_keys_) copy_keys();
+    multiply_keys(KeyMatrix<Elements<T>>({}, tile_.keys, key_stride()), rows, columns, fetcher);
+  }
+  template <class Matrix>
+  void multiply_keys(const Matrix& keys, int rows, int columns, const Fetcher& fetcher) {
+    Product<T, Matrix>(words_, scratch_.query, words_, keys, scratch_.logits, kTile, nullptr,
+                       fetcher)
+        .run(rows, columns);
   }
 
   // Adds the tile's weighted V, and prefetches the next tile's K.
   void multiply_values(int rows) {
+    const void* pieces[kRuns];
+    int count = 0;
+    for (int run = 0; run * kRun < coming_.count; run += joined_runs_)
+      pieces[count++] = coming_.keys[run];
+    const int depth = (tile_.count + kPack - 1) / kPack;
+    const int stride = cache_.block_size * pack_ * element_bytes_;
+    const int packs = cache_.key_dim / pack_;
+    const int lines = stride < kLine ? (packs * stride + kLine - 1) / kLine : packs;
+    const Fetcher fetcher(pieces, count, lines, std::max(stride, kLine), depth);
+    if constexpr (kWidensInProduct)
+      if (widens_in_product(rows))  // what is past the end is finite, and has a weight of zero
+        return multiply_values(ValueMatrix<Packs<T>>({widener_}, tile_.values, p_.value_dim * 4),
+                               rows, depth, fetcher);
     if (p_.latent())
       repack_values();
     else if (copies_values_)
-      for (int run = 0; run < kRuns; run++) copy_values(run);
+      for (int run = 0; run * kRun < tile_.count; run++) copy_values(run);
     if (tile_.count % kPack) drop_second();
-    const void* pieces[kRuns];
-    int count = 0;
-    for (int run = 0; run * kRun < coming_.count; run += copies_keys_ ? 1 : kLanes / kRun)
-      pieces[count++] = coming_.keys[run];
-    const int depth = (tile_.count + kPack - 1) / kPack;
-    Fetcher fetcher(pieces, count, words_, cache_.block_size * kPack * sizeof(Stored), depth);
-    ValueMatrix<T> values{tile_.values, value_stride()};
-    Product<T, ValueMatrix<T>> product(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile,
-                    values, scratch_.out, width_, scratch_.rescale, fetcher);
-    product.run(rows, width_ / kLanes);
+    multiply_values(ValueMatrix<Elements<T>>({}, tile_.values, value_stride()), rows, depth,
+                    fetcher);
+  }
+  template <class Matrix>
+  void multiply_values(const Matrix& values, int rows, int depth, const Fetcher& fetcher) {
+    Product<T, Matrix>(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile, values,
+                       scratch_.out, width_, scratch_.rescale, fetcher)
+        .run(rows, width_ / kLanes);
+  }
+
+  // Returns whether the products of so few rows widen fp8 themselves. More rows would do it again.
+  bool widens_in_product(int rows) const {
+    return cache_.fp8 && rows <= kMostWidening && joined_runs_ * kRun == kLanes && !p_.latent() &&
+           p_.value_dim % kLanes == 0;
   }
 
   // From a word of the tile's keys to the next.
   int key_stride() const { return (copies_keys_ ? kTile : cache_.block_size) * kPack; }
 
+  // Copies a pack of each of `count` keys or dimensions, of which each word's go to a row of `to`.
+  void copy(const void* from, int64_t count, Stored* to, int64_t stride) const {
+    auto* const bytes = static_cast<const uint8_t*>(from);
+    if (!cache_.fp8)
+      std::memcpy(to, from, count * kPack * sizeof *to);
+    else if constexpr (Widener::kPack == 1)
+      widener_.widen(bytes, count, to);
+    else
+      widener_.widen_packs(bytes, count, to, to + stride);
+  }
+
   // Joins runs shorter than a vector.
   void copy_keys() {
-    for (int run = 0; run < kRuns; run++) {
-      const Stored* from = tile_.keys[run];
+    const int64_t stride = cache_.block_size * pack_ * element_bytes_;
+    for (int run = 0; run < kRuns; run += joined_runs_) {
+      auto* from = static_cast<const char*>(tile_.keys[run]);
       Stored* to = scratch_.keys + run * kRun * kPack;
-      tile_.keys[run] = to;
-      for (int k = 0; k < words_; k++, from += cache_.block_size * kPack, to += kTile * kPack)
-        std::memcpy(to, from, kRun * kPack * sizeof *to);
+      for (int i = 0; i < joined_runs_; i++) tile_.keys[run + i] = to + i * kRun * kPack;
+      if (run * kRun >= tile_.count) continue;
+      for (int at = 0; at < cache_.key_dim; at += pack_, from += stride, to += kTile * pack_)
+        copy(from, joined_runs_ * kRun, to, kTile * kPack);
     }
   }
 
@@ -302,18 +387,20 @@ class Worker {
   int value_stride() const { return (copies_values_ ? width_ : p_.value_dim) * kPack; }
 
   void copy_values(int run) {
-    const Stored* from = tile_.values[run];
+    auto* from = static_cast<const char*>(tile_.values[run]);
     Stored* to = copied_values(run);
     tile_.values[run] = to;
-    for (int i = 0; i < kRun / kPack; i++, from += p_.value_dim * kPack, to += value_stride())
-      std::memcpy(to, from, p_.value_dim * kPack * sizeof *to);
+    const int64_t row = p_.value_dim * pack_ * element_bytes_;
+    for (int at = 0; at < kRun; at += pack_, from += row, to += value_stride() * pack_ / kPack)
+      copy(from, p_.value_dim, to, value_stride());
   }
 
   // Copies values from the keys that they are parts of.
   void repack_values() {
     for (int run = 0; run < kRuns; run++) tile_.values[run] = copied_values(run);
     for (int run = 0; run * kRun < tile_.count; run += kMinBlock / kRun)
-      repack<T>(tile_.keys[run], key_stride(), p_.value_dim, copied_values(run), value_stride());
+      repack<T>(static_cast<const Stored*>(tile_.keys[run]), key_stride(), p_.value_dim,
+                copied_values(run), value_stride());
   }
 
   Stored* copied_values(int run) const { return scratch_.values + run * kRun * width_; }
@@ -339,9 +426,9 @@ class Worker {
       Ints key = lane + i * kLanes;
       x[i] = load<Floats>(logits + i * kLanes);
       if (p_.soft_cap)
-        x[i] = cap(x[i] * (p_.scale / p_.soft_cap)) * (p_.soft_cap * kLog2E);
+        x[i] = cap(x[i] * (scale_ / p_.soft_cap)) * (p_.soft_cap * kLog2E);
       else
-        x[i] = x[i] * (p_.scale * kLog2E);
+        x[i] = x[i] * (scale_ * kLog2E);
       if (p_.alibi_slopes) x[i] += slope * __builtin_convertvector(key - position, Floats);
       Ints seen = (key <= position) & (key >= first);
       x[i] = seen ? x[i] : broadcast(-INFINITY);
@@ -353,7 +440,7 @@ class Worker {
     for (int i = 0; i < vectors; i++) {
       x[i] = exp2(x[i] - maximum);
       sum += x[i];
-      Weights::store_floats(weights + i * kLanes, x[i]);
+      Weights::store_floats(weights + i * kLanes, x[i] * grown_);
     }
     const float rescale = exp2(broadcast(scratch_.maximum[row] - maximum))[0];
     scratch_.maximum[row] = maximum;
@@ -375,7 +462,7 @@ class Worker {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       Stored* to = static_cast<Stored*>(p_.out) +
                    token * p_.out_token_stride + head_of(item, row) * p_.value_dim;
-      const float factor = weigh(row, head_of(item, row));
+      const float factor = weigh(row, head_of(item, row)) * value_scale_;
       for (int at = 0; at < p_.value_dim; at += kLanes) {
         Floats v = load<Floats>(scratch_.out + row * width_ + at) * factor;
         if (p_.value_dim - at >= kLanes) {
@@ -411,8 +498,12 @@ class Worker {
   const Attention& p_;
   const Cache& cache_;
   const int group_, words_, width_, block_shift_;
-  const bool copies_keys_, copies_values_;  // if they are not in whole vectors
+  const int joined_runs_;                   // of keys, that are contiguous in this cache
+  const bool copies_keys_, copies_values_;  // if they are fp8, or not in whole vectors
+  const int pack_, element_bytes_;  // of the cache
+  const Widener widener_;
+  const float grown_, scale_, value_scale_;
   Scratch<T>& scratch_;
   float* const parts_;
-  Tile<T> tile_, coming_;  // the current one and the next one
+  Tile tile_, coming_;  // the current one and the next one
 };

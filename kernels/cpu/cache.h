@@ -12,13 +12,17 @@
 //
 // A cache of latent attention has K alone: a key's first elements are its value, and attention
 // repacks them (repack.h).
+//
+// An fp8 cache has bytes, with a P of its own (fp8.h): 4 where that of the type is 2.
 #pragma once
 
 #include <cstdint>
 
+#include "fp8.h"
 #include "vector.h"
 
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
+constexpr int kMaxKeyDim = 576;  // as in ops.py; values have no more
 
 // The same as in native.py. Strides are from block to block, in elements.
 struct Cache {
@@ -31,7 +35,16 @@ struct Cache {
   int32_t key_dim;
   int32_t value_dim;  // or 0 without values
   int32_t block_size;
-  int32_t dtype;
+  int32_t dtype;  // of queries and results, and of what is stored unless that is fp8
+  Fp8 fp8 = kNotFp8;
+  float key_scale = 1;    // what is stored times this is a key
+  float value_scale = 1;  // likewise; of latents, the same
+
+  // Returns the bytes of an element of T in the cache.
+  template <class T>
+  int64_t element_bytes() const {
+    return fp8 ? 1 : sizeof(typename T::Stored);
+  }
 
   // Return the first element of a block's head.
   int64_t keys_at(int64_t block, int64_t head) const {
@@ -42,7 +55,7 @@ struct Cache {
   }
 };
 
-// Calls `work` with the cache's storage type.
+// Calls `work` with the type of queries and results.
 template <class Work>
 void with_type(const Cache& cache, Work work) {
   switch (cache.dtype) {

@@ -35,6 +35,7 @@ HEADERS = (
         "cache.h",
         "experts.h",
         "fetcher.h",
+        "fp8.h",
         "latent.h",
         "linear.h",
         "low_rank.h",

@@ -26,15 +26,32 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor | None,
     slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
     block_size = key_cache.shape[2]
     kept = None if bool((slot_mapping >= 0).all()) else slot_mapping >= 0
     slots = slot_mapping if kept is None else slot_mapping[kept]
     block, offset = slots // block_size, slots % block_size
-    for x, cache in ((key, key_cache), (value, value_cache)):
+    for x, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
         if x is not None and cache is not None:
-            cache[block, :, offset] = x if kept is None else x[kept]
+            stored = _rounded(x if kept is None else x[kept], cache.dtype, scale)
+            _raw(cache)[block, :, offset] = _raw(stored)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return keys or values as a cache of `dtype` stores them."""
+    if x.dtype == dtype:
+        return x
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def _raw(x: Tensor) -> Tensor:
+    """Return fp8 as bytes, since PyTorch cannot index it; else the tensor itself."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def rotate_and_write(  # noqa: PLR0917 - as the others
@@ -46,6 +63,9 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     half = query.shape[-1] // 2
@@ -57,7 +77,8 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
         halves = x.float().view(*x.shape[:-1], 2, half)
         return torch.addcmul(halves * c, halves.flip(-2), signed).flatten(-2).to(x.dtype)
 
-    write_kv(rotated(key), value, key_cache, value_cache, slot_mapping)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    write_kv(rotated(key), value, key_cache, value_cache, slot_mapping, **scales)
     return rotated(query)
 
 
@@ -74,11 +95,16 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     value_dim: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
     num_tokens, num_heads, _ = query.shape
     value_dim = width_of_values(key_cache, value_cache, value_dim)
     out = query.new_zeros(num_tokens, num_heads, value_dim)
+    scale *= key_scale
+    if value_cache is None:
+        value_scale = key_scale
     starts = metadata.query_starts
     query_lens = (starts[1:] - starts[:-1]).where(metadata.seq_lens > 0, 0)
     for query_len in sorted(set(query_lens.tolist()) - {0}):
@@ -91,11 +117,11 @@ def paged_attention(
         first_seen = _first_seen(own, sliding_window, chunk)
         begins = first_seen[:, 0, 0, 0]
         keys = _positions(begins, seq_lens, key_cache.shape[2])
-        k = _gather(key_cache, tables, keys, begins, seq_lens)
+        k = _gather(key_cache, tables, keys, begins, seq_lens).to(q.dtype)
         if value_cache is None:
             v = k[..., :value_dim]
         else:
-            v = _gather(value_cache, tables, keys, begins, seq_lens)
+            v = _gather(value_cache, tables, keys, begins, seq_lens).to(q.dtype)
         # [num_seqs, 1, query_len, keys], negative where the key is earlier.
         distance = keys[:, None, None] - own
         seen = (distance <= 0) & (keys[:, None, None] >= first_seen)
@@ -113,7 +139,7 @@ def paged_attention(
                 logits = torch.cat([logits, _sink_logits(sinks, logits)], -1)
                 v = F.pad(v, (0, 0, 0, 1))
             attended = logits.softmax(-1) @ v
-        out[rows] = attended.transpose(1, 2).to(out.dtype)
+        out[rows] = (attended * value_scale).transpose(1, 2).to(out.dtype)
     return out
 
 
@@ -148,9 +174,10 @@ def _gather(
     places = (positions[:, ::block_size] // block_size).clamp(max=tables.shape[1] - 1)
     # Entries of block tables that are not used may be any number.
     used = tables.long().gather(1, places).clamp(0, cache.shape[0] - 1)
-    gathered = cache[used].transpose(1, 2).flatten(2, 3)
+    gathered = _raw(cache)[used].transpose(1, 2).flatten(2, 3)
     unseen = (positions < begins[:, None]) | (positions >= ends[:, None])
-    return gathered.masked_fill(unseen[:, None, :, None], 0)
+    seen = gathered.masked_fill(unseen[:, None, :, None], 0)
+    return seen.view(cache.dtype) if seen.dtype == torch.uint8 else seen
 
 
 def argmax(rows: Tensor) -> Tensor:
@@ -192,4 +219,5 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks between caches in CPU memory; see `octavo.kernels.ops.swap_blocks`."""
-    destination.index_copy_(0, pairs[:, 1], source.index_select(0, pairs[:, 0]))
+    copied = _raw(source).index_select(0, pairs[:, 0])
+    _raw(destination).index_copy_(0, pairs[:, 1], copied)

@@ -288,27 +288,42 @@ class LatentAttention {
 
   void gather(Expanded& own, const int32_t* table) const {
     const int64_t depth = key_panels().depth(), stride = key_panels().row_words();
-    const int64_t latent = call_.latent_dim(), size = call_.cache.block_size;
+    const int64_t latent = call_.latent_dim(), wide = call_.cache.key_dim;
     const int64_t rotated_tile = call_.rotated * kTile;
     own.latents.resize((own.end - own.first) * stride);
     own.rotated.resize(((own.end - own.base + kTile - 1) / kTile) * rotated_tile);
 #pragma omp parallel num_threads(call_.threads)
     {
-      Stored* const row = scratch<Stored>(latent);
+      Stored* const row = scratch<Stored>(wide);
 #pragma omp for
       for (int key = own.first; key < own.end; key++) {
-        const Stored* from = static_cast<const Stored*>(call_.cache.keys) +
-                             call_.cache.keys_at(table[key / size], 0) + key % size * kPack;
-        for (int64_t k = 0; k < latent / kPack; k++)
-          std::memcpy(row + k * kPack, from + k * size * kPack, kPack * sizeof *row);
+        read_key(table, key, row);
         take_apart<Kind>(row, depth, own.latents.data() + (key - own.first) * stride);
         const int place = key - own.base;
         Stored* to = own.rotated.data() + place / kTile * rotated_tile + place % kTile * kPack;
-        from += latent * size;
-        for (int64_t k = 0; k < call_.rotated / kPack; k++)
-          std::memcpy(to + k * kTile * kPack, from + k * size * kPack, kPack * sizeof *to);
+        for (int64_t k = 0; k < call_.rotated; k += kPack)
+          std::memcpy(to + k * kTile, row + latent + k, kPack * sizeof *to);
       }
     }
+  }
+
+  // Reads a key from its block: a latent and what is kept beside it.
+  void read_key(const int32_t* table, int key, Stored* row) const {
+    using Widener = Fp8Widener<T>;
+    const Cache& cache = call_.cache;
+    const int64_t size = cache.block_size, offset = key % size;
+    const int64_t first = cache.keys_at(table[key / size], 0);
+    if (!cache.fp8) {
+      const Stored* from = static_cast<const Stored*>(cache.keys) + first + offset * kPack;
+      for (int64_t at = 0; at < cache.key_dim; at += kPack)
+        std::memcpy(row + at, from + at * size, kPack * sizeof *row);
+      return;
+    }
+    const uint8_t* from = static_cast<const uint8_t*>(cache.keys) + first + offset * Widener::kPack;
+    uint8_t bytes[kMaxKeyDim];
+    for (int64_t at = 0; at < cache.key_dim; at += Widener::kPack, from += size * Widener::kPack)
+      for (int i = 0; i < Widener::kPack; i++) bytes[at + i] = from[Widener::place(i)];
+    Widener(cache.fp8).widen(bytes, cache.key_dim, row);
   }
 
   Batch batch_of(const Expanded& own) const {
@@ -346,7 +361,8 @@ class LatentAttention {
     values.resize(kMostKeys * value_dim);
     const Cache cache{keys.data(),      values.data(),      kTile * key_dim, kTile * value_dim,
                       kMostKeys / kTile, 1,                  int32_t(key_dim), int32_t(value_dim),
-                      kTile,            call_.cache.dtype};
+                      kTile,            call_.cache.dtype,    kNotFp8,         call_.cache.key_scale,
+                      call_.cache.value_scale};
     const Batch batch = batch_of(own);
     const Attention attention{cache,
                               batch,

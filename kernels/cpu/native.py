@@ -43,8 +43,10 @@ from octavo.kernels.scores import Scores
 from octavo.kernels.widths import width_of_values
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FP8_DTYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_NO_SCALES = 1.0, 1.0
 _UNIT = 8  # block and head sizes are multiples of it
-_MAX_KEY_DIM = 576  # as in write_kv.cpp
+_MAX_KEY_DIM = 576  # as in cache.h
 
 
 class _Cache(Structure):
@@ -61,6 +63,9 @@ class _Cache(Structure):
         ("value_dim", c_int32),
         ("block_size", c_int32),
         ("dtype", c_int32),
+        ("fp8", c_int32),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
     )
 
 
@@ -109,25 +114,38 @@ class _CheckedCache:
     """A layer's checked cache and its struct. Does not keep the cache alive.
 
     Attributes:
+        dtype: Of queries, of results, and of what is stored unless that is fp8.
+        scales: Of keys and values in an fp8 cache; else 1.
         value_dim: Elements of a value; 0 if values are parts of keys.
     """
 
     __slots__ = (
         *("dtype", "key_dim", "keys", "num_kv_heads", "num_slots"),
-        *("reference", "struct", "value_dim", "values"),
+        *("reference", "scales", "struct", "value_dim", "values"),
     )
 
-    def __init__(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
+    def __init__(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        dtype: torch.dtype,
+        scales: tuple[float, float],
+    ) -> None:
         num_blocks, self.num_kv_heads, block_size, self.key_dim = key_cache.shape
-        self.dtype = key_cache.dtype
+        fp8 = _FP8_DTYPES.get(key_cache.dtype, 0)
+        self.dtype = dtype if fp8 else key_cache.dtype
+        self.scales = scales
+        key_scale, value_scale = scales
+        if not (key_scale > 0 and value_scale > 0):
+            raise ValueError(f"scales of keys and values must be positive: they are {scales}")
         self.num_slots = num_blocks * block_size
         self.value_dim = 0
         _check_block(key_cache)
         if value_cache is not None:
             self.value_dim = value_cache.shape[3]
             _check_block(value_cache)
-            if value_cache.dtype != self.dtype:
-                raise ValueError(f"keys are {self.dtype} and values {value_cache.dtype}")
+            if value_cache.dtype != key_cache.dtype:
+                raise ValueError(f"keys are {key_cache.dtype} and values {value_cache.dtype}")
             if value_cache.shape[:3] != key_cache.shape[:3]:
                 raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
         if self.key_dim > _MAX_KEY_DIM:
@@ -144,8 +162,23 @@ class _CheckedCache:
             self.value_dim,
             block_size,
             _DTYPES[self.dtype],
+            fp8,
+            key_scale,
+            key_scale if value_cache is None else value_scale,
         )
         self.reference = byref(self.struct)
+
+    def is_of(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        dtype: torch.dtype,
+        scales: tuple[float, float],
+    ) -> bool:
+        """Return whether it was checked for these very tensors and this use of them."""
+        same = self.keys() is key_cache and self.values() is value_cache
+        used = dtype if key_cache.dtype in _FP8_DTYPES else self.dtype
+        return same and self.dtype == used and self.scales == scales
 
 
 class _CheckedBatch:
@@ -201,6 +234,8 @@ class CheckedCaches:
     Args:
         layers: Each layer's cache.
         states: Each state's place.
+        dtype: Of the model.
+        scales: Each layer's (key scale, value scale) if the cache is fp8; else None.
 
     Raises:
         ValueError: The kernels do not support them.
@@ -208,9 +243,18 @@ class CheckedCaches:
 
     __slots__ = ("groups", "layers", "states", "tensors", "written")
 
-    def __init__(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        states: Sequence[StateCache],
+        dtype: torch.dtype,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
         self.tensors = layers, states
-        caches = [_CheckedCache(layer.keys, layer.values) for layer in layers]
+        caches = [
+            _CheckedCache(layer.keys, layer.values, dtype, of_layer)
+            for layer, of_layer in zip(layers, scales or [_NO_SCALES] * len(layers), strict=True)
+        ]
         self.layers = (_Cache * len(caches))(*(cache.struct for cache in caches))
         self.groups = (c_int32 * len(caches))(*(layer.group for layer in layers))
         self.written = (c_int32 * len(caches))(*(layer.written for layer in layers))
@@ -357,9 +401,13 @@ class NativeKernels:
         key_cache: Tensor,
         value_cache: Tensor | None,
         slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
-        cache = self._check_cache(key_cache, value_cache)
+        scales = key_scale, value_scale
+        cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
         slots = self._check_slots(slot_mapping)
         key = _fit(key, cache, cache.key_dim, slots)
         if value is not None:
@@ -382,9 +430,13 @@ class NativeKernels:
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        *,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
-        cache = self._check_cache(key_cache, value_cache)
+        scales = key_scale, value_scale
+        cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
         slots = self._check_slots(slot_mapping)
         key = _fit(key, cache, cache.key_dim, slots)
         value = _fit(value, cache, cache.value_dim, slots)
@@ -419,9 +471,12 @@ class NativeKernels:
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         value_dim: int | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> Tensor:
         """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
-        cache = self._check_cache(key_cache, value_cache)
+        scales = key_scale, value_scale
+        cache = self._check_cache(key_cache, value_cache, query.dtype, scales)
         batch = self._check_batch(metadata)
         num_tokens, num_heads, key_dim = query.shape
         if key_dim != cache.key_dim or num_heads % cache.num_kv_heads:
@@ -466,19 +521,22 @@ class NativeKernels:
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         chunk: int | None = None,
+        key_scale: float = 1.0,
     ) -> Tensor:
         """Attend to a cache of latents, from which each head makes keys and values.
 
         Args:
             query: `[num_tokens, num_heads, key_dim + rotated]`: a query's last elements are for
                 those of a key that are kept beside the latent.
-            key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`, float32 or bfloat16.
+            key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`, float32, bfloat16 or
+                fp8.
             metadata: As for `octavo.kernels.ops.paged_attention`, like the arguments below.
             products: Makes keys and values from latents.
             scale: Likewise.
             sliding_window: Likewise.
             soft_cap: Likewise.
             chunk: Likewise.
+            key_scale: Likewise.
 
         Returns:
             `[num_tokens, num_heads, value_dim]`, contiguous.
@@ -486,7 +544,8 @@ class NativeKernels:
         Raises:
             IndexError: A block table names a block that is not in the cache.
         """
-        cache, batch = self._check_cache(key_cache, None), self._check_batch(metadata)
+        cache = self._check_cache(key_cache, None, query.dtype, (key_scale, key_scale))
+        batch = self._check_batch(metadata)
         num_tokens, num_heads, query_dim = query.shape
         _check_dtype(query, cache)
         assert cache.dtype == products.values.dtype
@@ -684,11 +743,17 @@ class NativeKernels:
             slots = self._slots = _CheckedSlots(slot_mapping)
         return slots
 
-    def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> _CheckedCache:
+    def _check_cache(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        dtype: torch.dtype,
+        scales: tuple[float, float],
+    ) -> _CheckedCache:
         """Return a layer's checked cache; check it the first time."""
         cache = self._caches.get(id(key_cache))
-        if cache is None or cache.keys() is not key_cache or cache.values() is not value_cache:
-            cache = _CheckedCache(key_cache, value_cache)
+        if cache is None or not cache.is_of(key_cache, value_cache, dtype, scales):
+            cache = _CheckedCache(key_cache, value_cache, dtype, scales)
             self._caches[id(key_cache)] = cache
             weakref.finalize(key_cache, self._caches.pop, id(key_cache), None)
         return cache
@@ -753,8 +818,8 @@ def _nothing() -> None:
 def _check_block(cache: Tensor) -> None:
     """Raise ValueError if C++ would read a cache's memory wrongly."""
     _, _, block_size, dim = cache.shape
-    if cache.dtype not in _DTYPES:
-        known = ", ".join(map(str, _DTYPES))
+    if cache.dtype not in _DTYPES | _FP8_DTYPES:
+        known = ", ".join(map(str, _DTYPES | _FP8_DTYPES))
         raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
     if cache.stride()[1:] != (block_size * dim, dim, 1):
         raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
@@ -800,8 +865,8 @@ def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
 
 def _check_dtype(tokens: Tensor, cache: _CheckedCache) -> None:
     """Raise ValueError if C++ would read the tokens' memory wrongly."""
-    if tokens.dtype != cache.dtype:
-        raise ValueError(f"tokens are {tokens.dtype} and the cache is {cache.dtype}")
+    if tokens.dtype != cache.dtype or tokens.dtype not in _DTYPES:
+        raise ValueError(f"tokens are {tokens.dtype} and the cache is for {cache.dtype}")
 
 
 __all__ = ["CheckedCaches", "NativeKernels", "Spent"]

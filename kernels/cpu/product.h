@@ -13,11 +13,21 @@ constexpr int kMicroColumns = 4;  // vectors; 32 registers
 constexpr int kMicroColumns = 2;  // vectors; 16 registers
 #endif
 
+// Loads rows of elements of T, for a matrix.
+template <class T>
+struct Elements {
+  using Stored = typename T::Stored;
+  static constexpr int kPack = T::kPack, kWords = 1;
+
+  Words load(const Stored* from) const { return T::load_words(from); }
+  Words word(Words loaded, int) const { return loaded; }
+};
+
 // c = rescale * c + a * b, for `rows` rows and `columns` vectors of columns.
 //
-// a has `depth` words per row. b.at(k, j) is the address of vector j of row k of b, in elements of
-// T. rescale has one factor per row; if it is null, c counts as zero. The fetcher takes a step for
-// each row of b.
+// a has `depth` words per row. b.load(k, j) loads vector j of row k of b, and of the kWords - 1 rows
+// after it; b.word(loaded, i) is that of row k + i. rescale has one factor per row; if it is null, c
+// counts as zero. The fetcher takes a step for each row of b.
 template <class T, class Matrix>
 class Product {
  public:
@@ -62,17 +72,23 @@ class Product {
       for (int j = 0; j < kColumns; j++)
         sum[i][j] = rescale_ ? load<Floats>(c + i * c_stride_ + j * kLanes) * rescale_[row + i]
                              : Floats{};
-    for (int k = 0; k < depth_; k++) {
-      if constexpr (kFetches) fetcher.step();
-      Words vector[kColumns];
+    for (int k = 0; k < depth_; k += Matrix::kWords) {
+      Words loaded[kColumns];
 #pragma GCC unroll 8
-      for (int j = 0; j < kColumns; j++) vector[j] = T::load_words(b_.at(k, column + j));
+      for (int j = 0; j < kColumns; j++) loaded[j] = b_.load(k, column + j);
+#pragma GCC unroll 2
+      for (int word = 0; word < Matrix::kWords; word++) {
+        if constexpr (kFetches) fetcher.step();
+        Words vector[kColumns];
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; i++) {
-        Words element = broadcast(a[i * a_stride_ + k]);
+        for (int j = 0; j < kColumns; j++) vector[j] = b_.word(loaded[j], word);
 #pragma GCC unroll 8
-        for (int j = 0; j < kColumns; j++)
-          sum[i][j] = T::multiply_add(sum[i][j], element, vector[j]);
+        for (int i = 0; i < kRows; i++) {
+          Words element = broadcast(a[i * a_stride_ + k + word]);
+#pragma GCC unroll 8
+          for (int j = 0; j < kColumns; j++)
+            sum[i][j] = T::multiply_add(sum[i][j], element, vector[j]);
+        }
       }
     }
 #pragma GCC unroll 8

@@ -127,10 +127,15 @@ inline Floats sum_lanes(Floats* vectors) {
 }
 
 // A matrix of floats whose rows are whole vectors.
-struct Matrix {
+struct Matrix : Elements<Float32> {
+  Matrix(const float* first, int64_t stride) : first(first), stride(stride) {}
+
+  Words load(int row, int vector) const {
+    return Elements::load(first + row * stride + vector * kLanes);
+  }
+
   const float* first;
   int64_t stride;
-  const float* at(int row, int vector) const { return first + row * stride + vector * kLanes; }
 };
 
 // c = rescale * c + a * b, for `rows` rows of a and c; see product.h.

@@ -9,7 +9,6 @@
 namespace {
 
 constexpr int64_t kMinParallelElements = 1 << 13;  // with fewer elements, threads cost more
-constexpr int kMaxKeyDim = 576;  // as in ops.py
 
 // Tokens in the model's layout: a token's head is contiguous. Strides are in elements.
 template <class Stored>
@@ -21,23 +20,42 @@ struct Rows {
   }
 };
 
-template <class T, class Stored = typename T::Stored>
-void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key) {
-  constexpr int kPack = T::kPack;
-  Stored* to = static_cast<Stored*>(cache.keys) +
-               cache.keys_at(slot / cache.block_size, head) + slot % cache.block_size * kPack;
+// Put a key or a value into its slot.
+template <int kPack, class Element>
+void put_key(const Cache& cache, int64_t slot, int64_t head, const Element* key) {
+  Element* to = static_cast<Element*>(cache.keys) +
+                cache.keys_at(slot / cache.block_size, head) + slot % cache.block_size * kPack;
   for (int64_t at = 0; at < cache.key_dim; at += kPack)
     std::memcpy(to + at * cache.block_size, key + at, kPack * sizeof *key);
 }
 
+template <int kPack, class Element>
+void put_value(const Cache& cache, int64_t slot, int64_t head, int place, const Element* value) {
+  const int64_t offset = slot % cache.block_size;
+  Element* to = static_cast<Element*>(cache.values) +
+                cache.values_at(slot / cache.block_size, head) +
+                offset / kPack * kPack * cache.value_dim + place;
+  for (int64_t at = 0; at < cache.value_dim; at++) to[at * kPack] = value[at];
+}
+
+template <class T, class Stored = typename T::Stored>
+void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key) {
+  if (!cache.fp8) return put_key<T::kPack>(cache, slot, head, key);
+  using Widener = Fp8Widener<T>;
+  uint8_t bytes[kMaxKeyDim], packed[kMaxKeyDim];
+  to_fp8<T>(key, cache.key_dim, cache.key_scale, cache.fp8, bytes);
+  for (int at = 0; at < cache.key_dim; at += Widener::kPack)
+    for (int i = 0; i < Widener::kPack; i++) packed[at + Widener::place(i)] = bytes[at + i];
+  put_key<Widener::kPack>(cache, slot, head, packed);
+}
+
 template <class T, class Stored = typename T::Stored>
 void write_value(const Cache& cache, int64_t slot, int64_t head, const Stored* value) {
-  constexpr int kPack = T::kPack;
-  const int64_t offset = slot % cache.block_size;
-  Stored* to = static_cast<Stored*>(cache.values) +
-               cache.values_at(slot / cache.block_size, head) +
-               offset / kPack * kPack * cache.value_dim + offset % kPack;
-  for (int64_t at = 0; at < cache.value_dim; at++) to[at * kPack] = value[at];
+  if (!cache.fp8) return put_value<T::kPack>(cache, slot, head, slot % T::kPack, value);
+  using Widener = Fp8Widener<T>;
+  uint8_t bytes[kMaxKeyDim];
+  to_fp8<T>(value, cache.value_dim, cache.value_scale, cache.fp8, bytes);
+  put_value<Widener::kPack>(cache, slot, head, Widener::place(slot % Widener::kPack), bytes);
 }
 
 // A token's angles: the cosine and sine of each pair.

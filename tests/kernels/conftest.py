@@ -52,6 +52,7 @@ class Case:
     seed: int = 0
     scale: float | None = None
     cache_dtype: torch.dtype | None = None  # that of queries if None
+    subnormals: bool = True  # whether fp8 may be less than its least normal number
     garbage: float = math.nan  # in slots past a sequence's end; free blocks are NaN
     releases: bool = True  # blocks before what a sequence's queries see are free
 
@@ -95,6 +96,7 @@ def _cases(
     most_sequences: int = 5,
     *,
     fp8: Sequence[torch.dtype] = (),
+    subnormals: bool = True,
 ) -> Case:
     """Draws batches of sequences of at most `longest` tokens.
 
@@ -133,6 +135,7 @@ def _cases(
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
         cache_dtype=draw(st.sampled_from([None, *fp8])),
+        subnormals=subnormals,
         garbage=draw(st.sampled_from([math.nan, math.inf, 300.0])),
     )
 
@@ -146,6 +149,12 @@ def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor
     if case.latent:
         return keys, None
     return keys, layer[:, of_keys:].unflatten(1, (heads, size, case.width_of_values))
+
+
+def without_subnormals(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Rounds what an fp8 type would round to subnormal numbers to zero or to the least normal."""
+    least = torch.finfo(dtype).smallest_normal * scale
+    return torch.where(x.abs() < least, least * (x / least).round(), x)
 
 
 def _elements(case: Case) -> int:
@@ -180,6 +189,11 @@ def _build(case: Case, device: str = "cpu") -> Batch:
         key_cache /= KEY_SCALE
         if value_cache is not None:
             value_cache /= VALUE_SCALE
+        if not case.subnormals:
+            key_cache, value_cache = (
+                None if cache is None else without_subnormals(cache, case.cache_dtype)
+                for cache in (key_cache, value_cache)
+            )
     num_heads = case.num_kv_heads * case.group
     queries = [queries for queries, _ in case.lengths]
     # A view of a wider tensor, as a fused projection gives.
@@ -248,24 +262,24 @@ def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
     """
     dims = [case.head_dim] if case.latent else [case.head_dim, case.width_of_values]
     sizes = [case.block_size * dim for dim in dims]
-    if case.cache_dtype is not None:  # too few numbers; only GPUs have it, and in plain order
-        return [torch.arange(n).view(-1, dim) for n, dim in zip(sizes, dims, strict=True)]
     slots = torch.arange(case.block_size, device=device)
     numbers = [torch.zeros(n, dtype=torch.int64, device=device) for n in sizes]
-    # Digits that any dtype holds exactly.
-    for digit in range(3):
-        tokens, caches = [], []
-        for dim in dims:
-            places = torch.arange(dim, device=device)
-            digits = (slots[:, None, None], places // 256, places % 256)[digit]
-            tokens.append(digits.to(case.dtype).expand(-1 if digit == 0 else len(slots), 1, dim))
-            caches.append(tokens[-1].new_zeros((1, 1, case.block_size, dim)))
-        none = [None] * case.latent
-        kernels.write_kv(*tokens, *none, *caches, *none, slots)
-        numbers = [
-            number * 256 + cache.flatten().long()
-            for number, cache in zip(numbers, caches, strict=True)
-        ]
+    for digit in range(3, -1, -1):  # to the base of 8, as any dtype holds these exactly
+        for of_slots in (True, False):
+            tokens, caches = [], []
+            for dim in dims:
+                place = slots[:, None, None] if of_slots else torch.arange(dim, device=device)
+                digits = (place // 8**digit % 8).to(case.dtype)
+                tokens.append(digits.expand(len(slots), 1, dim))
+                cache = torch.zeros((1, 1, case.block_size, dim), device=device)
+                caches.append(cache.to(case.kept_as))
+            none = [None] * case.latent
+            kernels.write_kv(*tokens, *none, *caches, *none, slots)
+            step = 8**digit
+            numbers = [
+                number + cache.flatten().float().long() * step * (dim if of_slots else 1)
+                for number, cache, dim in zip(numbers, caches, dims, strict=True)
+            ]
     return [number.argsort().view(-1, dim) for number, dim in zip(numbers, dims, strict=True)]
 
 
@@ -336,6 +350,11 @@ def _check_write(
     if case.latent:
         tokens[1] = None
     kernels.write_kv(*tokens, *_carve(memory, case), slots, **case.scales)
+    if case.cache_dtype is not None and not case.subnormals:
+        tokens = [
+            None if rows is None else without_subnormals(rows.float(), case.cache_dtype, scale)
+            for rows, scale in zip(tokens, case.scales.values(), strict=True)
+        ]
     plain = _carve(torch.zeros_like(expected), case)
     reference.write_kv(*tokens, *plain, slots, **case.scales)
     places = _order(kernels, case, device)

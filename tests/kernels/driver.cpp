@@ -69,15 +69,34 @@ std::vector<float> rotated(std::vector<float> x, int heads, int dim, const std::
   return x;
 }
 
+// Returns the number that is stored as fp8 for `x`, by looking at all but the subnormal ones.
+float nearest(float x, float scale, Fp8 type) {
+  const Fp8Format& format = format_of(type);
+  const int steps = 1 << format.mantissa_bits;
+  float best = 0;
+  double least = std::abs(double(x) / scale);
+  for (int code = steps; code < 127; code++) {
+    const float value = std::ldexp(float(steps + code % steps),
+                                   code / steps - format.bias - format.mantissa_bits);
+    const double away = std::abs(double(value) - std::abs(x / scale));
+    if (value > format.greatest || away > least || (away == least && code % 2)) continue;
+    best = value, least = away;
+  }
+  return std::copysign(best, x) * scale;
+}
+
 // One sequence whose last token's query, and all others', attend to all that is before them in their
-// chunk. If `latent`, the first elements of keys are values.
+// chunk. If `latent`, the first elements of keys are values. In an fp8 cache, keys are not rotated, so
+// that each is rounded once.
 template <class T>
-void check_attention(int dtype, int dim, int value_dim, bool latent, double tolerance) {
+void check_attention(int dtype, int dim, int value_dim, bool latent, double tolerance,
+                     Fp8 fp8 = kNotFp8) {
   std::mt19937 random(dim);
   const Numbers<T> q(kTokens * kHeads * dim, random), k(kTokens * kKvHeads * dim, random),
       v(kTokens * kKvHeads * value_dim, random);
   std::vector<float> cos(kTokens * dim), sin(kTokens * dim);
-  for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(.1 * i), sin[i] = std::sin(.1 * i);
+  const double turn = fp8 ? 0 : .1;
+  for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(turn * i), sin[i] = std::sin(turn * i);
   const int64_t of_keys = int64_t(kKvHeads) * kBlock * dim,
                 of_block = of_keys + (latent ? 0 : int64_t(kKvHeads) * kBlock * value_dim);
   std::vector<typename T::Stored> memory(kBlocks * of_block), queries(kTokens * kHeads * dim),
@@ -86,11 +105,16 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
   std::vector<int32_t> table(kBlocks);
   for (int block = 0; block < kBlocks; block++) table[block] = (block * 3 + 1) % kBlocks;
   for (int i = 0; i < kTokens; i++) slots[i] = table[i / kBlock] * kBlock + i % kBlock;
-  const Cache cache{memory.data(), latent ? nullptr : memory.data() + of_keys,
+  const float key_scale = fp8 ? .37f : 1, value_scale = !fp8 ? 1 : latent ? key_scale : .011f;
+  char* const values =
+      reinterpret_cast<char*>(memory.data()) + of_keys * (fp8 ? 1 : sizeof memory[0]);
+  const Cache cache{memory.data(), latent ? nullptr : values,
                     of_block,      of_block,
                     kBlocks,       kKvHeads,
                     dim,           latent ? 0 : value_dim,
-                    kBlock,        dtype};
+                    kBlock,        dtype,
+                    fp8,           key_scale,
+                    value_scale};
   if (octavo_rotate_and_write(&cache, q.stored.data(), kHeads * dim, dim, kHeads, k.stored.data(),
                               kKvHeads * dim, dim, v.stored.data(), kKvHeads * value_dim,
                               value_dim, cos.data(), sin.data(), dim, slots.data(), kTokens, queries.data(),
@@ -105,7 +129,11 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
                              value_dim, scale, 0, kChunk, 0, nullptr, sinks.data(), kThreads))
     expect("a block", 1, 0, 0);
   const auto query = rotated(q.values, kHeads, dim, cos, sin);
-  const auto key = rotated(k.values, kKvHeads, dim, cos, sin);
+  auto key = rotated(k.values, kKvHeads, dim, cos, sin), value = v.values;
+  if (fp8) {
+    for (float& x : key) x = nearest(x, key_scale, fp8);
+    for (float& x : value) x = nearest(x, value_scale, fp8);
+  }
   for (int token = 0; token < kTokens; token++)
     for (int head = 0; head < kHeads; head++) {
       std::vector<double> weights(token + 1), expected(value_dim + kLanes);
@@ -120,8 +148,8 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
       for (int at = 0; at <= token; at++)
         for (int i = 0; i < value_dim; i++) {
           const int place = at * kKvHeads + head / kGroup;
-          const float value = latent ? key[place * dim + i] : v.values[place * value_dim + i];
-          expected[i] += weights[at] / total * value;
+          expected[i] += weights[at] / total *
+                         (latent ? key[place * dim + i] : value[place * value_dim + i]);
         }
       for (int i = 0; i < value_dim; i += kLanes) {
         const Floats found = T::load_floats(&out[(token * kHeads + head) * value_dim + i]);
@@ -182,6 +210,12 @@ int main() {
     check_attention<Float32>(0, key, value, latent, 2e-5);
     check_attention<Float16>(1, key, value, latent, 3e-3);
     check_attention<BFloat16>(2, key, value, latent, 2e-2);
+  }
+  for (const bool latent : {false, true}) {
+    check_attention<Float32>(0, 64, 48, latent, 2e-5, kE4M3);
+    check_attention<Float16>(1, 72, 64, latent, 3e-3, kE5M2);
+    check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE4M3);
+    check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE5M2);
   }
   check_tokens();
   std::printf("%d lanes, %d failures\n", kLanes, failures);

@@ -19,8 +19,11 @@ from octavo.kernels.cpu.fallback_draws import CANDIDATES
 from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.reference import rotate
 from octavo.kernels.sampling_tensors import SamplingTensors
+from tests.kernels.conftest import without_subnormals
 
 pytestmark = pytest.mark.usefixtures("two_threads")
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 fixtures_are_shared = settings(
@@ -41,7 +44,7 @@ def kernels(request):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=60)
 def test_attention(harness, kernels, data):
-    harness.check_attention(kernels, data.draw(harness.cases()))
+    harness.check_attention(kernels, data.draw(harness.cases(fp8=FP8, subnormals=False)))
 
 
 @given(
@@ -74,7 +77,27 @@ def test_masks(harness, kernels, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_write(harness, kernels, data):
-    harness.check_write(kernels, data.draw(harness.cases(longest=20)))
+    keeps = kernels is fallback  # the C++ kernels have no subnormal fp8
+    cases = harness.cases(longest=20, fp8=FP8, subnormals=keeps)
+    harness.check_write(kernels, data.draw(cases))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kept_as", FP8)
+def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
+    """But for subnormal ones. There are as many of each, wherever in the block they lie."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    numbers = every.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    largest = torch.finfo(kept_as).max
+    true = without_subnormals(numbers.float() / 0.37, kept_as)
+    expected = true.clamp(-largest, largest).to(kept_as).float()
+    cache = torch.zeros((2, 256, 16, 8)).to(kept_as)
+    native.write_kv(
+        *(numbers.view(32, 256, 8), None, cache, None, torch.arange(32)), key_scale=0.37
+    )
+    written = cache.float().flatten()
+    assert torch.equal(written.nan_to_num(6e4).sort()[0], expected.nan_to_num(6e4).sort()[0])
 
 
 @needs_compiler

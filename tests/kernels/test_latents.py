@@ -14,6 +14,7 @@ from octavo.kernels.cpu import build
 from octavo.kernels.cpu.latent import PackedLatents
 from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.metadata import AttentionMetadata
+from tests.kernels.conftest import without_subnormals
 
 pytestmark = [
     pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler"),
@@ -47,13 +48,24 @@ def native():
     return NativeKernels()
 
 
-def check(native, dims, lengths, *, dtype=torch.float32, block_size=16, seed=0, **options: Any):
+def check(
+    native,
+    dims,
+    lengths,
+    *,
+    dtype=torch.float32,
+    kept_as=None,
+    block_size=16,
+    seed=0,
+    **options: Any,
+):
     """Compares; all that must not be read is NaN, and blocks before a window are missing."""
     draw, shuffled = torch.Generator().manual_seed(seed), random.Random(seed)
     width = dims.latent + dims.rotated
     counts = [-(-tokens // block_size) for _, tokens in lengths]
     blocks = shuffled.sample(range(sum(counts) + 2), sum(counts) + 2)
-    plain = torch.full((len(blocks), 1, block_size, width), torch.nan).to(dtype)
+    plain = torch.full((len(blocks), 1, block_size, width), torch.nan).to(kept_as or dtype)
+    scale = {"key_scale": 0.01} if kept_as else {}  # an fp8 number times it is no bfloat16
     cache = torch.empty_like(plain)
     tables = [[blocks.pop() for _ in range(count)] for count in counts]
     slots, rows = [], []
@@ -65,10 +77,13 @@ def check(native, dims, lengths, *, dtype=torch.float32, block_size=16, seed=0, 
         rows.append(torch.randn((tokens - first, 1, width), generator=draw).to(dtype))
         tables[i] = [2**31 - 1] * released + table[released:]
     every = torch.arange(len(plain) * block_size)
-    native.write_kv(plain.transpose(1, 2).flatten(0, 1), None, cache, None, every)
+    missing = torch.full((len(every), 1, width), torch.nan).to(dtype)
+    native.write_kv(missing, None, cache, None, every, **scale)
     latents = torch.cat(rows)
-    native.write_kv(latents, None, cache, None, torch.tensor(slots))
-    reference.write_kv(latents, None, plain, None, torch.tensor(slots))
+    if kept_as:  # nothing is rounded to a subnormal number, which this cache has not
+        latents = without_subnormals(latents, kept_as, 0.01).to(dtype)
+    native.write_kv(latents, None, cache, None, torch.tensor(slots), **scale)
+    reference.write_kv(latents, None, plain, None, torch.tensor(slots), **scale)
     longest = max(map(len, tables))
     starts = torch.tensor([0, *(queries for queries, _ in lengths)]).cumsum(0).int()
     metadata = AttentionMetadata(
@@ -91,10 +106,9 @@ def check(native, dims, lengths, *, dtype=torch.float32, block_size=16, seed=0, 
         *map(native.latents.pack, (keys.transpose(1, 2), keys, values)), dims.value, dims.rotated
     )
     options["scale"] = shape[2] ** -0.5
-    found = native.latent_attention(query, cache, metadata, packed, **options)
-    expected = reference.latent_attention(
-        query.float(), plain.float(), metadata, keys, values, **options
-    )
+    found = native.latent_attention(query, cache, metadata, packed, **options, **scale)
+    true = plain.float() * scale.get("key_scale", 1)
+    expected = reference.latent_attention(query.float(), true, metadata, keys, values, **options)
     assert found.dtype == dtype
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
@@ -137,16 +151,18 @@ def sequences(draw):
     sight=st.sampled_from([{}, {"sliding_window": 5}, {"sliding_window": 90}, {"chunk": 64}]),
     soft_cap=st.none() | st.floats(0.5, 30),
     dtype=st.sampled_from(list(TOLERANCES)),
+    kept_as=st.sampled_from([None, torch.float8_e4m3fn, torch.float8_e5m2]),
     block_size=st.sampled_from([8, 16, 64, 256]),
     seed=st.integers(0, 99),
 )
 @settings(
     deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_any_sizes(native, dims, lengths, sight, soft_cap, dtype, block_size, seed):
+def test_any_sizes(native, dims, lengths, sight, soft_cap, dtype, kept_as, block_size, seed):
     check(
         *(native, dims, lengths),
         dtype=dtype,
+        kept_as=kept_as,
         block_size=block_size,
         seed=seed,
         soft_cap=soft_cap,

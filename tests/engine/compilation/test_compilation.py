@@ -58,8 +58,9 @@ def _cache(tmp_path_factory):
         yield
 
 
-def engine(model, mode, dtype, quantization):
+def engine(model, mode, dtype, quantization, kv_cache_dtype="auto"):
     settings = {"num_blocks": 64, "swap_space": 0, "compile": mode, "dtype": dtype}
+    settings["kv_cache_dtype"] = kv_cache_dtype
     return Stepper(build(EngineSettings(model=str(model), quantization=quantization, **settings)))
 
 
@@ -79,22 +80,24 @@ def outputs(stepper):
 
 @pytest.mark.usefixtures("_cache")
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "tolerance"),
+    ("dtype", "quantization", "kv_cache_dtype", "tolerance"),
     [
-        pytest.param("bfloat16", "none", 0.1, marks=pytest.mark.slow),
-        pytest.param("float32", "none", 1e-3, marks=pytest.mark.slow),
-        ("bfloat16", "int4", 0.1),
+        pytest.param("bfloat16", "none", "auto", 0.1, marks=pytest.mark.slow),
+        pytest.param("float32", "none", "auto", 1e-3, marks=pytest.mark.slow),
+        pytest.param("float32", "none", "fp8_e4m3", 0.1, marks=pytest.mark.slow),
+        ("bfloat16", "int4", "auto", 0.1),
     ],
 )
-def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
-    expected = outputs(engine(model, "off", dtype, quantization))
-    compiled = engine(model, "wait", dtype, quantization)
+def test_compiled_is_eager_and_is_kept(model, dtype, quantization, kv_cache_dtype, tolerance):
+    expected = outputs(engine(model, "off", dtype, quantization, kv_cache_dtype))
+    compiled = engine(model, "wait", dtype, quantization, kv_cache_dtype)
     assert compiled.parts.executor.compiled
     found = outputs(compiled)
     check(found, expected, tolerance)
-    manifest = locate(Recipe(str(model), dtype, quantization, 16)).path / MANIFEST
+    recipe = Recipe(str(model), dtype, quantization, 16, kv_cache_dtype=kv_cache_dtype)
+    manifest = locate(recipe).path / MANIFEST
     written = manifest.stat().st_mtime_ns
-    again = engine(model, "auto", dtype, quantization)
+    again = engine(model, "auto", dtype, quantization, kv_cache_dtype)
     assert again.parts.executor.compiled
     assert outputs(again) == found
     assert manifest.stat().st_mtime_ns == written
@@ -107,14 +110,20 @@ def test_compiled_is_eager_and_is_kept(model, dtype, quantization, tolerance):
 @pytest.mark.slow  # compiles for minutes
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("_cache")
-@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba", "deepseek_v3"])
-def test_compiled_steps_keep_states_and_latents(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "kv_cache_dtype", "tolerance"),
+    [
+        *((name, "auto", 1e-3) for name in ("falcon_h1", "qwen3_next", "jamba", "deepseek_v3")),
+        *((name, "fp8_e4m3", 0.1) for name in ("falcon_h1", "deepseek_v3")),
+    ],
+)
+def test_compiled_steps_keep_states_and_latents(name, kv_cache_dtype, tolerance, tmp_path):
     """Mamba-2, the gated delta rule and Mamba, each with convolutions; latent attention."""
     save(next(entry for entry in entries() if entry.model_type == name), tmp_path)
-    expected = outputs(engine(tmp_path, "off", "float32", "none"))
-    compiled = engine(tmp_path, "wait", "float32", "none")
+    expected = outputs(engine(tmp_path, "off", "float32", "none", kv_cache_dtype))
+    compiled = engine(tmp_path, "wait", "float32", "none", kv_cache_dtype)
     assert compiled.parts.executor.compiled
-    check(outputs(compiled), expected, 1e-3)
+    check(outputs(compiled), expected, tolerance)
 
 
 def check(found, expected, tolerance):

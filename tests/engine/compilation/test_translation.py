@@ -256,7 +256,7 @@ def test_it_runs_without_the_interpreters_lock(tmp_path):
             return x
 
     translate(torch.export.export(Busy(), (torch.ones(400, 400),)), tmp_path)
-    module = TranslatedModel(tmp_path / LIBRARY)._module
+    module = TranslatedModel(tmp_path / LIBRARY, torch.float32)._module
     ticks, done = [], threading.Event()
 
     def tick():
