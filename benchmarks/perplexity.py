@@ -61,10 +61,11 @@ VARIANTS = {
     "float32": ("--dtype", "float32"),
     "int8": ("--dtype", "bfloat16", "--quantization", "int8"),
     "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
+    "fp8 cache": ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3"),
 }
 """`octavo serve`'s flags by variant; the first is what the others are compared with."""
 
-MARKS = {"int8": 0.01, "int4": 0.05}
+MARKS = {"int8": 0.01, "int4": 0.05, "fp8 cache": 0.01}
 """The most that a variant's perplexity may be over the first's, as a share of it."""
 
 COLUMNS = ("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds")

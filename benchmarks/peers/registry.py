@@ -61,10 +61,13 @@ class Peer:
         return self.worker == "octavo" and self.checkout is None
 
 
-def _octavo(weights: str) -> Peer:
+def _octavo(weights: str, *, fp8_cache: bool = False) -> Peer:
+    name, title = f"octavo-{weights}", f"Octavo, {weights}"
     options = {} if weights == "bf16" else {"quantization": weights}
-    title = f"Octavo, {weights}"
-    return Peer(f"octavo-{weights}", title, "octavo", weights, DIRECTORY, None, options)
+    if fp8_cache:
+        name, title = f"octavo-fp8-{weights}", f"{title}, fp8 KV cache"
+        options["kv-cache-dtype"] = "fp8_e4m3"
+    return Peer(name, title, "octavo", weights, DIRECTORY, None, options)
 
 
 def _transformers(way: str, title: str) -> Peer:
@@ -76,6 +79,8 @@ PEERS = (
     _octavo("bf16"),
     _octavo("int8"),
     _octavo("int4"),
+    _octavo("int8", fp8_cache=True),
+    _octavo("int4", fp8_cache=True),
     Peer("octavo-gguf", "Octavo, Q4_1 as in the file", "octavo", "int4", GGUF, None),
     Peer("openvino-int4", "OpenVINO GenAI, Q4_1", "openvino", "int4", GGUF, OPENVINO),
     Peer("vllm", "vLLM CPU, bf16", "vllm", "bf16", DIRECTORY, VLLM),
