@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import structlog
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -31,6 +32,15 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell's background job ignores interrupts, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Else structlog has rich draw all locals of an exception, for up to seconds.
+structlog.configure(
+    processors=[
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 # How fast examples are drawn says how busy the machine is, not whether the code is right.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])

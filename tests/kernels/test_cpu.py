@@ -42,7 +42,7 @@ def kernels(request):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=60)
+@settings(fixtures_are_shared, max_examples=40)
 def test_attention(harness, kernels, data):
     harness.check_attention(kernels, data.draw(harness.cases(fp8=FP8, subnormals=False)))
 
@@ -69,7 +69,7 @@ def test_argmax_of_what_is_no_number_is_a_place(native):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=50)
+@settings(fixtures_are_shared, max_examples=40)
 def test_masks(harness, kernels, data):
     harness.check_masks(kernels, *data.draw(harness.masked_rows()))
 
@@ -102,7 +102,7 @@ def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
 
 @needs_compiler
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=80)
+@settings(fixtures_are_shared, max_examples=40)
 def test_draws(harness, native, data):
     sizes = (1, 2, 5, 15, 16, 17, 300, 1023, 2100)
     harness.check_draws(native, *data.draw(harness.rows_to_draw_from(sizes, 4)))
@@ -154,7 +154,7 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
     ties=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(fixtures_are_shared, max_examples=80)
+@settings(fixtures_are_shared, max_examples=40)
 def test_scores(native, shape, most, spread, ties, seed):
     """Of tokens that are as likely, the first come first."""
     draw = torch.Generator().manual_seed(seed)

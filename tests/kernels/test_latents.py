@@ -156,7 +156,7 @@ def sequences(draw):
     seed=st.integers(0, 99),
 )
 @settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_sizes(native, dims, lengths, sight, soft_cap, dtype, kept_as, block_size, seed):
     check(

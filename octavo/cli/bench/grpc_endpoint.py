@@ -21,7 +21,7 @@ from octavo.client import (
 )
 from octavo.common.sampling_parameters import NEUTRAL
 
-LOOKUP_SECONDS = 5.0
+LOOKUP_SECONDS = 30.0
 
 OPTIONS: GenerateOptions = {**NEUTRAL, "temperature": 0}
 """Greedy, and whatever a model's own defaults are: results of models can be compared."""

@@ -16,7 +16,7 @@ from octavo.cli.output import fail
 from octavo.client import Message, Usage
 
 CONNECT_SECONDS = 30.0
-LOOKUP_SECONDS = 5.0
+LOOKUP_SECONDS = 30.0
 
 VOCABULARY = 30_000
 """Random prompts have token ids below it: the API does not tell the size of a vocabulary."""
