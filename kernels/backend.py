@@ -40,6 +40,7 @@ class Backend(Protocol):
         """
 
     plan_attention: Callable[..., AttentionPlan | None]
+    plan_room: Callable[..., AttentionPlan | None]
     write_kv: Callable[..., None]
     rotate_and_write: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]

@@ -13,18 +13,19 @@ class AttentionPlan:
     It may be for more queries and tokens than a sequence has, as CUDA graphs need.
 
     Attributes:
-        items: `[num_items, 2]` int32, contiguous; (sequence, tile of its query rows), first those
-            of sequences with one query.
+        items: `[num_items, 4]` int32, contiguous; (sequence, tile of its query rows, piece of the
+            keys, number of pieces), first those of sequences with one query. The pieces of a tile
+            lie together.
         num_decode_items: Number of items of sequences with one query.
-        longest_decode: Tokens of the longest sequence with one query.
-        longest_chunk: Tokens of the longest sequence with several queries.
-        splits: Number of pieces of the longest sequence's keys; None: the kernels choose.
+        num_decode_pieces: How many of these, the first, may be one of several pieces.
+        num_chunk_pieces: How many of the others may be, the first.
+        splits: Number of pieces that somebody asked for; None: the kernels chose.
     """
 
     items: torch.Tensor
     num_decode_items: int
-    longest_decode: int
-    longest_chunk: int
+    num_decode_pieces: int
+    num_chunk_pieces: int
     splits: int | None = None
 
 

@@ -208,6 +208,7 @@ def plan_attention(
     key_dim: int,
     value_dim: int,
     latent: bool = False,
+    span: int | None = None,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
@@ -222,6 +223,7 @@ def plan_attention(
         key_dim: Elements of a key.
         value_dim: Elements of a value.
         latent: Whether there is no value cache.
+        span: Positions of a window or a chunk; None: there is none.
         dtype: Of queries.
         cache_dtype: Of keys and values.
         device: Where the cache is.
@@ -237,6 +239,61 @@ def plan_attention(
         key_dim=key_dim,
         value_dim=value_dim,
         latent=latent,
+        span=span,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        device=device,
+    )
+
+
+def plan_room(
+    sequences: int,
+    chunks: int,
+    rows: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool = False,
+    span: int | None = None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionPlan | None:
+    """Return a plan with room for any batch's, for CUDA graphs that read their items from memory.
+
+    Put the items of a batch's plan in front of the room's, those of its decodes and the others
+    each, and move the latter back: they are all of the sequence after the last of `sequences`,
+    which has the rest of the rows and no tokens. Its rows are filled with zeros.
+
+    Args:
+        sequences: Most sequences of a batch, without that one.
+        chunks: Most of these that have several queries.
+        rows: All rows of a batch, with those of that one.
+        num_heads: As for `plan_attention`, like the others.
+        num_kv_heads: Likewise.
+        key_dim: Likewise.
+        value_dim: Likewise.
+        latent: Likewise.
+        span: Likewise.
+        dtype: Likewise.
+        cache_dtype: Likewise.
+        device: Likewise.
+
+    Returns:
+        The plan; None on a CPU.
+    """
+    return find_backend(device.type).plan_room(
+        sequences,
+        chunks,
+        rows,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        latent=latent,
+        span=span,
         dtype=dtype,
         cache_dtype=cache_dtype,
         device=device,

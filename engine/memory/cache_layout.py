@@ -5,10 +5,9 @@ lacks. Layers of one shape make one group, or several of equal size, with 1 to 8
 per block of the smallest: whatever fills the blocks best.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,10 +15,18 @@ import torch
 from octavo.common.layer_groups import LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.kernels.metadata import AttentionPlan
-from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention
+from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention, plan_room
 
-Planner = Callable[[np.ndarray, np.ndarray], AttentionPlan | None]
-"""`octavo.kernels.ops.plan_attention` for one group: maps query and sequence lengths to a plan."""
+
+class Planner(Protocol):
+    """Plans the attention of one layer group, on a GPU; see `octavo.kernels.ops`."""
+
+    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
+        """Return a batch's plan: `plan_attention`."""
+
+    def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
+        """Return a plan with room for any batch's: `plan_room`."""
+
 
 TYPICAL_TOKENS = 1024
 """Of a sequence, for which the layout holds the fewest bytes."""
@@ -85,28 +92,54 @@ class CacheLayout:
     ) -> list[Planner]:
         """Return the planner of each group's attention; see `plan_attention`."""
         planners: list[Planner] = [
-            partial(
-                plan_attention,
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                key_dim=shape.key_dim,
-                value_dim=shape.value_dim,
-                latent=shape.latent,
-                dtype=dtype,
-                cache_dtype=cache_dtype,
-                device=device,
-            )
-            for shape in self.shapes
+            _GroupPlanner(shape, dtype, cache_dtype, device) for shape in self.shapes
         ]
-        return planners + [_plan_nothing] * (len(self.groups) - len(planners))
+        return planners + [_StatePlanner()] * (len(self.groups) - len(planners))
 
     def sequence_blocks(self, num_tokens: int) -> list[int]:
         """Return how many blocks of each group `num_tokens` tokens take if none is released."""
         return [group.state_blocks or group.blocks_for(num_tokens) for group in self.groups]
 
 
-def _plan_nothing(query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
-    """Stand for the planner of a group of states."""
+@dataclass(frozen=True, slots=True)
+class _GroupPlanner:
+    """The planner of a group of layers of one shape."""
+
+    shape: LayerShape
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
+        return plan_attention(query_lens, seq_lens, **self._options)
+
+    def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
+        return plan_room(sequences, chunks, rows, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        shape = self.shape
+        return {
+            "num_heads": shape.num_heads,
+            "num_kv_heads": shape.num_kv_heads,
+            "key_dim": shape.key_dim,
+            "value_dim": shape.value_dim,
+            "latent": shape.latent,
+            "span": shape.window or shape.chunk,
+            "dtype": self.dtype,
+            "cache_dtype": self.cache_dtype,
+            "device": self.device,
+        }
+
+
+class _StatePlanner:
+    """The planner of a group of states, which need no plan."""
+
+    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
+        pass
+
+    def room(self, sequences: int, chunks: int, rows: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

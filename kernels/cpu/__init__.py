@@ -63,3 +63,7 @@ def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:
 
 def plan_attention(*_: object, **__: object) -> None:
     """Return None: the C++ kernels plan each call themselves."""
+
+
+def plan_room(*_: object, **__: object) -> None:
+    """Return None, as `plan_attention`."""

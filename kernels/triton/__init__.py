@@ -11,7 +11,7 @@ from octavo.kernels.triton.gated_delta import gated_delta
 from octavo.kernels.triton.low_rank import add_low_rank
 from octavo.kernels.triton.mask_logits import mask_logits
 from octavo.kernels.triton.paged_attention import paged_attention
-from octavo.kernels.triton.plan import plan_attention
+from octavo.kernels.triton.plan import plan_attention, plan_room
 from octavo.kernels.triton.rotate_and_write import rotate_and_write
 from octavo.kernels.triton.selective_scan import selective_scan
 from octavo.kernels.triton.ssd import ssd
@@ -60,6 +60,7 @@ __all__ = [
     "paged_attention",
     "path",
     "plan_attention",
+    "plan_room",
     "rotate_and_write",
     "score_tokens",
     "selective_scan",

@@ -2,8 +2,8 @@
 
 Each piece is attention over its own keys and the logarithm of its softmax's total. The result is
 the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). Sinks are part of no
-piece: they join the totals here. A program merges some of an item's query rows; it does nothing if
-the keys were not split.
+piece: they join the totals here. A program merges some of the query rows of a tile's items, which
+lie together; it does nothing for others than the first, or if the keys were not split.
 """
 
 # Triton compiles its kernels' source, where types are its own.
@@ -23,7 +23,7 @@ def add_sink(maximum, total, sink):
     return total * share + tl.exp2(sink - greatest), share, greatest
 
 
-@triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "span", "splits"])
+@triton.jit(do_not_specialize=["items", "partial_out", "partial_lse", "span"])
 def merge_splits(  # noqa: PLR0917
     out,
     partial_out,
@@ -33,7 +33,6 @@ def merge_splits(  # noqa: PLR0917
     seq_lens,
     sinks,
     span,
-    splits,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -49,15 +48,19 @@ def merge_splits(  # noqa: PLR0917
     MERGED_ROWS: tl.constexpr,  # per program
     PIECES: tl.constexpr,  # merged at a time
 ):
-    """Grid: items, KV heads, MERGED_ROWS of PARTIAL_ROWS; arguments as in paged_attention.py."""
+    """Grid: items that may be pieces, KV heads, MERGED_ROWS of PARTIAL_ROWS.
+
+    The arguments are as in paged_attention.py.
+    """
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    _, query_start, query_len, _, first_row, _, _, _, pieces = share_of(
-        items, item, query_starts, seq_lens, span, splits,
+    _, query_start, query_len, _, first_row, _, _, _, pieces, split = share_of(
+        items, item, query_starts, seq_lens, span,
         GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
     first_local = tl.program_id(2) * MERGED_ROWS
-    if (pieces > 1) & (first_row + first_local < query_len * GROUP):
+    is_first = (pieces > 1) & (split == 0)
+    if is_first & (first_row + first_local < query_len * GROUP):
         local = first_local + tl.arange(0, MERGED_ROWS)
         row = first_row + local
         real_row = (row < query_len * GROUP) & (local < PARTIAL_ROWS)
@@ -67,13 +70,14 @@ def merge_splits(  # noqa: PLR0917
         maximum = tl.full([MERGED_ROWS], -1e30, tl.float32)
         total = tl.zeros([MERGED_ROWS], tl.float32)
         merged = tl.zeros([MERGED_ROWS, PADDED_VALUE], tl.float32)
-        first_place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits * PARTIAL_ROWS
+        heads = tl.num_programs(1)
         for begin in range(0, pieces, PIECES):
             piece = begin + tl.arange(0, PIECES)
-            place = first_place + piece[None, :] * PARTIAL_ROWS + local[:, None]
+            part = ((item + piece) * heads + kv_head).to(tl.int64) * PARTIAL_ROWS
+            place = part[None, :] + local[:, None]
             real = (piece < pieces)[None, :] & real_row[:, None]
             lse = tl.load(partial_lse + place, mask=real, other=float("-inf"))
-            part = tl.load(
+            found = tl.load(
                 partial_out + place[:, :, None] * VALUE_DIM + dim[None, None, :],
                 mask=real[:, :, None] & real_dim[None, None, :],
                 other=0.0,
@@ -83,7 +87,7 @@ def merge_splits(  # noqa: PLR0917
             weights = tl.exp2(lse - new_maximum[:, None])
             rescale = tl.exp2(maximum - new_maximum)
             total = total * rescale + tl.sum(weights, 1)
-            merged = merged * rescale[:, None] + tl.sum(part * weights[:, :, None], 1)
+            merged = merged * rescale[:, None] + tl.sum(found * weights[:, :, None], 1)
             maximum = new_maximum
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real_row, other=float("-inf")) * LOG2_E

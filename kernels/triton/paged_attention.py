@@ -13,7 +13,9 @@ loaded once: its first elements are the values. Keys whose width is far from a p
 multiplied in two parts, so that little is padded.
 
 If there are too few sequences to fill the GPU, several programs split their keys (Flash-Decoding,
-Dao et al. 2023), and merge_splits.py merges the results.
+Dao et al. 2023), and merge_splits.py merges the results. Tiles and pieces are the plan's items, in
+memory: a grid is as large as their number, so a CUDA graph that has room for the most items takes
+any batch's.
 """
 
 # Triton compiles its kernels' source, where types are its own.
@@ -31,15 +33,8 @@ from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.triton.merge_splits import add_sink, merge_splits
 from octavo.kernels.triton.plan import plan_of
 from octavo.kernels.triton.shares import first_seen, share_of
-from octavo.kernels.triton.splits import LEAST_KEYS, choose_splits
-from octavo.kernels.triton.tiles import (
-    WIDE,
-    WIDE_WARP,
-    Heads,
-    Kind,
-    choose_tiles,
-    count_resident,
-)
+from octavo.kernels.triton.splits import LEAST_KEYS
+from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, Kind, choose_tiles
 from octavo.kernels.widths import width_of_values
 
 _SMALL = 2048
@@ -50,7 +45,7 @@ _MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
 _WIDE_MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 8), "chunk": (2, 4)}
 """The same for values of more than 256 elements, of which registers hold fewer."""
 # Arguments that change between steps must not compile another variant.
-_VARYING = ["items", "partial_out", "partial_lse", "table_stride", "span", "splits"]
+_VARYING = ["items", "partial_out", "partial_lse", "table_stride", "span"]
 
 
 @triton.jit
@@ -320,7 +315,6 @@ def _paged_attention_kernel(  # noqa: PLR0917
     value_scale,  # factor of the values
     soft_cap,
     span,  # of a window or a chunk
-    splits,
     query_token_stride,
     query_head_stride,
     key_stride,  # from block to block
@@ -353,13 +347,13 @@ def _paged_attention_kernel(  # noqa: PLR0917
 ):
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces = share_of(
-        items, item, query_starts, seq_lens, span, splits,
+    seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces, split = share_of(
+        items, item, query_starts, seq_lens, span,
         GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
-    # If there are no keys at all, the first program writes zeros.
-    if split < tl.maximum(pieces, 1):
+    # If there are no keys at all, the first program writes zeros. In a CUDA graph, some items have
+    # no rows.
+    if (split < tl.maximum(pieces, 1)) & (first_row < query_len * GROUP):
         local = tl.arange(0, ROWS)
         row = first_row + local
         token = row // GROUP
@@ -414,8 +408,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
         dim = tl.arange(0, PADDED_VALUE)
         real = real_row[:, None] & (dim < VALUE_DIM)[None, :]
         if pieces > 1:
-            place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * splits + split
-            place = place * PARTIAL_ROWS + local
+            place = (item * tl.num_programs(1) + kv_head).to(tl.int64) * PARTIAL_ROWS + local
             tl.store(partial_lse + place, lse, mask=real_row)
             tl.store(partial_out + place[:, None] * VALUE_DIM + dim[None, :], attended, mask=real)
         else:
@@ -470,7 +463,7 @@ def paged_attention(
     out = query.new_empty(num_tokens, num_heads, value_dim)
     if not len(query):
         return out
-    plan = plan_of(metadata, query, key_cache, heads)
+    plan = plan_of(metadata, query, key_cache, heads, sliding_window or chunk)
     call = _Call(
         query,
         key_cache,
@@ -488,10 +481,10 @@ def paged_attention(
     )
     if plan.num_decode_items:
         items = plan.items[: plan.num_decode_items]
-        _launch(call, "decode", items, plan.longest_decode, plan.splits)
+        _launch(call, "decode", items, plan.num_decode_pieces, plan.splits)
     if plan.num_decode_items < len(plan.items):
         items = plan.items[plan.num_decode_items :]
-        _launch(call, "chunk", items, plan.longest_chunk, plan.splits)
+        _launch(call, "chunk", items, plan.num_chunk_pieces, plan.splits)
     return out
 
 
@@ -519,22 +512,17 @@ def merged_at_once(kind: Kind, heads: Heads) -> tuple[int, int]:
     return (_MERGED if heads.padded_value <= WIDE else _WIDE_MERGED)[kind]
 
 
-def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | None) -> None:
-    """Launch attention for `items`, the longest of which has `longest` keys."""
+def _launch(call: _Call, kind: Kind, items: Tensor, pieces: int, splits: int | None) -> None:
+    """Launch attention for `items`, of which the first `pieces` may be pieces of keys."""
     query, metadata, heads = call.query, call.metadata, call.heads
     _, num_kv_heads, block_size, _ = call.key_cache.shape
     dtypes = {"dtype": query.dtype, "cache_dtype": call.key_cache.dtype}
     where = describe_gpu(query.device)
     tiles = choose_tiles(kind, where, heads, **dtypes)
     span = call.sliding_window or call.chunk
-    seen = min(longest, span or longest)
     least_tiles = LEAST_KEYS // tiles.keys if splits is None else 1
-    if splits is None:
-        resident = count_resident(tiles, where, heads, **dtypes)
-        programs = len(items) * num_kv_heads
-        splits = choose_splits(programs, seen, resident * where.multiprocessors)
     partial_rows = min(tiles.rows, heads.group) if kind == "decode" else tiles.rows
-    shape = (len(items), num_kv_heads, splits if splits > 1 else 0, partial_rows)
+    shape = (pieces, num_kv_heads, partial_rows)
     partial_lse = query.new_empty(shape, dtype=torch.float32)
     partial_out = query.new_empty((*shape, heads.value_dim), dtype=torch.float32)
     unused = metadata.seq_lens
@@ -546,7 +534,6 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         "partial_lse": partial_lse,
         "sinks": unused if call.sinks is None else call.sinks,
         "span": span or 0,
-        "splits": splits,
         "NUM_HEADS": query.shape[1],
         "GROUP": heads.group,
         "VALUE_DIM": heads.value_dim,
@@ -562,7 +549,7 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
     }
     # Without values the kernel reads none; it takes any tensor for them.
     values = call.key_cache if call.value_cache is None else call.value_cache
-    _paged_attention_kernel[len(items), num_kv_heads, splits](
+    _paged_attention_kernel[len(items), num_kv_heads](
         query=query,
         key_cache=call.key_cache,
         value_cache=values,
@@ -596,8 +583,8 @@ def _launch(call: _Call, kind: Kind, items: Tensor, longest: int, splits: int | 
         enable_fp_fusion=True,
         **shared,
     )
-    if splits > 1:
-        rows, pieces = merged_at_once(kind, heads)
-        merge_splits[len(items), num_kv_heads, triton.cdiv(partial_rows, rows)](
-            out=call.out, MERGED_ROWS=rows, PIECES=pieces, enable_fp_fusion=True, **shared
+    if pieces:
+        rows, at_once = merged_at_once(kind, heads)
+        merge_splits[pieces, num_kv_heads, triton.cdiv(partial_rows, rows)](
+            out=call.out, MERGED_ROWS=rows, PIECES=at_once, enable_fp_fusion=True, **shared
         )

@@ -1,12 +1,50 @@
 """Split the work of a batch among Triton programs. Runs on the host, once per step."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
-from octavo.kernels.triton.tiles import Heads, choose_tiles
+from octavo.kernels.triton.splits import choose_splits, most_pieces
+from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles, count_resident
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What tiles and pieces are chosen by, other than the batch."""
+
+    heads: Heads
+    num_kv_heads: int
+    span: int | None
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+
+    def tiles(self, kind: Kind) -> Tiles:
+        """Return the tile sizes for a kind of work."""
+        gpu, dtypes = (
+            describe_gpu(self.device),
+            {"dtype": self.dtype, "cache_dtype": self.cache_dtype},
+        )
+        return choose_tiles(kind, gpu, self.heads, **dtypes)
+
+    def places(self, kind: Kind) -> int:
+        """Return how many programs for a kind of work the GPU runs concurrently."""
+        gpu, dtypes = (
+            describe_gpu(self.device),
+            {"dtype": self.dtype, "cache_dtype": self.cache_dtype},
+        )
+        return count_resident(self.tiles(kind), gpu, self.heads, **dtypes) * gpu.multiprocessors
+
+    def splits(self, kind: Kind, num_tiles: int, longest: int) -> int:
+        """Return the number of pieces for sequences of at most `longest` keys."""
+        if not num_tiles:
+            return 1
+        seen = min(longest, self.span or longest)
+        return choose_splits(num_tiles * self.num_kv_heads, seen, self.places(kind))
 
 
 def plan_attention(
@@ -18,6 +56,7 @@ def plan_attention(
     key_dim: int,
     value_dim: int,
     latent: bool = False,
+    span: int | None = None,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
@@ -25,37 +64,69 @@ def plan_attention(
 ) -> AttentionPlan:
     """Return a batch's plan; see `octavo.kernels.ops.plan_attention`."""
     heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
-    return _plan(query_lens, seq_lens, heads, dtype, cache_dtype, device, splits)
+    attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
+    return _plan(query_lens, seq_lens, attention, splits)
 
 
-def _plan(  # noqa: PLR0917
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    heads: Heads,
+def _plan(
+    query_lens: np.ndarray, seq_lens: np.ndarray, attention: _Attention, splits: int | None
+) -> AttentionPlan:
+    found: list[np.ndarray] = []
+    pieces: list[int] = []
+    kinds: dict[Kind, np.ndarray] = {"decode": query_lens == 1, "chunk": query_lens > 1}
+    for kind, chosen in kinds.items():
+        seqs = np.flatnonzero(chosen)
+        rows = query_lens[seqs] * attention.heads.group
+        tiles = _tiles_of(seqs, rows, attention.tiles(kind).rows)
+        longest = int(seq_lens[seqs].max(initial=0))
+        count = splits or attention.splits(kind, len(tiles), longest)
+        found.append(_cut(tiles, count))
+        pieces.append(len(found[-1]) if count > 1 else 0)
+    return AttentionPlan(
+        to_device(np.concatenate(found), attention.device), len(found[0]), *pieces, splits
+    )
+
+
+def plan_room(
+    sequences: int,
+    chunks: int,
+    rows: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    key_dim: int,
+    value_dim: int,
+    latent: bool = False,
+    span: int | None = None,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     device: torch.device,
-    splits: int | None,
 ) -> AttentionPlan:
-    gpu, group = describe_gpu(device), heads.group
-    decode_rows, chunk_rows = (
-        choose_tiles(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype).rows
-        for kind in ("decode", "chunk")
+    """Return a plan with room for any batch's; see `octavo.kernels.ops.plan_room`."""
+    heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
+    attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
+    decode_pieces, chunk_pieces = (
+        most_pieces(num_kv_heads, attention.places(kind)) for kind in ("decode", "chunk")
     )
-    decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
-    items = np.concatenate(
-        [
-            _tiles_of(decodes, query_lens[decodes] * group, decode_rows),
-            _tiles_of(chunks, query_lens[chunks] * group, chunk_rows),
-        ]
-    )
-    return AttentionPlan(
-        items=to_device(items, device),
-        num_decode_items=len(decodes) * -(-group // decode_rows),
-        longest_decode=int(seq_lens[decodes].max(initial=0)),
-        longest_chunk=int(seq_lens[chunks].max(initial=0)),
-        splits=splits,
-    )
+    per_decode = -(-heads.group // attention.tiles("decode").rows)
+    decode_items = max(sequences * per_decode, decode_pieces)
+    # Those of the sequence of no tokens, and at most one not full of each other.
+    full = -(-rows * heads.group // attention.tiles("chunk").rows)
+    chunk_items = full + max(chunks, chunk_pieces)
+    idle = np.zeros((decode_items + chunk_items, 4), np.int32)
+    idle[:, 0], idle[:, 3] = sequences, 1
+    idle[:decode_items, 1] = np.arange(decode_items)
+    idle[decode_items:, 1] = np.arange(chunk_items)
+    return AttentionPlan(to_device(idle, device), decode_items, decode_pieces, chunk_pieces)
+
+
+def _cut(tiles: np.ndarray, splits: int) -> np.ndarray:
+    """Return `[num_tiles * splits, 4]` int32, an item for each piece of each tile's keys."""
+    items = np.empty((len(tiles), splits, 4), np.int32)
+    items[..., :2] = tiles[:, None]
+    items[..., 2] = np.arange(splits)
+    items[..., 3] = splits
+    return items.reshape(-1, 4)
 
 
 def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
@@ -67,17 +138,19 @@ def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:
 
 
 def plan_of(
-    metadata: AttentionMetadata, query: torch.Tensor, key_cache: torch.Tensor, heads: Heads
+    metadata: AttentionMetadata,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    heads: Heads,
+    span: int | None,
 ) -> AttentionPlan:
     """Return the batch's plan; if it has none, make one, for which the host waits for the GPU."""
     if metadata.plan is not None:
         return metadata.plan
+    shape = heads, key_cache.shape[1], span
     return _plan(
         metadata.query_starts.diff().cpu().numpy(),
         metadata.seq_lens.cpu().numpy(),
-        heads,
-        query.dtype,
-        key_cache.dtype,
-        query.device,
+        _Attention(*shape, query.dtype, key_cache.dtype, query.device),
         None,
     )

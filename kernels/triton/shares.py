@@ -21,7 +21,6 @@ def share_of(  # noqa: PLR0917
     query_starts,
     seq_lens,
     span,
-    splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -34,10 +33,13 @@ def share_of(  # noqa: PLR0917
     Returns:
         The sequence; the flat index of its first query; its number of queries; its number of
         tokens; the item's first row; the begin and end of the tiles of keys that its rows see; the
-        tiles of keys per piece; the number of pieces, at most `splits`.
+        tiles of keys per piece; the number of pieces; the item's piece. Items of pieces that the
+        keys are too few for have none.
     """
-    seq = tl.load(items + item * 2)
-    first_row = tl.load(items + item * 2 + 1) * ROWS
+    seq = tl.load(items + item * 4)
+    first_row = tl.load(items + item * 4 + 1) * ROWS
+    split = tl.load(items + item * 4 + 2)
+    splits = tl.load(items + item * 4 + 3)
     query_start = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - query_start
     seq_len = tl.load(seq_lens + seq)
@@ -50,4 +52,5 @@ def share_of(  # noqa: PLR0917
         begin = first_seen(context + first_row // GROUP, span, CHUNKED) // KEYS * KEYS
     tiles = tl.cdiv(tl.maximum(end - begin, 0), KEYS)
     piece = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
-    return seq, query_start, query_len, seq_len, first_row, begin, end, piece, tl.cdiv(tiles, piece)
+    pieces = tl.cdiv(tiles, piece)
+    return seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces, split
