@@ -156,7 +156,13 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     probe = Executor(loaded, _allocate(layout, loaded, least, 0, leader), leader)
     _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
     taken = _memory_taken(
-        probe, loaded, settings, max_num_seqs, block_bytes, num_drafted=num_drafted
+        probe,
+        loaded,
+        settings,
+        block_bytes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        num_drafted=num_drafted,
     )
     del probe
     limit = _adapter_limit(settings, loaded.device)
@@ -176,7 +182,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     executor = Executor(loaded, cache_tensors, leader, _device_adapters(loaded, limit))
     executor.warm_up(max_model_len)
     if loaded.device.type == "cuda" and settings.cuda_graphs and leader is None:
-        _record_decodes(executor, max_num_seqs, max_model_len, num_drafted)
+        _record_graphs(executor, max_model_len, max_num_seqs, batched, num_drafted)
     log.info(
         "cache ready",
         num_blocks=num_blocks,
@@ -465,9 +471,10 @@ def _memory_taken(
     probe: Executor,
     loaded: LoadedStep,
     settings: EngineSettings,
-    max_num_seqs: int,
     block_bytes: int,
     *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
     num_drafted: int,
 ) -> int:
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
@@ -486,34 +493,34 @@ def _memory_taken(
     blocks = memory_of(loaded.device).total // block_bytes
     capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
     try:
-        graphs = probe.measure_decodes(
+        graphs = probe.measure_graphs(
             max_num_seqs=max_num_seqs,
             max_model_len=capacity,
             record=cuda_recorder(),
             free=partial(free_memory, loaded.device),
             num_drafted=num_drafted,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
-    except RuntimeError:  # `_record_decodes` logs it
+    except RuntimeError:  # `_record_graphs` logs it
         return taken
     log.info("CUDA graphs measured", gib=round(graphs / GIB, 3))
     return taken + graphs
 
 
-def _record_decodes(
-    executor: Executor, max_num_seqs: int, max_model_len: int, num_drafted: int
+def _record_graphs(
+    executor: Executor, max_model_len: int, max_num_seqs: int, batched: int, num_drafted: int
 ) -> None:
     """Record CUDA graphs; if the model cannot be recorded, log a warning."""
     try:
-        executor.record_decodes(
+        executor.record_graphs(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             record=cuda_recorder(),
             num_drafted=num_drafted,
+            max_num_batched_tokens=batched,
         )
     except RuntimeError as error:
-        log.warning(
-            "no CUDA graphs: decode steps launch each kernel, which is slower", error=str(error)
-        )
+        log.warning("no CUDA graphs: steps launch each kernel, which is slower", error=str(error))
 
 
 def _device_name(device: torch.device) -> str:

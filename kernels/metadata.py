@@ -28,6 +28,29 @@ class AttentionPlan:
     num_chunk_pieces: int
     splits: int | None = None
 
+    def take(self, plan: "AttentionPlan", idle: torch.Tensor) -> None:
+        """Replace the items by those of a batch, in a plan with room for them.
+
+        Args:
+            plan: the batch's.
+            idle: the items that `octavo.kernels.ops.plan_room` made; of these as many follow the
+                batch's decodes, and its others, as there is room for.
+
+        Raises:
+            ValueError: there is no room for the batch's pieces.
+        """
+        needed = plan.num_decode_pieces, plan.num_chunk_pieces
+        had = self.num_decode_pieces, self.num_chunk_pieces
+        if needed[0] > had[0] or needed[1] > had[1]:
+            raise ValueError(f"a batch has {needed} pieces, and there is room for {had}")
+        first, count = self.num_decode_items, plan.num_decode_items
+        for room, items, rest in (
+            (self.items[:first], plan.items[:count], idle[:first]),
+            (self.items[first:], plan.items[count:], idle[first:]),
+        ):
+            room[: len(items)] = items
+            room[len(items) :] = rest[: len(room) - len(items)]
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

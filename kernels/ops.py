@@ -263,9 +263,9 @@ def plan_room(
 ) -> AttentionPlan | None:
     """Return a plan with room for any batch's, for CUDA graphs that read their items from memory.
 
-    Put the items of a batch's plan in front of the room's, those of its decodes and the others
-    each, and move the latter back: they are all of the sequence after the last of `sequences`,
-    which has the rest of the rows and no tokens. Its rows are filled with zeros.
+    `AttentionPlan.take` puts a batch's items there. Those that are left are of the sequence after
+    the last of `sequences`, which has the rest of the rows and no tokens: they fill its rows with
+    zeros.
 
     Args:
         sequences: Most sequences of a batch, without that one.

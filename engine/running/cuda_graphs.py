@@ -1,22 +1,27 @@
-"""Decode steps as CUDA graphs: the host launches a whole step of the model at once.
+"""Steps as CUDA graphs: the host launches a whole step of the model at once.
 
 A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step
 copies its inputs there, padded to the next size. A padded row is one of a sequence of no tokens:
-it attends to nothing, writes no K/V, and its logits are cut off. Steps with chunks of prompts,
-and larger batches, are launched kernel by kernel.
+it attends to nothing, writes no K/V, and its logits are cut off. Larger steps, steps with adapters
+and those with prompt log-probabilities are launched kernel by kernel.
 
 A step that verifies drafts has several rows of some sequences: the last token and the drafted
 ones. Its graphs have room for drafts of any length, but the rows lie end to end as in any batch,
 and the graph reads where each sequence begins. So no sequence is longer than it is, and none
 sees keys that nobody wrote. What is left of the room belongs to one more sequence of no tokens.
+
+A mixed step has chunks of prompts beside decodes and drafts. Its graphs have room for any mix: the
+plan of attention, which lists the tiles of queries and the pieces of keys, is an input too, and so
+are the rows whose logits are wanted. So attention splits the keys of few decodes as it does outside
+of a graph; a grid that did not depend on the batch could not. A graph for each part between two
+calls of attention would leave three launches and an operator's dispatch per layer to the host.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from operator import ge
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,61 +29,15 @@ import torch
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import Planner
 from octavo.engine.models.step import Step
+from octavo.engine.running.graph_sizes import GraphSize
 from octavo.engine.running.inputs import StepInputs
-from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, LayerCache, StateCache
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
 """Records work on inputs at fixed addresses; returns what replays it."""
 
 WARM_UPS = 2
-MAX_ROWS = 256
-"""Above this size, a step takes longer to compute than to launch."""
-
-
-class GraphSize(NamedTuple):
-    """What a graph has room for.
-
-    Attributes:
-        sequences: most sequences of a step.
-        longest: most rows of a sequence: its last token, and those that are drafted behind it.
-        rows: most rows of all sequences together.
-    """
-
-    sequences: int
-    longest: int
-    rows: int
-
-
-def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
-    """Return the sizes to record, by rising rows: of decodes, and of steps that verify drafts.
-
-    In batches of more sequences than may all have the longest draft, some have a shorter one or
-    none: one more size is for these.
-
-    Args:
-        max_num_seqs: most sequences in a batch.
-        num_drafted: most drafted tokens of a sequence; 0: none are.
-    """
-    most = min(max_num_seqs, MAX_ROWS)
-    sizes = [GraphSize(count, 1, count) for count in _batch_sizes(most)]
-    if num_drafted:
-        longest = 1 + num_drafted
-        all_drafted = min(most, MAX_ROWS // longest)
-        sizes += [GraphSize(n, longest, n * longest) for n in _batch_sizes(all_drafted)]
-        if all_drafted < most:
-            sizes.append(GraphSize(most, longest, MAX_ROWS))
-    return sorted(sizes, key=lambda size: (size.rows, size.longest))
-
-
-def _batch_sizes(most: int) -> list[int]:
-    """Return the batch sizes to record, rising: padding adds at most 7 sequences, or a quarter.
-
-    They start at 2: one token alone would not run compiled, see `compilation.jit`.
-    """
-    most = max(most, 2)
-    sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_ROWS + 1, 32)]
-    return [*(size for size in sizes if size < most), most]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +52,18 @@ class RecordedStep:
         query_starts: where each sequence begins; an input if they have several rows.
         paged: the metadata and the caches that attention reads.
         inputs: tokens, positions and logit rows.
+        idle: the items of each group's plan, where they are an input: those of no batch.
     """
 
     replay: Replay
     query_starts: torch.Tensor
     paged: PagedStep
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    idle: list[torch.Tensor]
 
 
-class DecodeGraphs:
-    """A model's recorded decode steps.
+class StepGraphs:
+    """A model's recorded steps.
 
     All sizes write their logits to one buffer: one per size would take 0.8 GB for a
     vocabulary of 128k tokens.
@@ -129,21 +90,23 @@ class DecodeGraphs:
             layers: the cache, as in `PagedStep`.
             kv_scales: likewise.
             states: likewise.
-            sizes: to record, by rising rows.
+            sizes: to record. A step takes the first that it fits into.
             widths: most blocks in a sequence's table of each layer group.
             max_model_len: most tokens of a sequence.
             device: the model's device.
             planners: plan the attention of each layer group.
             record: records; `cuda_recorder` on a GPU.
         """
-        rows = sizes[-1].rows
+        rows = max(size.rows for size in sizes)
         most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
         self._step = step
         self._sizes = sizes
         self._max_model_len = max_model_len
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._logit_rows = torch.arange(rows, device=device)
+        self._all_rows = torch.arange(rows, device=device)
+        self._wanted = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._num_logits = max(size.logits or size.rows for size in sizes)
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._slots = torch.full((len(widths), rows), -1, dtype=torch.int64, device=device)
         self._tables = [
@@ -151,38 +114,42 @@ class DecodeGraphs:
         ]
         self._logits: torch.Tensor | None = None
         self._recorded: dict[GraphSize, RecordedStep] = {}
-        for size in reversed(sizes):  # the smaller fit into the memory of the larger
-            query_lens = _query_lens(size)
+        # The smaller fit into the memory of the larger.
+        for size in sorted(sizes, key=lambda size: size.rows, reverse=True):
             query_starts = _query_starts(size).to(device)
-            groups = self._metadata(size, query_lens, query_starts, planners)
+            groups = self._metadata(size, query_starts, planners)
             paged = PagedStep(groups, layers, kv_scales, states)
             laid = self._tokens[: size.rows][None], self._positions[: size.rows][None]
-            inputs = *laid, self._logit_rows[: size.rows]
+            wanted = self._wanted[: size.logits] if size.mixed else self._all_rows[: size.rows]
+            inputs = *laid, wanted
+            idle = [each.plan.items.clone() for each in groups if size.mixed and each.plan]
             replay = record(partial(self._work, paged, inputs))
-            self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs)
+            self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs, idle)
 
     def _metadata(
-        self,
-        size: GraphSize,
-        query_lens: np.ndarray,
-        query_starts: torch.Tensor,
-        planners: Sequence[Planner],
+        self, size: GraphSize, query_starts: torch.Tensor, planners: Sequence[Planner]
     ) -> list[AttentionMetadata]:
         """Return what the attention of each layer group reads in the graph of a size."""
-        count = len(query_lens)
-        seq_lens = np.full(count, self._max_model_len, np.int32)
+        count = len(query_starts) - 1
         return [
             AttentionMetadata(
                 query_starts=query_starts,
                 seq_lens=self._seq_lens[:count],
                 block_tables=tables[:count],
                 slot_mapping=slots[: size.rows],
-                max_query_len=int(query_lens.max()),
+                max_query_len=size.rows if size.longest > 1 else 1,
                 max_seq_len=self._max_model_len,
-                plan=plan(query_lens, seq_lens),
+                plan=self._plan(size, planner),
             )
-            for tables, slots, plan in zip(self._tables, self._slots, planners, strict=True)
+            for tables, slots, planner in zip(self._tables, self._slots, planners, strict=True)
         ]
+
+    def _plan(self, size: GraphSize, planner: Planner) -> AttentionPlan | None:
+        """Return the plan of a graph: of mixed steps an input, else right for all steps."""
+        if size.mixed:
+            return planner.room(size.sequences, size.chunks, size.rows)
+        query_lens = _query_lens(size)
+        return planner(query_lens, np.full(len(query_lens), self._max_model_len, np.int32))
 
     def _work(
         self, paged: PagedStep, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -191,20 +158,20 @@ class DecodeGraphs:
         with attending(paged):
             logits = self._step(*inputs)
         if self._logits is None:  # the first is the largest, and runs before it is recorded
-            self._logits = torch.empty_like(logits)
+            self._logits = logits.new_empty((self._num_logits, logits.shape[1]))
         return self._logits[: len(logits)].copy_(logits)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Return a step's logits, one per row; None if there is no graph for it.
+        """Return a step's logits, one per wanted row; None if there is no graph for it.
 
-        There is none if a row's logits are not wanted, as in a chunk of a prompt, if there are
-        prompt log-probabilities, or if the batch is too large. The logits are overwritten by the
-        next step.
+        There is none if there are prompt log-probabilities, or if the batch is too large. The
+        logits are overwritten by the next step.
         """
-        rows, batch = inputs.token_ids.shape[1], inputs.groups[0]
+        rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
         count = len(batch.seq_lens)
-        size = self._size_for(count, batch.max_query_len, rows)
-        if size is None or inputs.scored or len(inputs.logit_rows) != rows:
+        step = GraphSize(count, batch.max_query_len, rows, inputs.num_chunks, wanted)
+        size = next((size for size in self._sizes if size.holds(step)), None)
+        if size is None or inputs.scored:
             return None
         recorded = self._recorded[size]
         self._tokens[:rows] = inputs.token_ids[0]
@@ -219,17 +186,23 @@ class DecodeGraphs:
             tables[:count, : given.shape[1]] = given
             slots[:rows] = metadata.slot_mapping
             slots[rows : size.rows] = -1
-        return recorded.replay()[:rows]
+        if size.mixed:
+            self._wanted[:wanted] = inputs.logit_rows
+            self._wanted[wanted : size.logits] = 0
+            self._take_plans(recorded, inputs.groups)
+        return recorded.replay()[:wanted]
 
-    def _size_for(self, sequences: int, longest: int, rows: int) -> GraphSize | None:
-        """Return the least size with room for all that."""
-        needed = sequences, longest, rows
-        fitting = (size for size in self._sizes if all(map(ge, size, needed)))
-        return next(fitting, None)
+    @staticmethod
+    def _take_plans(recorded: RecordedStep, groups: Sequence[AttentionMetadata]) -> None:
+        """Copy the plans of a mixed step's layer groups, where there are any."""
+        rooms = [group.plan for group in recorded.paged.groups if group.plan is not None]
+        plans = [group.plan for group in groups if group.plan is not None]
+        for room, plan, idle in zip(rooms, plans, recorded.idle, strict=True):
+            room.take(plan, idle)
 
 
 def _query_lens(size: GraphSize) -> np.ndarray:
-    """Return the most rows of each sequence of a graph, padding included: `[n]` int32.
+    """Return the most rows of each sequence of a graph that is not of mixed steps: `[n]` int32.
 
     Of decodes, each sequence that is missing has one padded row. Otherwise, one more sequence
     has all padded rows.
@@ -289,13 +262,13 @@ def graph_memory(
 ) -> int:
     """Return the bytes of the device that graphs of all `sizes` take.
 
-    It records few of them. The largest of decodes and of drafts take the memory that all sizes
-    share, and the smallest only the memory that each graph takes for itself.
+    It records few of them. The largest of decodes, of drafts and of mixed steps take the memory
+    that all sizes share, and the smallest only the memory that each graph takes for itself.
 
     Args:
-        sizes: by rising rows.
-        record_sizes: makes `DecodeGraphs` of some sizes; they are dropped at the end.
-        record: as for `DecodeGraphs`.
+        sizes: of each of these kinds by rising rows; the smallest first.
+        record_sizes: makes `StepGraphs` of some sizes; they are dropped at the end.
+        record: as for `StepGraphs`.
         free: returns the bytes that are free on the device.
     """
     left = [free()]
@@ -305,7 +278,7 @@ def graph_memory(
         left.append(free())
         return replay
 
-    largest = {size.longest: size for size in sizes}
+    largest = {0 if size.mixed else size.longest: size for size in sizes}
     chosen = [size for size in sizes if size == sizes[0] or size in largest.values()]
     recorded = record_sizes(chosen, measured)
     del recorded

@@ -20,13 +20,8 @@ from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
 from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_step import RankStep
-from octavo.engine.running.cuda_graphs import (
-    DecodeGraphs,
-    GraphSize,
-    Record,
-    graph_memory,
-    graph_sizes,
-)
+from octavo.engine.running.cuda_graphs import Record, StepGraphs, graph_memory
+from octavo.engine.running.graph_sizes import GraphSize, graph_sizes, mixed_sizes
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.running.ranks import Leader
@@ -91,7 +86,7 @@ class Executor:
         self._adapters = adapters
         self._loaded = loaded
         self._device = loaded.device
-        self._decodes: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._eager_before = 0
         self._planners = cache.layout.planners(loaded.dtype, loaded.cache_dtype, loaded.device)
 
@@ -262,25 +257,33 @@ class Executor:
         self._eager_before = self._loaded.eager_steps  # the lone decode
 
     @torch.inference_mode()
-    def record_decodes(
-        self, *, max_num_seqs: int, max_model_len: int, record: Record, num_drafted: int = 0
+    def record_graphs(
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        record: Record,
+        num_drafted: int = 0,
+        max_num_batched_tokens: int = 0,
     ) -> None:
-        """Record steps that only decode, to replay them from now on; see `cuda_graphs`.
+        """Record steps, to replay them from now on; see `cuda_graphs`.
 
         Args:
             max_num_seqs: most sequences in a batch.
             max_model_len: most tokens of a sequence.
             record: records a step.
             num_drafted: most drafted tokens of a sequence; 0: none are.
+            max_num_batched_tokens: most tokens of a step with chunks of prompts; 0: record none
+                of these.
 
         Raises:
             RuntimeError: the device cannot record the model.
         """
-        sizes = graph_sizes(max_num_seqs, num_drafted)
-        self._decodes = self._record(sizes, max_model_len, record)
+        sizes = _sizes(max_num_seqs, max_num_batched_tokens, num_drafted)
+        self._graphs = self._record(sizes, max_model_len, record)
 
     @torch.inference_mode()
-    def measure_decodes(
+    def measure_graphs(
         self,
         *,
         max_num_seqs: int,
@@ -288,28 +291,30 @@ class Executor:
         record: Record,
         free: Callable[[], int],
         num_drafted: int = 0,
+        max_num_batched_tokens: int = 0,
     ) -> int:
-        """Return the bytes that `record_decodes` will take on the device; record nothing.
+        """Return the bytes that `record_graphs` will take on the device; record nothing.
 
         Args:
-            max_num_seqs: most sequences in a batch.
-            max_model_len: most tokens of a sequence.
-            record: records a step.
+            max_num_seqs: as for `record_graphs`, like the others.
+            max_model_len: likewise.
+            record: likewise.
             free: returns the bytes that are free on the device.
-            num_drafted: most drafted tokens of a sequence; 0: none are.
+            num_drafted: as for `record_graphs`.
+            max_num_batched_tokens: likewise.
 
         Raises:
             RuntimeError: the device cannot record the model.
         """
         return graph_memory(
-            graph_sizes(max_num_seqs, num_drafted),
+            _sizes(max_num_seqs, max_num_batched_tokens, num_drafted),
             lambda sizes, record: self._record(sizes, max_model_len, record),
             record,
             free,
         )
 
-    def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> DecodeGraphs:
-        return DecodeGraphs(
+    def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> StepGraphs:
+        return StepGraphs(
             self._loaded.step,
             self.cache.layers,
             self._loaded.kv_scales,
@@ -324,7 +329,7 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the wanted tokens."""
-        graphs = self._decodes if inputs.adapters is None else None  # recorded without adapters
+        graphs = self._graphs if inputs.adapters is None else None  # recorded without adapters
         if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
         with self._attending(inputs):
@@ -370,3 +375,9 @@ class Executor:
             tokens = to_device(np.array(chunk), self._device)
             reports.append(Report(rows, tokens, [count] * len(chunk)))
         return reports
+
+
+def _sizes(max_num_seqs: int, max_tokens: int, num_drafted: int) -> list[GraphSize]:
+    """Return the sizes to record, those of mixed steps last: they take what fits into no other."""
+    own = graph_sizes(max_num_seqs, num_drafted)
+    return own + mixed_sizes(max_num_seqs, max_tokens, num_drafted)

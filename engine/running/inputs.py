@@ -53,6 +53,7 @@ class StepInputs:
         scored: first row of the prompt's logits, by index in the batch of the scheduled
             sequence, for those that want prompt log-probabilities.
         adapters: the sequences' adapters; None if no sequence has one.
+        num_chunks: sequences with several tokens: chunks of prompts and drafts.
     """
 
     token_ids: torch.Tensor
@@ -64,6 +65,7 @@ class StepInputs:
     beams: list[SamplingRow] = field(default_factory=list)
     scored: dict[int, int] = field(default_factory=dict)
     adapters: StepAdapters | None = None
+    num_chunks: int = 0
 
     @property
     def take_greatest(self) -> bool:
@@ -175,7 +177,9 @@ def to_inputs(
         )
         for group, table in enumerate(arrays.tables)
     ]
-    return StepInputs(laid[0:1], laid[1:2], to_device(arrays.rows, device), groups)
+    several = int(np.count_nonzero(query_lens > 1))
+    wanted = to_device(arrays.rows, device)
+    return StepInputs(laid[0:1], laid[1:2], wanted, groups, num_chunks=several)
 
 
 def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:

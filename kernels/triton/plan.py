@@ -82,9 +82,10 @@ def _plan(
         count = splits or attention.splits(kind, len(tiles), longest)
         found.append(_cut(tiles, count))
         pieces.append(len(found[-1]) if count > 1 else 0)
-    return AttentionPlan(
-        to_device(np.concatenate(found), attention.device), len(found[0]), *pieces, splits
-    )
+    decodes, _ = found
+    decode_pieces, chunk_pieces = pieces
+    items = to_device(np.concatenate(found), attention.device)
+    return AttentionPlan(items, len(decodes), decode_pieces, chunk_pieces, splits)
 
 
 def plan_room(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference
 from octavo.kernels.activation import KINDS, Activation
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 # Powers of two: what an fp8 cache holds, any dtype holds exactly.
@@ -283,12 +283,28 @@ def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
     return [number.argsort().view(-1, dim) for number, dim in zip(numbers, dims, strict=True)]
 
 
+def _plan_options(case: Case, device: str) -> dict[str, Any]:
+    """Return what attention is planned by, other than the batch."""
+    return {
+        "num_heads": case.num_kv_heads * case.group,
+        "num_kv_heads": case.num_kv_heads,
+        "key_dim": case.head_dim,
+        "value_dim": case.width_of_values,
+        "latent": case.latent,
+        "span": case.sliding_window or case.chunk,
+        "dtype": case.dtype,
+        "cache_dtype": case.kept_as,
+        "device": torch.device(device),
+    }
+
+
 def _check_attention(
     kernels: ModuleType,
     case: Case,
     device: str = "cpu",
     splits: int | None = None,
     planned: Sequence[int] | None = None,  # queries of each sequence; those there are if None
+    plan: AttentionPlan | None = None,
 ) -> None:
     batch = _build(case, device)
     caches = _in_order_of(kernels, case, batch)
@@ -297,16 +313,10 @@ def _check_attention(
         plan = kernels.plan_attention(
             np.array(planned or [queries for queries, _ in case.lengths]),
             np.array([tokens for _, tokens in case.lengths]),
-            num_heads=case.num_kv_heads * case.group,
-            num_kv_heads=case.num_kv_heads,
-            key_dim=case.head_dim,
-            value_dim=case.width_of_values,
-            latent=case.latent,
-            dtype=case.dtype,
-            cache_dtype=case.kept_as,
-            device=batch.query.device,
+            **_plan_options(case, device),
             splits=splits,
         )
+    if plan is not None:
         metadata = replace(metadata, plan=plan)
     out = kernels.paged_attention(batch.query, *caches, metadata, **batch.options)
     # In float32 from the very same inputs, so that all error is the kernel's own.
@@ -479,6 +489,7 @@ class Harness:
     build: Callable[..., Batch] = _build
     carve: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _carve
     elements: Callable[[Case], int] = _elements
+    plan_options: Callable[..., dict[str, Any]] = _plan_options
     check_attention: Callable[..., None] = _check_attention
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies

@@ -1,10 +1,15 @@
-"""How many pieces long sequences are cut into."""
+"""How many pieces long sequences are cut into, and the room that plans of graphs have for them."""
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from octavo.kernels.gpu import Gpu
+from octavo.kernels.triton import plan
 from octavo.kernels.triton.splits import LEAST_KEYS, MAX_SPLITS, choose_splits
+from octavo.kernels.triton.tiles import Heads, choose_tiles
 
 H100 = 2 * 132  # places, of decodes
 
@@ -33,3 +38,33 @@ def test_what_fills_the_gpu_by_itself_is_not_cut():
     # run one after the other.
     assert choose_splits(132, 32768, 132) == 1
     assert choose_splits(132, 32768, 264) == 2
+
+
+SEQUENCES, CHUNKS, ROWS = 40, 10, 300
+
+
+@pytest.mark.parametrize("group", [1, 4, 20])
+@pytest.mark.parametrize("kv_heads", [1, 8])
+def test_a_plan_with_room_has_room_for_any_batch(monkeypatch, group, kv_heads):
+    gpu = Gpu("H100", "sm_90", 32, 227 << 10, 132)
+    monkeypatch.setattr(plan, "describe_gpu", lambda _: gpu)
+    dtypes = {"dtype": torch.bfloat16, "cache_dtype": torch.bfloat16}
+    shape = {"num_heads": group * kv_heads, "num_kv_heads": kv_heads, "key_dim": 128}
+    options = {**shape, "value_dim": 128, **dtypes, "device": torch.device("cpu")}
+    tile_rows = choose_tiles("chunk", gpu, Heads(group, 128, 128), **dtypes).rows
+    room = plan.plan_room(SEQUENCES, CHUNKS, ROWS, **options)
+    rng, cut = np.random.default_rng(0), set()
+    for _ in range(100):
+        chunks, decodes = rng.integers(0, CHUNKS + 1), rng.integers(0, SEQUENCES - CHUNKS + 1)
+        left = ROWS - decodes - 2 * chunks
+        shares = rng.multinomial(rng.integers(0, left + 1), [1 / (chunks + 1)] * (chunks + 1))
+        queries = np.append(shares[:chunks] + 2, np.ones(decodes, np.int64))
+        given = plan.plan_attention(queries, rng.integers(1, 1 << 15, len(queries)), **options)
+        cut |= {given.num_decode_pieces > 0, given.num_chunk_pieces > 0}
+        others = len(given.items) - given.num_decode_items
+        rest = len(room.items) - room.num_decode_items - others
+        assert given.num_decode_items <= room.num_decode_items
+        assert given.num_decode_pieces <= room.num_decode_pieces
+        assert given.num_chunk_pieces <= room.num_chunk_pieces
+        assert rest * tile_rows >= (ROWS - queries.sum()) * group
+    assert cut == {False, True}

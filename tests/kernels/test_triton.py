@@ -7,6 +7,7 @@ of their own.
 
 import importlib
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -240,6 +241,32 @@ def test_fewer_queries_than_are_planned_for(harness, kernels, window):
     lengths = [(9, 140), (1, 200), (1, 128), (3, 9), (0, 0), (31, 0)]
     case = harness.case(lengths=lengths, num_kv_heads=2, group=4, sliding_window=window)
     harness.check_attention(kernels, case, DEVICE, splits=2, planned=[9] * 5 + [45])
+
+
+@pytest.fixture
+def uninitialized_is_nan():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialized_is_nan")
+@pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
+def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, window):
+    """As in a CUDA graph of mixed steps: the fifth sequence has the rows that are left."""
+    monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", 1)
+    case = harness.case(lengths=[], group=2, sliding_window=window)
+    options = harness.plan_options(case, DEVICE)
+    room = kernels.plan_room(4, 2, 50, **options)
+    room, idle = replace(room, splits=2), room.items.clone()
+    full = np.array([(1, 70), (1, 90), (46, 90), (2, 64)]).T
+    room.take(kernels.plan_attention(*full, splits=1, **options), idle)
+    some = [(17, 40), (1, 70)]
+    room.take(kernels.plan_attention(*np.array(some).T, splits=2, **options), idle)
+    case = replace(case, lengths=[*some, (0, 0), (0, 0), (32, 0)])
+    harness.check_attention(kernels, case, DEVICE, plan=room)
+    with pytest.raises(ValueError, match="room for"):
+        room.take(kernels.plan_attention(*full, splits=9, **options), idle)
 
 
 def test_latent_attention(harness, kernels):

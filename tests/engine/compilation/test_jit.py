@@ -62,7 +62,7 @@ def run(model, *, recorded=False):
     settings = {"num_blocks": 64, "swap_space": 0, "compile": "off", "max_num_seqs": 6}
     stepper = Stepper(build(EngineSettings(model=str(model), dtype="float32", **settings)))
     if recorded:
-        stepper.parts.executor.record_decodes(
+        stepper.parts.executor.record_graphs(
             max_num_seqs=6, max_model_len=128, record=lambda work: work
         )
     groups = [

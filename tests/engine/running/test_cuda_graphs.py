@@ -14,13 +14,8 @@ from transformers import MistralConfig
 from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
-from octavo.engine.running.cuda_graphs import (
-    MAX_ROWS,
-    DecodeGraphs,
-    GraphSize,
-    cuda_recorder,
-    graph_sizes,
-)
+from octavo.engine.running.cuda_graphs import StepGraphs, cuda_recorder
+from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes
 from octavo.engine.running.inputs import StepInputs
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
@@ -45,7 +40,7 @@ MOST = [1, 3, 8, 100, 128, 256, 1000]
 def test_the_ladder_ends_with_the_batch_and_wastes_little(most):
     sizes = graph_sizes(most)
     rungs = [size.sequences for size in sizes]
-    assert sizes == [(rung, 1, rung) for rung in rungs]
+    assert sizes == [GraphSize(rung, 1, rung) for rung in rungs]
     assert rungs[-1] == min(max(most, 2), MAX_ROWS)
     assert rungs == sorted(set(rungs))
     for below, rung in itertools.pairwise(rungs):
@@ -94,7 +89,7 @@ def run(tiny_model, record=None):
     settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01, "max_num_seqs": 6}
     stepper = Stepper(build(EngineSettings(model=str(tiny_model), **settings)))
     if record:
-        stepper.parts.executor.record_decodes(max_num_seqs=6, max_model_len=128, record=record)
+        stepper.parts.executor.record_graphs(max_num_seqs=6, max_model_len=128, record=record)
     prompts = [[7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14]]
     groups = [
         stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
@@ -144,7 +139,7 @@ def run_to_the_end(model, outputs=None):
     engine, again = Stepper(parts), Again()
     if outputs is not None:
         parts.scheduler.speculation = Speculation(Oracle(outputs), DRAFTED)
-        parts.executor.record_decodes(
+        parts.executor.record_graphs(
             max_num_seqs=6, max_model_len=LONGEST, record=again.record, num_drafted=DRAFTED
         )
     parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
@@ -188,7 +183,7 @@ def plan(query_lens, _):
 
 
 def decode_graphs(step, record, sizes=SIZES):
-    return DecodeGraphs(
+    return StepGraphs(
         step,
         [],
         None,
@@ -347,8 +342,11 @@ class Probe:
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def measure_decodes(self, *, record, free, max_num_seqs, max_model_len, num_drafted):
+    def measure_graphs(
+        self, *, record, free, max_num_seqs, max_model_len, num_drafted, max_num_batched_tokens
+    ):
         assert (max_num_seqs, max_model_len, num_drafted) == (256, 8192, 8)
+        assert max_num_batched_tokens == 8192
         assert record == "records"
         return 3 * GIB if free() else 0
 
@@ -378,7 +376,15 @@ def gpu(monkeypatch):
 
 def blocks(settings, loaded=Loaded):
     block_bytes = 2 * MIB
-    taken = startup._memory_taken(Probe(gpu), loaded, settings, 256, block_bytes, num_drafted=8)
+    taken = startup._memory_taken(
+        Probe(gpu),
+        loaded,
+        settings,
+        block_bytes,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        num_drafted=8,
+    )
     return capacity.count_blocks(settings, loaded.device, block_bytes, 0, taken=taken)
 
 
@@ -390,7 +396,7 @@ def test_the_cache_gets_all_but_what_steps_and_graphs_take(graphs, left):
 
 @pytest.mark.usefixtures("gpu")
 def test_nothing_is_measured_where_somebody_said_how_much(monkeypatch):
-    monkeypatch.setattr(Probe, "measure_decodes", None)
+    monkeypatch.setattr(Probe, "measure_graphs", None)
     assert blocks(EngineSettings(model="any", num_blocks=7)) == 7
     assert blocks(EngineSettings(model="any", cache_memory=1)) == 512
 
@@ -407,7 +413,7 @@ def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model, num_dra
         return lambda: None
 
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
-    taken = parts.executor.measure_decodes(
+    taken = parts.executor.measure_graphs(
         max_num_seqs=256,
         max_model_len=128,
         record=record,

@@ -107,7 +107,7 @@ def test_so_they_are_when_it_is_compiled(engine, expected, async_scheduling):
 def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
     monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
-    assert recorded.parts.executor._decodes is not None
+    assert recorded.parts.executor._graphs is not None
     gc.collect()
     torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # where freed memory was
     assert run(recorded) == expected
@@ -124,17 +124,17 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
     recorded = engine(speculation="ngram", num_speculative_tokens=3)
     executor = recorded.parts.executor
     if INTERPRETED:  # the kernels of a graph, launched one by one
-        executor.record_decodes(max_num_seqs=4, max_model_len=512, record=again, num_drafted=3)
+        executor.record_graphs(max_num_seqs=4, max_model_len=512, record=again, num_drafted=3)
     known = [prompt + output for prompt, output in zip(prompts(), expected, strict=True)]
     recorded.scheduler.speculation = Speculation(Oracle(known), 3)
-    replayed, forward = [], executor._decodes.run
+    replayed, forward = [], executor._graphs.run
 
     def replay(inputs):
         logits = forward(inputs)
         replayed.append((inputs.groups[0].max_query_len, logits is not None))
         return logits
 
-    monkeypatch.setattr(executor._decodes, "run", replay)
+    monkeypatch.setattr(executor._graphs, "run", replay)
     assert run(recorded) == expected
     assert {(2, True), (3, True), (4, True)} & set(replayed), "no draft was replayed"
 

@@ -1,0 +1,100 @@
+"""The sizes of steps that are recorded as CUDA graphs."""
+
+from operator import ge
+from typing import NamedTuple
+
+MAX_ROWS = 256
+"""Of decodes and of drafts. Above this size, the step of a large model takes longer to compute than
+to launch."""
+MAX_MIXED_ROWS = 512
+"""Of steps with chunks of prompts."""
+MIXED_STRIDE = 64
+"""So many rows are at most padded, less one. It makes 8 sizes."""
+MOST_CHUNKS = 32
+"""Of a mixed step without drafts: room for more would add programs that most steps leave idle."""
+
+
+class GraphSize(NamedTuple):
+    """What a graph has room for, or what a step needs.
+
+    Attributes:
+        sequences: most sequences of a step.
+        longest: most rows of a sequence. Of a decode it is 1, and with drafts its last token and
+            those that are drafted behind it.
+        rows: most rows of all sequences together.
+        chunks: most sequences of several rows in a mixed step: chunks of prompts and drafts. A
+            graph with none is not of mixed steps: it gives the logits of all rows.
+        logits: most rows of a mixed step whose logits are wanted.
+    """
+
+    sequences: int
+    longest: int
+    rows: int
+    chunks: int = 0
+    logits: int = 0
+
+    @property
+    def mixed(self) -> bool:
+        """Whether a graph of this size takes steps with chunks of prompts."""
+        return self.chunks > 0
+
+    def holds(self, step: "GraphSize") -> bool:
+        """Return whether a step fits into a graph of this size."""
+        if self.mixed:
+            return all(map(ge, self, step))
+        return step.logits == step.rows and all(map(ge, self[:3], step[:3]))
+
+
+def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
+    """Return the sizes to record, by rising rows: of decodes, and of steps that verify drafts.
+
+    In batches of more sequences than may all have the longest draft, some have a shorter one or
+    none: one more size is for these.
+
+    Args:
+        max_num_seqs: most sequences in a batch.
+        num_drafted: most drafted tokens of a sequence; 0: none are.
+    """
+    most = min(max_num_seqs, MAX_ROWS)
+    sizes = [GraphSize(count, 1, count) for count in _batch_sizes(most)]
+    if num_drafted:
+        longest = 1 + num_drafted
+        all_drafted = min(most, MAX_ROWS // longest)
+        sizes += [GraphSize(n, longest, n * longest) for n in _batch_sizes(all_drafted)]
+        if all_drafted < most:
+            sizes.append(GraphSize(most, longest, MAX_ROWS))
+    return sorted(sizes, key=lambda size: (size.rows, size.longest))
+
+
+def _batch_sizes(most: int) -> list[int]:
+    """Return the batch sizes to record, rising: padding adds at most 7 sequences, or a quarter.
+
+    They start at 2: one token alone would not run compiled, see `compilation.jit`.
+    """
+    most = max(most, 2)
+    sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_ROWS + 1, 32)]
+    return [*(size for size in sizes if size < most), most]
+
+
+def mixed_sizes(max_num_seqs: int, max_tokens: int, num_drafted: int = 0) -> list[GraphSize]:
+    """Return the sizes to record of steps with chunks of prompts, by rising rows: at most 8.
+
+    Args:
+        max_num_seqs: most sequences in a batch.
+        max_tokens: most tokens in a batch.
+        num_drafted: most drafted tokens of a sequence; 0: none are.
+    """
+    most = min(max_tokens, MAX_MIXED_ROWS)
+    if most < 2:
+        return []
+    sizes = []
+    for rows in (*range(MIXED_STRIDE, most, MIXED_STRIDE), most):
+        sequences = min(max_num_seqs, rows)
+        chunks = min(sequences, rows // 2)
+        wanted = min(max_num_seqs, rows)
+        if num_drafted:
+            wanted = min(max(max_num_seqs, MAX_ROWS), rows)
+        else:
+            chunks = min(chunks, MOST_CHUNKS)
+        sizes.append(GraphSize(sequences, rows, rows, chunks, wanted))
+    return sizes
