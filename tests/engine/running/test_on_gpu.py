@@ -139,6 +139,29 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
     assert {(2, True), (3, True), (4, True)} & set(replayed), "no draft was replayed"
 
 
+def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
+    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    recorded = engine()
+    executor = recorded.parts.executor
+    if INTERPRETED:
+        # A program for each item takes long.
+        monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", 1)
+        executor.record_graphs(
+            max_num_seqs=4, max_model_len=512, record=again, max_num_batched_tokens=24
+        )
+    replayed, forward = [], executor._graphs.run
+
+    def replay(inputs):
+        logits = forward(inputs)
+        replayed.append((len(inputs.groups[0].seq_lens), inputs.num_chunks, logits is not None))
+        return logits
+
+    monkeypatch.setattr(executor._graphs, "run", replay)
+    assert run(recorded) == expected
+    assert all(was for *_, was in replayed)
+    assert any(count > chunks > 0 for count, chunks, _ in replayed)
+
+
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_blocks_that_were_swapped_are_as_they_were(engine, expected, async_scheduling):
     # Of 8 tokens each: too few for all at once.

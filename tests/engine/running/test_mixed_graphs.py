@@ -1,0 +1,368 @@
+"""Steps with chunks of prompts, decodes and drafts, as graphs that take any mix of them."""
+
+import gc
+import itertools
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, MistralConfig
+
+from octavo.engine.attention.operator import current_step
+from octavo.engine.running.cuda_graphs import StepGraphs
+from octavo.engine.running.graph_sizes import (
+    MAX_MIXED_ROWS,
+    MIXED_STRIDE,
+    GraphSize,
+    graph_sizes,
+    mixed_sizes,
+)
+from octavo.engine.running.inputs import StepInputs
+from octavo.engine.settings import EngineSettings
+from octavo.engine.speculation.speculation import Speculation
+from octavo.engine.startup import build
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from tests.engine.oracle import Oracle
+from tests.engine.random_model import save_random_model
+from tests.engine.stepper import Stepper
+
+VOCAB_SIZE = 16
+
+
+@pytest.mark.parametrize("num_drafted", [0, 4])
+@pytest.mark.parametrize("max_tokens", [1, 2, 24, 100, 512, 8192])
+@pytest.mark.parametrize("most", [1, 100, 256, 1000])
+def test_sizes_are_few_and_take_all_steps_up_to_the_bound(most, max_tokens, num_drafted):
+    sizes = mixed_sizes(most, max_tokens, num_drafted)
+    rows = [size.rows for size in sizes]
+    bound = min(max_tokens, MAX_MIXED_ROWS)
+    assert len(sizes) <= 8
+    assert rows == sorted(set(rows))
+    assert all(b - a <= MIXED_STRIDE for a, b in itertools.pairwise([0, *rows]))
+    assert all(size.mixed and size.longest == size.rows for size in sizes)
+    if bound < 2:
+        assert not sizes
+        return
+    assert rows[-1] == bound
+    prompt = GraphSize(1, bound, bound, 1, 1)
+    full = GraphSize(min(most, bound - 1), 2, bound, 1, min(most, bound - 1))
+    for step in (prompt, full):
+        assert any(size.holds(step) for size in sizes)
+    assert not any(size.holds(prompt._replace(rows=bound + 1)) for size in sizes)
+
+
+class Again:
+    """Records as on a GPU, but for speed: does the work again, on inputs that stay in place.
+
+    Attributes:
+        recorded: the rows of logits of each graph.
+        replayed: how often any was replayed.
+    """
+
+    def __init__(self):
+        self.recorded = []
+        self.replayed = 0
+
+    def record(self, work):
+        self.recorded.append(len(work()))
+
+        def replay():
+            self.replayed += 1
+            return work()
+
+        return replay
+
+
+DRAFTED, WINDOW, BLOCK_SIZE, LONGEST, BATCHED = 4, 24, 8, 64, 24
+
+
+@pytest.fixture(scope="module")
+def window_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("window")
+    config = MistralConfig(
+        vocab_size=500,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LONGEST,
+        sliding_window=WINDOW,
+        eos_token_id=2,
+    )
+    save_random_model(config, path, std=0.15)
+    return path
+
+
+def run(model, outputs=None, *, again=None):
+    """Run prompts to the longest sequence there may be, with drafts if their outputs are known.
+
+    Returns:
+        The engine, and the tokens of each sequence.
+    """
+    settings = {"dtype": "float32", "num_blocks": 96, "swap_space": 0, "block_size": BLOCK_SIZE}
+    settings |= {"max_num_seqs": 6, "max_num_batched_tokens": BATCHED, "max_model_len": LONGEST}
+    parts = build(EngineSettings(model=str(model), compile="off", **settings))
+    engine, num_drafted = Stepper(parts), 0
+    if outputs is not None:
+        num_drafted = DRAFTED
+        parts.scheduler.speculation = Speculation(Oracle(outputs), DRAFTED)
+    if again is not None:
+        parts.executor.record_graphs(
+            max_num_seqs=6,
+            max_model_len=LONGEST,
+            record=again.record,
+            num_drafted=num_drafted,
+            max_num_batched_tokens=BATCHED,
+        )
+    parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
+    lengths = 3, 40, 1, 20, 9, 63, 33, 2
+    prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
+    groups = []
+    for prompt in prompts:
+        groups.append(engine.submit(prompt, LONGEST - len(prompt)))
+        for _ in range(3):
+            engine.step()
+    groups.append(engine.submit([9, 8, 7], 3, prompt_logprobs=1))
+    engine.run()
+    return engine, [group.sequences[0].token_ids for group in groups]
+
+
+def kinds(batch):
+    """Which kinds of work a batch has."""
+    found = set()
+    for each in batch.sequences:
+        several = each.end - each.start - len(each.draft) > 1
+        found.add("chunk" if several else "draft" if each.draft else "decode")
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("model", ["decided_model", "window_model"])
+def test_steps_that_are_replayed_are_as_others(model, drafted, request):
+    path = request.getfixturevalue(model)
+    _, expected = run(path)
+    again = Again()
+    engine, outputs = run(path, expected if drafted else None, again=again)
+    assert outputs == expected
+    assert [len(output) for output in outputs] == [*[LONGEST] * 8, 6]
+    assert max(scheduled.end for batch in engine.batches for scheduled in batch.sequences) == 63
+    batches = [batch for batch in engine.batches if batch.num_sequences]
+    assert again.replayed == len(batches) - 1  # but that with prompt log-probabilities
+    mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode"})}
+    mixes |= {frozenset({"chunk", "decode", "draft"})} if drafted else set()
+    assert mixes <= set(map(kinds, batches))
+
+
+class Planner:
+    """Plans one item for each sequence, and has room for few."""
+
+    def __call__(self, query_lens, _):
+        decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+        items = np.zeros((len(query_lens), 4), np.int32)
+        items[:, 0] = [*decodes, *chunks]
+        return AttentionPlan(torch.from_numpy(items), len(decodes), 0, 0)
+
+    def room(self, sequences, chunks, _):
+        items = torch.zeros((sequences + chunks + 1, 4), dtype=torch.int32)
+        items[:, 0] = -1 - torch.arange(len(items))
+        return AttentionPlan(items, sequences, 0, 0)
+
+
+SIZES = [GraphSize(2, 1, 2), GraphSize(4, 8, 8, 2, 4), GraphSize(4, 16, 16, 2, 4)]
+
+
+def step_graphs(step, record):
+    return StepGraphs(
+        step,
+        [],
+        None,
+        sizes=SIZES,
+        widths=[4],
+        max_model_len=64,
+        device=torch.device("cpu"),
+        planners=[Planner()],
+        record=record,
+    )
+
+
+def step_inputs(wanted, *lengths):
+    """Lay out sequences of (rows, tokens); each row's token is its number."""
+    query_lens, seq_lens = np.array(lengths, np.int32).T
+    rows = torch.arange(query_lens.sum())
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens),
+        block_tables=torch.ones((len(lengths), 2), dtype=torch.int32),
+        slot_mapping=100 + rows,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+        plan=Planner()(query_lens, seq_lens),
+    )
+    several = int((query_lens > 1).sum())
+    return StepInputs(rows[None], rows[None], torch.tensor(wanted), [metadata], num_chunks=several)
+
+
+class AsOnAGpu:
+    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
+
+    def __init__(self):
+        self.storages = []
+        self.outputs = []
+
+    def step(self, token_ids, positions, wanted):
+        (metadata,) = current_step().groups
+        read = (token_ids, positions, wanted, metadata.query_starts, metadata.seq_lens)
+        read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
+        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
+        return torch.zeros((len(wanted), VOCAB_SIZE))
+
+    def record(self, work):
+        output = work()
+        self.outputs.append(output)
+        return lambda: output
+
+
+def test_all_that_a_graph_reads_lives_as_long_as_it():
+    gpu = AsOnAGpu()
+    graphs = step_graphs(gpu.step, gpu.record)
+    gc.collect()
+    assert [storage() is not None for storage in gpu.storages] == [True] * 8 * len(SIZES)
+    assert [len(output) for output in gpu.outputs] == [4, 4, 2]
+    assert len({output.untyped_storage().data_ptr() for output in gpu.outputs}) == 1
+    del graphs
+    gc.collect()
+    assert not any(storage() is not None for storage in gpu.storages)
+
+
+def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
+    seen = []
+
+    def step(_token_ids, _positions, wanted):
+        (metadata,) = current_step().groups
+        seen[:] = [wanted, metadata.query_starts, metadata.seq_lens, metadata.slot_mapping]
+        seen.append(metadata.plan.items[:, 0])
+        return wanted[:, None].expand(-1, VOCAB_SIZE)
+
+    def given(wanted, *lengths):
+        rows = sum(count for count, _ in lengths)
+        assert graphs.run(step_inputs(wanted, *lengths))[:, 0].tolist() == wanted
+        all_wanted, starts, seq_lens, slots, items = (tensor.tolist() for tensor in seen)
+        assert slots == [*range(100, 100 + rows), *[-1] * (len(slots) - rows)]
+        assert all_wanted == [*wanted, *[0] * (4 - len(wanted))]
+        return starts, seq_lens, items
+
+    graphs = step_graphs(step, Again().record)
+    starts, seq_lens, items = given([0, 1, 15], (1, 30), (1, 20), (12, 12), (2, 9))
+    assert (starts, seq_lens) == ([0, 1, 2, 14, 16, 16], [30, 20, 12, 9, 0])
+    assert items == [0, 1, -1, -2, 2, 3, -5]  # decodes, then chunks, each before idle ones
+    starts, seq_lens, items = given([0, 1, 4], (1, 31), (1, 21), (3, 15))
+    assert (starts, seq_lens) == ([0, 1, 2, 5, 5, 8], [31, 21, 15, 0, 0])
+    assert items == [0, 1, -1, -2, 2, -5, -6]
+    assert given([0], (7, 20)) == (
+        [0, 7, 7, 7, 7, 8],
+        [20, 0, 0, 0, 0],
+        [-1, -2, -3, -4, 0, -5, -6],
+    )
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(step_inputs([16], (1, 5), (16, 16)), id="too many rows"),
+        pytest.param(step_inputs([0], *[(2, 9)] * 3), id="too many chunks"),
+        pytest.param(step_inputs([0], *[(1, 9)] * 5), id="too many sequences"),
+        pytest.param(step_inputs([0, 1, 2, 3, 4], (1, 5), (9, 9)), id="too many logits"),
+    ],
+)
+def test_other_steps_are_not_replayed(inputs):
+    gpu = AsOnAGpu()
+    assert step_graphs(gpu.step, gpu.record).run(inputs) is None
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are not mere views: each launches one kernel or more."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliases = [each.alias_info for each in func._schema.returns]
+        if not any(alias is not None and not alias.is_write for alias in aliases):
+            self.found[str(func)] += 1
+        return func(*args, **kwargs or {})
+
+
+def count_launches(path):
+    """Return what a step of decodes and a chunk launches eagerly, and what its replay does."""
+    settings = {"num_blocks": 32, "swap_space": 0, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    parts = build(EngineSettings(model=str(path), dtype="float32", compile="off", **settings))
+    executor, engine, gpu = parts.executor, Stepper(parts), AsOnAGpu()
+    executor.record_graphs(
+        max_num_seqs=4, max_model_len=64, record=gpu.record, max_num_batched_tokens=16
+    )
+    graphs, forward, counts = executor._graphs, executor._forward, []
+
+    def count(inputs):
+        with Launches() as replay:
+            forward(inputs)
+        executor._graphs = None
+        with Launches() as eager:
+            logits = forward(inputs)
+        executor._graphs = graphs
+        if inputs.num_chunks and len(inputs.groups[0].seq_lens) > 1:
+            counts.append((eager.found.total(), replay.found.total()))
+        return logits
+
+    executor._forward = count
+    for prompt in ([5] * 3, [7] * 30):
+        engine.submit(prompt, 8)
+        engine.step()
+    engine.run()
+    return counts[0]
+
+
+def test_a_replay_launches_as_little_however_many_layers_there_are(tmp_path):
+    counts = []
+    for layers in (2, 4):
+        path = tmp_path / str(layers)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=64,
+        )
+        save_random_model(config, path, std=0.15)
+        counts.append(count_launches(path))
+    (eager, replay), (eager_of_more, replay_of_more) = counts
+    per_layer = (eager_of_more - eager) / 2
+    print(f"launches: {eager} eager, {per_layer} more a layer; {replay} for a replay")
+    assert per_layer >= 10
+    assert replay == replay_of_more <= 12
+
+
+def test_mixed_graphs_are_measured_by_the_largest(tiny_model):
+    again, used, own, shared = Again(), [0], 2, 500
+
+    def record(work):
+        again.record(work)
+        used[0] += own + shared * (len(again.recorded) == 1)
+        return lambda: None
+
+    parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
+    taken = parts.executor.measure_graphs(
+        max_num_seqs=100,
+        max_model_len=128,
+        record=record,
+        free=lambda: 10_000 - used[0],
+        max_num_batched_tokens=8192,
+    )
+    assert again.recorded == [100, 100, 2]  # rows of logits: mixed, decodes, the smallest
+    assert taken == shared + own * (len(graph_sizes(100)) + len(mixed_sizes(100, 8192)))
