@@ -84,8 +84,9 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     cuda_graphs: bool = Field(
         True,
-        description="On a GPU, record decode steps as CUDA graphs at the start and replay them;"
-        " with --speculation those that verify drafts, too.",
+        description="On a GPU, record steps as CUDA graphs at the start and replay them: decodes,"
+        " steps with chunks of prompts of up to 512 tokens and, with --speculation, those that"
+        " verify drafts.",
     )
     async_scheduling: bool = Field(
         True, description="On a GPU, launch each step before the previous one has finished."

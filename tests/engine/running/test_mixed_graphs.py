@@ -152,8 +152,7 @@ def test_steps_that_are_replayed_are_as_others(model, drafted, request):
     assert max(scheduled.end for batch in engine.batches for scheduled in batch.sequences) == 63
     batches = [batch for batch in engine.batches if batch.num_sequences]
     assert again.replayed == len(batches) - 1  # but that with prompt log-probabilities
-    mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode"})}
-    mixes |= {frozenset({"chunk", "decode", "draft"})} if drafted else set()
+    mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode", *["draft"] * drafted})}
     assert mixes <= set(map(kinds, batches))
 
 
