@@ -25,6 +25,8 @@ from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
@@ -120,7 +122,7 @@ def run(model, outputs=None, *, again=None):
         )
     parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
     lengths = 3, 40, 1, 20, 9, 63, 33, 2
-    prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
+    prompts = [[(7 * i + 11 * j) % 100 + 5 for j in range(n)] for i, n in enumerate(lengths)]
     groups = []
     for prompt in prompts:
         groups.append(engine.submit(prompt, LONGEST - len(prompt)))
@@ -154,6 +156,22 @@ def test_steps_that_are_replayed_are_as_others(model, drafted, request):
     assert again.replayed == len(batches) - 1  # but that with prompt log-probabilities
     mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode", *["draft"] * drafted})}
     assert mixes <= set(map(kinds, batches))
+
+
+OTHERS = ["deepseek_v3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon_h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_so_are_those_of_layers_with_states_experts_or_latents(name, tmp_path):
+    (entry,) = (entry for entry in entries() if entry.name == name)
+    save(entry, tmp_path)
+    again = Again()
+    _, expected = run(tmp_path)
+    engine, outputs = run(tmp_path, again=again)
+    assert outputs == expected
+    assert again.replayed == len([batch for batch in engine.batches if batch.num_sequences]) - 1
 
 
 class Planner:
