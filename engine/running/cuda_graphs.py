@@ -12,9 +12,11 @@ sees keys that nobody wrote. What is left of the room belongs to one more sequen
 
 A mixed step has chunks of prompts beside decodes and drafts. Its graphs have room for any mix: the
 plan of attention, which lists the tiles of queries and the pieces of keys, is an input too, and so
-are the rows whose logits are wanted. So attention splits the keys of few decodes as it does outside
-of a graph; a grid that did not depend on the batch could not. A graph for each part between two
-calls of attention would leave three launches and an operator's dispatch per layer to the host.
+are the rows whose logits are wanted. So attention splits the keys of a few long sequences as
+outside of a graph. If a kernel found its tiles by itself, as in vLLM's unified attention, all
+batches of a size would have one number of pieces: too few for a few sequences, or too many for
+many. The price is programs that a batch leaves idle. A graph for each part of the model between two
+calls of attention (piecewise graphs) would leave a few launches per layer to the host.
 """
 
 from collections.abc import Callable, Sequence

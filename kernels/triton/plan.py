@@ -44,7 +44,7 @@ class _Attention:
         if not num_tiles:
             return 1
         seen = min(longest, self.span or longest)
-        return choose_splits(num_tiles * self.num_kv_heads, seen, self.places(kind))
+        return choose_splits(num_tiles * self.num_kv_heads, seen, self.places(kind), kind)
 
 
 def plan_attention(
@@ -106,8 +106,9 @@ def plan_room(
     """Return a plan with room for any batch's; see `octavo.kernels.ops.plan_room`."""
     heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
     attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
+    kinds: tuple[Kind, ...] = ("decode", "chunk")
     decode_pieces, chunk_pieces = (
-        most_pieces(num_kv_heads, attention.places(kind)) for kind in ("decode", "chunk")
+        most_pieces(kind, num_kv_heads, attention.places(kind)) for kind in kinds
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)

@@ -254,7 +254,7 @@ def uninitialized_is_nan():
 @pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
 def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, window):
     """As in a CUDA graph of mixed steps: the fifth sequence has the rows that are left."""
-    monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", 1)
+    monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
     case = harness.case(lengths=[], group=2, sliding_window=window)
     options = harness.plan_options(case, DEVICE)
     room = kernels.plan_room(4, 2, 50, **options)

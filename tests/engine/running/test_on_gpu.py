@@ -145,7 +145,7 @@ def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
     executor = recorded.parts.executor
     if INTERPRETED:
         # A program for each item takes long.
-        monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", 1)
+        monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
         executor.record_graphs(
             max_num_seqs=4, max_model_len=512, record=again, max_num_batched_tokens=24
         )
