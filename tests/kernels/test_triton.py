@@ -257,13 +257,13 @@ def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, win
     monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
     case = harness.case(lengths=[], group=2, sliding_window=window)
     options = harness.plan_options(case, DEVICE)
-    room = kernels.plan_room(4, 2, 50, **options)
+    room = kernels.plan_room(4, 2, 30, **options)
     room, idle = replace(room, splits=2), room.items.clone()
-    full = np.array([(1, 70), (1, 90), (46, 90), (2, 64)]).T
+    full = np.array([(1, 70), (1, 90), (26, 90), (2, 64)]).T
     room.take(kernels.plan_attention(*full, splits=1, **options), idle)
-    some = [(17, 40), (1, 70)]
+    some = [(9, 40), (1, 70)]
     room.take(kernels.plan_attention(*np.array(some).T, splits=2, **options), idle)
-    case = replace(case, lengths=[*some, (0, 0), (0, 0), (32, 0)])
+    case = replace(case, lengths=[*some, (0, 0), (0, 0), (20, 0)])
     harness.check_attention(kernels, case, DEVICE, plan=room)
     with pytest.raises(ValueError, match="room for"):
         room.take(kernels.plan_attention(*full, splits=9, **options), idle)

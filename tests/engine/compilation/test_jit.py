@@ -63,7 +63,10 @@ def run(model, *, recorded=False):
     stepper = Stepper(build(EngineSettings(model=str(model), dtype="float32", **settings)))
     if recorded:
         stepper.parts.executor.record_graphs(
-            max_num_seqs=6, max_model_len=128, record=lambda work: work
+            max_num_seqs=6,
+            max_model_len=128,
+            record=lambda work: work,
+            max_num_batched_tokens=512,
         )
     groups = [
         stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
