@@ -1,5 +1,5 @@
 // The 8-bit floating-point types that a KV cache may be stored in (Micikevicius et al., "FP8 Formats
-// for Deep Learning", 2022). No CPU multiplies them, so attention widens a tile at a time.
+// for Deep Learning", 2022). CPUs have no products of them, so attention widens them.
 //
 // Products of bfloat16 pairs take subnormal numbers for zeros, so the cache has none: writing rounds
 // what is less than the least normal number to it or to zero.
@@ -59,9 +59,9 @@ void to_fp8(const typename T::Stored* from, int count, float scale, Fp8 type, ui
 // Widens bytes to elements of T.
 //
 // Where a word of a product has two elements, four bytes lie together: first, third, second, fourth.
-// So 16-bit halves of a vector become the bfloat16 of two, by shifts. Their exponents keep their small
-// bias, so that they are 2^-shrunk times as great; the other factor is made 2^kGrown times as great,
-// so that no product is subnormal.
+// So shifts make each half of the pack bfloat16. These have the exponents of the bytes, whose bias is
+// less: all of them are too small by one power of two. The other factor of a product is made 2^kGrown
+// times as great, so that the product is not subnormal. `unit` makes up for both.
 template <class T>
 class Fp8Widener {
   using Stored = typename T::Stored;
@@ -79,7 +79,7 @@ class Fp8Widener {
     return kPack == 1 ? 0 : element % 2 * 2 + element / 2;
   }
 
-  // Returns the factor of products of what is widened and of what has grown.
+  // Returns the factor by which products of packs are too small.
   float unit() const { return std::ldexp(1.f, T::kPack == 2 ? bias_change() - kGrown : 0); }
 
   // Widens packs to words: each pack's first two elements to `first`, the others to `second`. Their
@@ -93,8 +93,8 @@ class Fp8Widener {
 
   // Returns a vector's first or second words of packs.
   Words word(Words packs, int i) const {
-    typedef int16_t Halves __attribute__((vector_size(sizeof(Words))));
-    const Halves pairs = i == 0 ? (Halves)packs << 8 : (Halves)packs;
+    typedef int16_t Pairs __attribute__((vector_size(sizeof(Words))));
+    const Pairs pairs = i == 0 ? (Pairs)packs << 8 : (Pairs)packs;
     return (Words)(pairs >> more_ & kept_);
   }
 

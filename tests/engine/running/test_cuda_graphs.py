@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig
 
 from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
@@ -22,7 +21,7 @@ from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from tests.engine.oracle import Oracle
-from tests.engine.random_model import save_random_model
+from tests.engine.running.conftest import LONGEST
 from tests.engine.stepper import Stepper
 from tests.plain import shape
 
@@ -106,26 +105,8 @@ def test_decodes_that_are_replayed_are_as_others(tiny_model):
     assert set(again.replayed) == {2, 4, 6}
 
 
-DRAFTED, WINDOW, BLOCK_SIZE, LONGEST = 4, 24, 8, 64
+DRAFTED, BLOCK_SIZE = 4, 8
 ROWS = DRAFTED + 1
-
-
-@pytest.fixture(scope="module")
-def window_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("window")
-    config = MistralConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        sliding_window=WINDOW,
-        eos_token_id=2,
-    )
-    save_random_model(config, path, std=0.15)
-    return path
 
 
 def run_to_the_end(model, outputs=None):

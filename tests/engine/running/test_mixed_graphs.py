@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig
 
 from octavo.engine.attention.operator import current_step
 from octavo.engine.running.cuda_graphs import StepGraphs
@@ -29,6 +29,7 @@ from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
+from tests.engine.running.conftest import LONGEST
 from tests.engine.stepper import Stepper
 
 VOCAB_SIZE = 16
@@ -78,25 +79,7 @@ class Again:
         return replay
 
 
-DRAFTED, WINDOW, BLOCK_SIZE, LONGEST, BATCHED = 4, 24, 8, 64, 24
-
-
-@pytest.fixture(scope="module")
-def window_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("window")
-    config = MistralConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        sliding_window=WINDOW,
-        eos_token_id=2,
-    )
-    save_random_model(config, path, std=0.15)
-    return path
+DRAFTED, BLOCK_SIZE, BATCHED = 4, 8, 24
 
 
 def run(model, outputs=None, *, again=None):
