@@ -3,25 +3,24 @@
 import contextlib
 import gc
 import itertools
-import weakref
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
-from octavo.engine.running.cuda_graphs import StepGraphs, cuda_recorder
+from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes
-from octavo.engine.running.inputs import StepInputs
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.metadata import AttentionPlan
 from tests.engine.oracle import Oracle
 from tests.engine.running.conftest import LONGEST
+from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.stepper import Stepper
 from tests.plain import shape
 
@@ -29,9 +28,6 @@ SIZES = [
     GraphSize(*size)
     for size in ((2, 1, 2), (4, 1, 4), (2, 3, 6), (8, 1, 8), (4, 3, 12), (8, 3, 14))
 ]
-VOCAB_SIZE = 16
-
-
 MOST = [1, 3, 8, 100, 128, 256, 1000]
 
 
@@ -60,27 +56,6 @@ def test_drafts_add_few_sizes_and_none_above_the_bound(most, num_drafted):
     rows = [size.rows for size in sizes]
     assert rows == sorted(rows)
     assert rows[-1] <= MAX_ROWS
-
-
-class Again:
-    """Records as on a GPU, but for speed: does the work again, on inputs that stay in place.
-
-    Attributes:
-        replayed: rows of the graphs that were replayed.
-    """
-
-    def __init__(self):
-        self.replayed = []
-
-    def record(self, work):
-        work()
-
-        def replay():
-            logits = work()
-            self.replayed.append(len(logits))
-            return logits
-
-        return replay
 
 
 def run(tiny_model, record=None):
@@ -158,46 +133,11 @@ def test_drafts_that_are_verified_by_a_replay_are_as_others(model, request):
 
 
 def plan(query_lens, _):
-    return AttentionPlan(
-        torch.zeros((len(query_lens), 2), dtype=torch.int32), len(query_lens), 8, 0
-    )
+    items = torch.zeros((len(query_lens), 4), dtype=torch.int32)
+    return AttentionPlan(items, len(query_lens), 0, 0)
 
 
-def decode_graphs(step, record, sizes=SIZES):
-    return StepGraphs(
-        step,
-        [],
-        None,
-        sizes=sizes,
-        widths=[4],
-        max_model_len=64,
-        device=torch.device("cpu"),
-        planners=[plan],
-        record=record,
-    )
-
-
-class AsOnAGpu:
-    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
-
-    def __init__(self):
-        self.storages = []
-        self.outputs = []
-
-    def step(self, token_ids, positions, rows):
-        (metadata,) = current_step().groups
-        read = (token_ids, positions, rows, metadata.query_starts, metadata.seq_lens)
-        read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
-        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
-        return torch.full((len(rows), VOCAB_SIZE), float(len(rows)))
-
-    def alive(self):
-        return [storage() is not None for storage in self.storages]
-
-    def record(self, work):
-        output = work()
-        self.outputs.append(output)
-        return lambda: output
+decode_graphs = partial(graphs_of, sizes=SIZES, planner=plan)
 
 
 def test_all_that_a_graph_reads_lives_as_long_as_it():
@@ -219,21 +159,6 @@ def test_all_sizes_have_one_output():
     assert len(storages) == 1
     assert gpu.outputs[0].untyped_storage().nbytes() == rows[-1] * VOCAB_SIZE * 4
     del graphs
-
-
-def step_inputs(*lengths):
-    """Lay out sequences of (rows, tokens); each row's token is its number."""
-    query_lens, seq_lens = np.array(lengths, np.int32).T
-    rows = torch.arange(query_lens.sum())
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens),
-        block_tables=torch.ones((len(lengths), 2), dtype=torch.int32),
-        slot_mapping=100 + rows,
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
-    )
-    return StepInputs(rows[None], rows[None], rows, [metadata])
 
 
 def test_a_graph_gets_a_step_and_sequences_of_no_tokens():

@@ -2,8 +2,8 @@
 
 import gc
 import itertools
-import weakref
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from octavo.engine.attention.operator import current_step
-from octavo.engine.running.cuda_graphs import StepGraphs
 from octavo.engine.running.graph_sizes import (
     MAX_MIXED_ROWS,
     MIXED_STRIDE,
@@ -20,19 +19,17 @@ from octavo.engine.running.graph_sizes import (
     graph_sizes,
     mixed_sizes,
 )
-from octavo.engine.running.inputs import StepInputs
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.metadata import AttentionPlan
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
 from tests.engine.running.conftest import LONGEST
+from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.stepper import Stepper
-
-VOCAB_SIZE = 16
 
 
 @pytest.mark.parametrize("num_drafted", [0, 4])
@@ -55,28 +52,6 @@ def test_sizes_are_few_and_take_all_steps_up_to_the_bound(most, max_tokens, num_
     for step in (prompt, full):
         assert any(size.holds(step) for size in sizes)
     assert not any(size.holds(prompt._replace(rows=bound + 1)) for size in sizes)
-
-
-class Again:
-    """Records as on a GPU, but for speed: does the work again, on inputs that stay in place.
-
-    Attributes:
-        recorded: the rows of logits of each graph.
-        replayed: how often any was replayed.
-    """
-
-    def __init__(self):
-        self.recorded = []
-        self.replayed = 0
-
-    def record(self, work):
-        self.recorded.append(len(work()))
-
-        def replay():
-            self.replayed += 1
-            return work()
-
-        return replay
 
 
 DRAFTED, BLOCK_SIZE, BATCHED = 4, 8, 24
@@ -136,7 +111,7 @@ def test_steps_that_are_replayed_are_as_others(model, drafted, request):
     assert [len(output) for output in outputs] == [*[LONGEST] * 8, 6]
     assert max(scheduled.end for batch in engine.batches for scheduled in batch.sequences) == 63
     batches = [batch for batch in engine.batches if batch.num_sequences]
-    assert again.replayed == len(batches) - 1  # but that with prompt log-probabilities
+    assert len(again.replayed) == len(batches) - 1  # but that with prompt log-probabilities
     mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode", *["draft"] * drafted})}
     assert mixes <= set(map(kinds, batches))
 
@@ -154,7 +129,8 @@ def test_so_are_those_of_layers_with_states_experts_or_latents(name, tmp_path):
     _, expected = run(tmp_path)
     engine, outputs = run(tmp_path, again=again)
     assert outputs == expected
-    assert again.replayed == len([batch for batch in engine.batches if batch.num_sequences]) - 1
+    batches = [batch for batch in engine.batches if batch.num_sequences]
+    assert len(again.replayed) == len(batches) - 1
 
 
 class Planner:
@@ -175,67 +151,23 @@ class Planner:
 SIZES = [GraphSize(2, 1, 2), GraphSize(4, 8, 8, 2, 4), GraphSize(4, 16, 16, 2, 4)]
 
 
-def step_graphs(step, record):
-    return StepGraphs(
-        step,
-        [],
-        None,
-        sizes=SIZES,
-        widths=[4],
-        max_model_len=64,
-        device=torch.device("cpu"),
-        planners=[Planner()],
-        record=record,
-    )
+step_graphs = partial(graphs_of, sizes=SIZES, planner=Planner())
 
 
-def step_inputs(wanted, *lengths):
-    """Lay out sequences of (rows, tokens); each row's token is its number."""
-    query_lens, seq_lens = np.array(lengths, np.int32).T
-    rows = torch.arange(query_lens.sum())
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens),
-        block_tables=torch.ones((len(lengths), 2), dtype=torch.int32),
-        slot_mapping=100 + rows,
-        max_query_len=int(query_lens.max()),
-        max_seq_len=int(seq_lens.max()),
-        plan=Planner()(query_lens, seq_lens),
-    )
-    several = int((query_lens > 1).sum())
-    return StepInputs(rows[None], rows[None], torch.tensor(wanted), [metadata], num_chunks=several)
-
-
-class AsOnAGpu:
-    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
-
-    def __init__(self):
-        self.storages = []
-        self.outputs = []
-
-    def step(self, token_ids, positions, wanted):
-        (metadata,) = current_step().groups
-        read = (token_ids, positions, wanted, metadata.query_starts, metadata.seq_lens)
-        read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
-        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
-        return torch.zeros((len(wanted), VOCAB_SIZE))
-
-    def record(self, work):
-        output = work()
-        self.outputs.append(output)
-        return lambda: output
+def mixed_inputs(wanted, *lengths):
+    return step_inputs(*lengths, wanted=wanted, planner=Planner())
 
 
 def test_all_that_a_graph_reads_lives_as_long_as_it():
     gpu = AsOnAGpu()
     graphs = step_graphs(gpu.step, gpu.record)
     gc.collect()
-    assert [storage() is not None for storage in gpu.storages] == [True] * 8 * len(SIZES)
+    assert gpu.alive() == [True] * 8 * len(SIZES)
     assert [len(output) for output in gpu.outputs] == [4, 4, 2]
     assert len({output.untyped_storage().data_ptr() for output in gpu.outputs}) == 1
     del graphs
     gc.collect()
-    assert not any(storage() is not None for storage in gpu.storages)
+    assert not any(gpu.alive())
 
 
 def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
@@ -249,7 +181,7 @@ def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
 
     def given(wanted, *lengths):
         rows = sum(count for count, _ in lengths)
-        assert graphs.run(step_inputs(wanted, *lengths))[:, 0].tolist() == wanted
+        assert graphs.run(mixed_inputs(wanted, *lengths))[:, 0].tolist() == wanted
         all_wanted, starts, seq_lens, slots, items = (tensor.tolist() for tensor in seen)
         assert slots == [*range(100, 100 + rows), *[-1] * (len(slots) - rows)]
         assert all_wanted == [*wanted, *[0] * (4 - len(wanted))]
@@ -272,10 +204,10 @@ def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
 @pytest.mark.parametrize(
     "inputs",
     [
-        pytest.param(step_inputs([16], (1, 5), (16, 16)), id="too many rows"),
-        pytest.param(step_inputs([0], *[(2, 9)] * 3), id="too many chunks"),
-        pytest.param(step_inputs([0], *[(1, 9)] * 5), id="too many sequences"),
-        pytest.param(step_inputs([0, 1, 2, 3, 4], (1, 5), (9, 9)), id="too many logits"),
+        pytest.param(mixed_inputs([16], (1, 5), (16, 16)), id="too many rows"),
+        pytest.param(mixed_inputs([0], *[(2, 9)] * 3), id="too many chunks"),
+        pytest.param(mixed_inputs([0], *[(1, 9)] * 5), id="too many sequences"),
+        pytest.param(mixed_inputs([0, 1, 2, 3, 4], (1, 5), (9, 9)), id="too many logits"),
     ],
 )
 def test_other_steps_are_not_replayed(inputs):

@@ -1,0 +1,91 @@
+"""What tests of recorded steps share: recorders, graphs of a stand-in for a model, and inputs."""
+
+import weakref
+
+import numpy as np
+import torch
+
+from octavo.engine.attention.operator import current_step
+from octavo.engine.running.cuda_graphs import StepGraphs
+from octavo.engine.running.inputs import StepInputs
+from octavo.kernels.metadata import AttentionMetadata
+
+VOCAB_SIZE = 16
+
+
+class Again:
+    """Stands for a GPU's recorder: a replay runs the work again, on inputs that stay in place.
+
+    Attributes:
+        recorded: rows of logits of each graph.
+        replayed: rows of logits of each replay.
+    """
+
+    def __init__(self):
+        self.recorded = []
+        self.replayed = []
+
+    def record(self, work):
+        self.recorded.append(len(work()))
+
+        def replay():
+            logits = work()
+            self.replayed.append(len(logits))
+            return logits
+
+        return replay
+
+
+class AsOnAGpu:
+    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
+
+    def __init__(self):
+        self.storages = []
+        self.outputs = []
+
+    def step(self, token_ids, positions, rows):
+        (metadata,) = current_step().groups
+        read = (token_ids, positions, rows, metadata.query_starts, metadata.seq_lens)
+        read += (metadata.block_tables, metadata.slot_mapping, metadata.plan.items)
+        self.storages += [weakref.ref(tensor.untyped_storage()) for tensor in read]
+        return torch.full((len(rows), VOCAB_SIZE), float(len(rows)))
+
+    def alive(self):
+        return [storage() is not None for storage in self.storages]
+
+    def record(self, work):
+        output = work()
+        self.outputs.append(output)
+        return lambda: output
+
+
+def graphs_of(step, record, *, sizes, planner):
+    return StepGraphs(
+        step,
+        [],
+        None,
+        sizes=sizes,
+        widths=[4],
+        max_model_len=64,
+        device=torch.device("cpu"),
+        planners=[planner],
+        record=record,
+    )
+
+
+def step_inputs(*lengths, wanted=None, planner=None):
+    """Lay out sequences of (rows, tokens); each row's token is its number."""
+    query_lens, seq_lens = np.array(lengths, np.int32).T
+    rows = torch.arange(query_lens.sum())
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor([0, *query_lens.cumsum()], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens),
+        block_tables=torch.ones((len(lengths), 2), dtype=torch.int32),
+        slot_mapping=100 + rows,
+        max_query_len=int(query_lens.max()),
+        max_seq_len=int(seq_lens.max()),
+        plan=None if planner is None else planner(query_lens, seq_lens),
+    )
+    several = int((query_lens > 1).sum())
+    of_logits = rows if wanted is None else torch.tensor(wanted)
+    return StepInputs(rows[None], rows[None], of_logits, [metadata], num_chunks=several)
