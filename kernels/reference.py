@@ -29,18 +29,18 @@ def write_kv(
     """Write each token's key and value to its slot of the cache; see `ops.write_kv`."""
     for x, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
         if x is not None and cache is not None:
-            rounded, block_size = _rounded(x, cache, scale), cache.shape[2]
+            rounded, block_size = round_for_cache(x, cache.dtype, scale), cache.shape[2]
             for token, slot in enumerate(slot_mapping.tolist()):
                 if slot >= 0:
                     cache[slot // block_size, :, slot % block_size] = rounded[token]
 
 
-def _rounded(x: Tensor, cache: Tensor, scale: float) -> Tensor:
-    """Return keys or values as the cache stores them."""
-    if x.dtype == cache.dtype:
+def round_for_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """Return keys or values as a cache of `dtype` stores them."""
+    if x.dtype == dtype:
         return x
-    largest = torch.finfo(cache.dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(cache.dtype)
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def rotate_and_write(  # noqa: PLR0917

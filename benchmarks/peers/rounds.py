@@ -29,7 +29,7 @@ from octavo.common.models.errors import ModelError
 CACHE_GIB = 2.0
 """KV cache for each: larger shapes need 1.5 for the mix, and AMD PACE fails where it runs out."""
 ROOM_BYTES = 6 << 30
-"""Least free memory before a peer is loaded; others are ended until there is so much."""
+"""Free memory that a peer needs to be loaded. Other peers are ended until there is enough."""
 SINGLE_REPEATS = 3
 """Times that one round runs the single request, which is short."""
 WARM_UP = 1_000_000
@@ -170,7 +170,7 @@ class Fleet:
 
 
 def room_to_compile(model: Path) -> int:
-    """Return the free memory in which Octavo compiles a model, once.
+    """Return the bytes of free memory that Octavo needs to load and compile a model.
 
     Args:
         model: its file, or the directory of its files.

@@ -204,7 +204,7 @@ class StepGraphs:
 
 
 def _query_lens(size: GraphSize) -> np.ndarray:
-    """Return the most rows of each sequence of a graph that is not of mixed steps: `[n]` int32.
+    """Return how many rows each sequence has at most, in a graph without chunks: `[n]` int32.
 
     Of decodes, each sequence that is missing has one padded row. Otherwise, one more sequence
     has all padded rows.

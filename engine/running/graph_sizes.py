@@ -4,14 +4,15 @@ from operator import ge
 from typing import NamedTuple
 
 MAX_ROWS = 256
-"""Of decodes and of drafts. Above this size, the step of a large model takes longer to compute than
-to launch."""
+"""Most rows of a recorded step without chunks of prompts. Above it, the step of a large model takes
+longer to compute than to launch."""
 MAX_MIXED_ROWS = 512
-"""Of steps with chunks of prompts."""
+"""Most rows of a recorded step with chunks of prompts."""
 MIXED_STRIDE = 64
-"""So many rows are at most padded, less one. It makes 8 sizes."""
+"""Rows from one size of mixed steps to the next. It makes 8 sizes, and at most 63 padded rows."""
 MOST_CHUNKS = 32
-"""Of a mixed step without drafts: room for more would add programs that most steps leave idle."""
+"""Most chunks of a recorded mixed step without drafts. Room for more would add programs that most
+steps leave idle."""
 
 
 class GraphSize(NamedTuple):
@@ -46,7 +47,7 @@ class GraphSize(NamedTuple):
 
 
 def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
-    """Return the sizes to record, by rising rows: of decodes, and of steps that verify drafts.
+    """Return the sizes to record for decodes and for steps that verify drafts, fewest rows first.
 
     In batches of more sequences than may all have the longest draft, some have a shorter one or
     none: one more size is for these.
@@ -77,7 +78,7 @@ def _batch_sizes(most: int) -> list[int]:
 
 
 def mixed_sizes(max_num_seqs: int, max_tokens: int, num_drafted: int = 0) -> list[GraphSize]:
-    """Return the sizes to record of steps with chunks of prompts, by rising rows: at most 8.
+    """Return the sizes to record for steps with chunks of prompts, fewest rows first: at most 8.
 
     Args:
         max_num_seqs: most sequences in a batch.

@@ -109,7 +109,7 @@ struct Tile {
   const void *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
 };
 
-// Loads packs of fp8, of two words each.
+// Loads packs of four fp8 numbers, which become two words.
 template <class T>
 struct Packs {
   using Stored = uint8_t;
@@ -350,7 +350,8 @@ class Worker {
         .run(rows, width_ / kLanes);
   }
 
-  // Returns whether the products of so few rows widen fp8 themselves. More rows would do it again.
+  // Returns whether the products widen fp8 in registers. For many rows they would widen each element
+  // several times, so a whole tile is widened before.
   bool widens_in_product(int rows) const {
     return cache_.fp8 && rows <= kMostWidening && joined_runs_ * kRun == kLanes && !p_.latent() &&
            p_.value_dim % kLanes == 0;

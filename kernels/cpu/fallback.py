@@ -16,6 +16,7 @@ from torch import Tensor
 from octavo.kernels.cpu.fallback_draws import draw_tokens  # noqa: F401 - one of the operations
 from octavo.kernels.low_rank import LowRankBatch, matrix_at
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.reference import round_for_cache
 from octavo.kernels.scores import score_tokens  # noqa: F401 - likewise
 from octavo.kernels.widths import width_of_values
 
@@ -37,16 +38,8 @@ def write_kv(
     block, offset = slots // block_size, slots % block_size
     for x, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
         if x is not None and cache is not None:
-            stored = _rounded(x if kept is None else x[kept], cache.dtype, scale)
+            stored = round_for_cache(x if kept is None else x[kept], cache.dtype, scale)
             _raw(cache)[block, :, offset] = _raw(stored)
-
-
-def _rounded(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return keys or values as a cache of `dtype` stores them."""
-    if x.dtype == dtype:
-        return x
-    largest = torch.finfo(dtype).max
-    return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
 
 def _raw(x: Tensor) -> Tensor:

@@ -82,8 +82,8 @@ class Fp8Widener {
   // Returns the factor by which products of packs are too small.
   float unit() const { return std::ldexp(1.f, T::kPack == 2 ? bias_change() - kGrown : 0); }
 
-  // Widens packs to words: each pack's first two elements to `first`, the others to `second`. Their
-  // number is a multiple of 4; if it is one of 8, the vectors are longer.
+  // Widens packs: the first two elements of each go to `first`, the other two to `second`. The number
+  // of packs is a multiple of 4.
   void widen_packs(const uint8_t* from, int64_t packs, Stored* first, Stored* second) const {
     if (packs % 8)
       widen_packs<4>(from, packs, first, second);

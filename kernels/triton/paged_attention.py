@@ -351,8 +351,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
         items, item, query_starts, seq_lens, span,
         GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
-    # If there are no keys at all, the first program writes zeros. In a CUDA graph, some items have
-    # no rows.
+    # For a sequence without keys, the first program writes zeros. In a CUDA graph, items that a
+    # step does not need have no rows, and their programs do nothing.
     if (split < tl.maximum(pieces, 1)) & (first_row < query_len * GROUP):
         local = tl.arange(0, ROWS)
         row = first_row + local

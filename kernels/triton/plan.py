@@ -25,19 +25,16 @@ class _Attention:
 
     def tiles(self, kind: Kind) -> Tiles:
         """Return the tile sizes for a kind of work."""
-        gpu, dtypes = (
-            describe_gpu(self.device),
-            {"dtype": self.dtype, "cache_dtype": self.cache_dtype},
-        )
-        return choose_tiles(kind, gpu, self.heads, **dtypes)
+        gpu = describe_gpu(self.device)
+        return choose_tiles(kind, gpu, self.heads, dtype=self.dtype, cache_dtype=self.cache_dtype)
 
     def places(self, kind: Kind) -> int:
         """Return how many programs for a kind of work the GPU runs concurrently."""
-        gpu, dtypes = (
-            describe_gpu(self.device),
-            {"dtype": self.dtype, "cache_dtype": self.cache_dtype},
+        gpu = describe_gpu(self.device)
+        resident = count_resident(
+            self.tiles(kind), gpu, self.heads, dtype=self.dtype, cache_dtype=self.cache_dtype
         )
-        return count_resident(self.tiles(kind), gpu, self.heads, **dtypes) * gpu.multiprocessors
+        return resident * gpu.multiprocessors
 
     def splits(self, kind: Kind, num_tiles: int, longest: int) -> int:
         """Return the number of pieces for sequences of at most `longest` keys."""
