@@ -12,6 +12,7 @@ from torch import Tensor
 from octavo.kernels import BACKENDS
 from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionPlan
+from octavo.kernels.quantized import QuantizedWeight
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
@@ -49,6 +50,7 @@ class Backend(Protocol):
     argmax: Callable[[Tensor], Tensor]
     mask_logits: Callable[[Tensor, np.ndarray, np.ndarray], None]
     add_low_rank: Callable[[Tensor, Tensor, LowRankBatch, int], None]
+    quantized_linear: Callable[[Tensor, QuantizedWeight, Tensor | None, torch.dtype], Tensor]
     draw_tokens: Callable[[Tensor, SamplingTensors], Tensor]
     score_tokens: Callable[[Tensor, Tensor, int], Scores]
     causal_conv: Callable[..., Tensor]

@@ -20,6 +20,7 @@ from octavo.kernels.backend import find_backend
 from octavo.kernels.gpu import E4M3_DTYPES
 from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.quantized import QuantizedWeight
 from octavo.kernels.sampling_tensors import SamplingTensors
 from octavo.kernels.scores import Scores
 
@@ -403,6 +404,34 @@ def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> Non
         )
     if len(batch.tiles):
         find_backend(x.device.type).add_low_rank(out, x, batch, layer)
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Multiply by the weights of a linear layer that are stored in few bits.
+
+    Each weight is rounded to the dtype of `x`; sums are in float32. On a CPU this is in plain
+    PyTorch, for tests: an engine on a CPU has kernels of its own (`kernels/cpu/linear.py`).
+
+    Args:
+        x: `[rows, inputs]`, of one of `DTYPES`.
+        weight: The weights.
+        bias: `[outputs]`.
+        dtype: Of what is returned: that of `x`, which is the default, or float32.
+
+    Returns:
+        `[rows, outputs]`.
+
+    Raises:
+        ValueError: The tensors do not fit each other.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.inputs:
+        raise ValueError(f"rows of {weight.inputs} inputs are needed, not {list(x.shape)}")
+    kind = dtype or x.dtype
+    if kind not in {x.dtype, torch.float32}:
+        raise ValueError(f"outputs must be {x.dtype} or float32, not {kind}")
+    return find_backend(x.device.type).quantized_linear(x, weight, bias, kind)
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from octavo.kernels import reference_states
+from octavo.kernels import quantized, reference_states
 from octavo.kernels.cpu import fallback
 from octavo.kernels.cpu.native import NativeKernels
 
@@ -38,6 +38,7 @@ causal_conv = _states.causal_conv
 ssd = _states.ssd
 gated_delta = _states.gated_delta
 selective_scan = _states.selective_scan
+quantized_linear = quantized.quantized_linear
 add_low_rank = (fallback if _kernels is None else _kernels.low_rank).add_low_rank
 latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear

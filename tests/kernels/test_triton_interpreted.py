@@ -37,6 +37,7 @@ def test_kernels():
     run_interpreted(
         *("kernels/test_triton.py", "kernels/test_triton_experts.py"),
         "kernels/test_triton_low_rank.py",
+        "kernels/test_triton_quantized.py",
     )
 
 

@@ -1,0 +1,242 @@
+"""Weights of few bits, as GPUs' kernels take them, and what they stand for.
+
+A weight is `(number - middle) * scale + offset`. Numbers are whole, in 4 or 8 bits, or in e4m3;
+inputs of an output share scales, and middles or offsets, in groups. GGUF's "K" formats have scales
+and offsets that are themselves small numbers times those of a larger unit.
+
+Everything is in words of 4 bytes, as GPUs copy no less at once without waiting for it.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+WORDS = 16
+"""Words of an output that kernels read at once, and consecutive inputs that their lowest numbers
+are of; the next numbers are of the next inputs."""
+WORD_BITS = 32
+PAIRS = (torch.float16, torch.bfloat16)
+"""The types that two numbers of a word may have."""
+
+
+class Numbers(Enum):
+    """What a weight's numbers are. The value is how many a word has."""
+
+    NIBBLES = 8  # from 0 to 15
+    BYTES = 4  # from -128 to 127
+    E4M3 = -4
+
+    @property
+    def per_word(self) -> int:
+        """How many a word has."""
+        return abs(self.value)
+
+    @property
+    def tile(self) -> int:
+        """Inputs of `WORDS` words: the inputs of a weight are padded to multiples of it."""
+        return self.per_word * WORDS
+
+
+class Second(Enum):
+    """What groups have besides a scale."""
+
+    NOTHING = 0
+    MIDDLE = 1
+    OFFSET = 2
+
+
+class QuantizedWeight(NamedTuple):
+    """The weight of a linear layer; `make_weight` makes one.
+
+    Attributes:
+        codes: `[outputs, words]` int32; the last inputs may be padding.
+        scale: `[groups, outputs]` float32; or int32, with the scale in the low half and the middle
+            or offset in the high half.
+        inputs: The number of inputs.
+        group: The inputs of a group, a multiple of `WORDS`.
+        numbers: What the codes are.
+        middle: What is subtracted from all numbers, if groups have no middles.
+        second: What groups have besides a scale.
+        pair: The type of the halves of `scale`; None if they are not halves.
+        more: `[groups, outputs]` float32, the middles or offsets if they are not in `scale`.
+        outer: `[units, outputs]` int32 of two float16, by which scales and offsets are multiplied,
+            if there are any.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    inputs: int
+    group: int
+    numbers: Numbers
+    middle: int = 0
+    second: Second = Second.NOTHING
+    pair: torch.dtype | None = None
+    more: Tensor | None = None
+    outer: Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs."""
+        return self.codes.shape[0]
+
+    @property
+    def unit(self) -> int:
+        """The groups that share an outer scale; 1 if there are none."""
+        return 1 if self.outer is None else len(self.scale) // len(self.outer)
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """Return the same with each tensor changed, such as to another device."""
+        return QuantizedWeight(
+            *(change(own) if isinstance(own, Tensor) else own for own in self)  # type: ignore[arg-type]
+        )
+
+    def fits(self, other: object) -> bool:
+        """Return whether another weight of the same inputs can be joined to this one."""
+        return isinstance(other, QuantizedWeight) and _kind(self) == _kind(other)
+
+
+def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight with the outputs of several that fit each other."""
+    joined: list[object] = []
+    for name, parts in zip(QuantizedWeight._fields, zip(*weights, strict=True), strict=True):
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        dim = 0 if name == "codes" else 1
+        joined.append(torch.cat(tensors, dim) if tensors else parts[0])
+    return QuantizedWeight(*joined)  # type: ignore[arg-type]
+
+
+def takes_group(group: int, inputs: int) -> bool:
+    """Return whether kernels take groups of this size; all inputs may be one, whatever it is."""
+    return group >= inputs or (group > 0 and group % WORDS == 0)
+
+
+def make_weight(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    group: int,
+    numbers: Numbers,
+    middle: int = 0,
+    middles: Tensor | None = None,
+    offset: Tensor | None = None,
+    outer: tuple[Tensor, Tensor | None] | None = None,
+) -> QuantizedWeight:
+    """Lay out a weight for the kernels.
+
+    Args:
+        codes: `[outputs, inputs]`: uint8 from 0 to 15, int8, or e4m3.
+        scale: `[outputs, groups]`. It is stored in 16 bits if that changes nothing.
+        group: Inputs of a group, as `takes_group` allows.
+        numbers: What the codes are.
+        middle: What is subtracted from all codes, if there are no `middles`.
+        middles: `[outputs, groups]`, whole numbers; not if there are offsets.
+        offset: `[outputs, groups]`.
+        outer: `[outputs, units]` float16, by which scales and, if there are any, offsets are
+            multiplied. Then these must be numbers that float16 has.
+    """
+    inputs, tile = codes.shape[1], numbers.tile
+    padded = -(-inputs // tile) * tile
+    group = padded if group >= inputs else group
+    unit = 1 if outer is None else scale.shape[1] // outer[0].shape[1]
+    groups = -(-padded // group)
+    groups = -(-groups // unit) * unit
+    extra = offset if middles is None else middles
+    second = Second.NOTHING
+    if extra is not None:
+        second = Second.OFFSET if middles is None else Second.MIDDLE
+    pair = next((kind for kind in PAIRS if _has(kind, scale) and _has(kind, extra)), None)
+    assert pair == torch.float16 or outer is None
+    own = [_by_group(part, groups) for part in (scale, extra)]
+    words = None
+    if outer is not None:
+        words = _as_words([_by_group(part, groups // unit) for part in outer], torch.float16)
+    return QuantizedWeight(
+        _pack(pad(codes.view(torch.uint8), (0, padded - inputs)), numbers),
+        own[0].float() if pair is None else _as_words(own, pair),  # type: ignore[union-attr]
+        inputs,
+        group,
+        numbers,
+        middle,
+        second,
+        pair,
+        own[1].float() if pair is None and own[1] is not None else None,
+        words,
+    )
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """Return the weights, `[outputs, inputs]` float32."""
+    numbers = weight.numbers
+    bits = WORD_BITS // numbers.per_word
+    words = weight.codes.reshape(weight.outputs, -1, 1, WORDS)
+    shifts = torch.arange(0, WORD_BITS, bits, device=words.device, dtype=torch.int32)
+    codes = ((words >> shifts[:, None]) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+    if numbers != Numbers.NIBBLES:
+        codes = codes.view(torch.int8 if numbers == Numbers.BYTES else torch.float8_e4m3fn)
+    groups = torch.arange(weight.inputs, device=words.device) // weight.group
+    scale, second = _halves(weight.scale, weight.pair)
+    second = second if weight.more is None else weight.more
+    if weight.outer is not None:
+        units = torch.arange(len(scale), device=words.device) // weight.unit
+        outer, outer_offset = _halves(weight.outer, torch.float16)
+        scale, second = scale * outer[units], second * outer_offset[units]
+    found = codes[:, : weight.inputs].float()
+    found -= second[groups].t() if weight.second == Second.MIDDLE else weight.middle
+    found *= scale[groups].t()
+    return found + second[groups].t() if weight.second == Second.OFFSET else found
+
+
+def quantized_linear(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Compute a layer in plain PyTorch; see `octavo.kernels.ops.quantized_linear`."""
+    wide = None if bias is None else bias.float()
+    return linear(x.float(), dequantize(weight).to(x.dtype).float(), wide).to(dtype)
+
+
+def _pack(codes: Tensor, numbers: Numbers) -> Tensor:
+    """Return `[outputs, inputs]` uint8 as words, `[outputs, words]` int32."""
+    shifts = torch.arange(numbers.per_word, device=codes.device) * (WORD_BITS // numbers.per_word)
+    parts = codes.reshape(len(codes), -1, numbers.per_word, WORDS).int() << shifts[:, None].int()
+    return parts.sum(2, dtype=torch.int32).flatten(1)
+
+
+def _by_group(own: Tensor | None, count: int) -> Tensor | None:
+    """Return `[count, outputs]` of `[outputs, groups]`, with zeros after the last group."""
+    return None if own is None else pad(own.t(), (0, 0, 0, count - own.shape[1])).contiguous()
+
+
+def _has(kind: torch.dtype, own: Tensor | None) -> bool:
+    """Return whether a type has all numbers of a tensor."""
+    return own is None or torch.equal(own.to(kind).float(), own.float())
+
+
+def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
+    """Return two tensors of `[groups, outputs]` in the halves of words; zeros for None."""
+    low, high = parts
+    assert low is not None
+    high = torch.zeros_like(low) if high is None else high
+    halves = torch.stack([low.to(kind), high.to(kind)], -1)
+    return halves.view(torch.int32).squeeze(-1)
+
+
+def _halves(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return what `_as_words` took, in float32; of one that has no halves, itself and zeros."""
+    if kind is None:
+        return words, torch.zeros_like(words)
+    low, high = words.unsqueeze(-1).view(kind).float().unbind(-1)
+    return low, high
+
+
+def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
+    """Return what weights must have in common to be joined."""
+    return tuple(
+        (own.dtype, own.shape[1:] if name == "codes" else len(own))
+        if isinstance(own, Tensor)
+        else own
+        for name, own in zip(QuantizedWeight._fields, weight, strict=True)
+    )

@@ -1,0 +1,72 @@
+"""Linear layers of quantized weights in Triton against their definition: on a GPU or interpreted.
+
+As test_triton.py; the process of test_triton_interpreted.py runs both.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from octavo.kernels import quantized
+from tests.kernels.quantized_weights import KINDS, random_weight, weights
+
+triton = pytest.importorskip("triton")
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if not INTERPRETED:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    ]
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+def large(kind):
+    """Returns a weight of which the inputs are split."""
+    return random_weight(kind, 70, 2900, 32, torch.Generator().manual_seed(0))
+
+
+@given(
+    weight=weights,
+    rows=st.integers(1, 70) | st.just(300),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    biased=st.booleans(),
+    wide=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=16 if INTERPRETED else 200)
+@example(large("points"), 3, torch.bfloat16, True, False, 0)
+@example(large("nested"), 20, torch.float16, False, True, 0)
+def test_quantized_linear(weight, rows, dtype, biased, wide, seed):
+    from octavo.kernels.triton import quantized_linear
+
+    draw = torch.Generator().manual_seed(seed)
+    apart = torch.full((rows, weight.inputs + 8), torch.nan)
+    apart[:, 4:-4] = torch.randn((rows, weight.inputs), generator=draw)
+    x = apart.to(dtype).to(DEVICE)[:, 4:-4]
+    bias = torch.randn(weight.outputs, generator=draw).to(dtype) if biased else None
+    on_device = weight.with_tensors(lambda own: own.to(DEVICE))
+    out_dtype = torch.float32 if wide else dtype
+    found = quantized_linear(x, on_device, None if bias is None else bias.to(DEVICE), out_dtype)
+    expected = quantized.quantized_linear(x.cpu(), weight, bias, torch.float32)
+    assert found.dtype == out_dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_input_at_a_time(kind):
+    """Each weight by itself, exactly: a sum may hide one that is in another's place."""
+    from octavo.kernels.triton import quantized_linear
+
+    weight = random_weight(kind, 66, 200, 32, torch.Generator().manual_seed(1))
+    on_device = weight.with_tensors(lambda own: own.to(DEVICE))
+    found = quantized_linear(torch.eye(200, device=DEVICE), on_device, None, torch.float32)
+    torch.testing.assert_close(found.t().cpu(), quantized.dequantize(weight), rtol=1e-6, atol=1e-9)
+    many = torch.eye(200).repeat(2, 1).to(DEVICE)
+    both = quantized_linear(many, on_device, None, torch.float32)
+    torch.testing.assert_close(both[200:], found, rtol=1e-6, atol=1e-9)
