@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 WORDS = 16
-"""Words of an output that kernels read at once, and consecutive inputs that their lowest numbers
-are of; the next numbers are of the next inputs."""
+"""Words of an output that kernels read at once. Their first numbers are of so many consecutive
+inputs, the second ones of the next, and so on."""
 WORD_BITS = 32
 PAIRS = (torch.float16, torch.bfloat16)
 """The types that two numbers of a word may have."""
@@ -173,8 +173,8 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     numbers = weight.numbers
     bits = WORD_BITS // numbers.per_word
     words = weight.codes.reshape(weight.outputs, -1, 1, WORDS)
-    shifts = torch.arange(0, WORD_BITS, bits, device=words.device, dtype=torch.int32)
-    codes = ((words >> shifts[:, None]) & ((1 << bits) - 1)).to(torch.uint8).flatten(1)
+    codes = (words >> _shifts(numbers, words.device)) & ((1 << bits) - 1)
+    codes = codes.to(torch.uint8).flatten(1)
     if numbers != Numbers.NIBBLES:
         codes = codes.view(torch.int8 if numbers == Numbers.BYTES else torch.float8_e4m3fn)
     groups = torch.arange(weight.inputs, device=words.device) // weight.group
@@ -200,9 +200,19 @@ def quantized_linear(
 
 def _pack(codes: Tensor, numbers: Numbers) -> Tensor:
     """Return `[outputs, inputs]` uint8 as words, `[outputs, words]` int32."""
-    shifts = torch.arange(numbers.per_word, device=codes.device) * (WORD_BITS // numbers.per_word)
-    parts = codes.reshape(len(codes), -1, numbers.per_word, WORDS).int() << shifts[:, None].int()
-    return parts.sum(2, dtype=torch.int32).flatten(1)
+    parts = codes.reshape(len(codes), -1, numbers.per_word, WORDS).int()
+    shifted = parts << _shifts(numbers, codes.device)
+    return shifted.sum(2, dtype=torch.int32).flatten(1)
+
+
+def _shifts(numbers: Numbers, device: torch.device) -> Tensor:
+    """Return where in a word each number begins, `[numbers, 1]` int32.
+
+    Every other one is in the high half, as kernels take one number of each half at once.
+    """
+    place = torch.arange(numbers.per_word, dtype=torch.int32, device=device)
+    bits = WORD_BITS // numbers.per_word
+    return (place // 2 * bits + place % 2 * (WORD_BITS // 2))[:, None]
 
 
 def _by_group(own: Tensor | None, count: int) -> Tensor | None:

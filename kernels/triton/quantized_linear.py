@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import Gpu, describe_gpu
-from octavo.kernels.quantized import PAIRS, WORDS, QuantizedWeight
+from octavo.kernels.quantized import PAIRS, WORDS, Numbers, QuantizedWeight, Second
 
 MANY_ROWS = 256
 """From so many rows on, weights are dequantized to memory: writing and reading them there takes
@@ -33,8 +33,12 @@ LEAST_DEPTH = 4
 MOST_SPLITS = 16
 PROGRAMS_EACH = 4
 """Programs that a multiprocessor should have, so that some read while others compute."""
-COLUMNS, MERGED_COLUMNS = 64, 512
-"""Outputs of a program of the product, and of what adds its parts."""
+_BIAS = {Numbers.NIBBLES: 128}
+"""What `_numbers` returns is so much more."""
+_FACTOR = {Numbers.E4M3: 256.0}
+"""By what it is to be multiplied."""
+MERGED_COLUMNS, DEQUANTIZED_COLUMNS = 512, 64
+"""Outputs of a program of what adds parts up, and of what dequantizes."""
 
 
 class LinearTiles(NamedTuple):
@@ -42,12 +46,14 @@ class LinearTiles(NamedTuple):
 
     Attributes:
         rows: Rows of a program.
+        columns: Its outputs.
         splits: Parts of the inputs.
         warps: Warps of a program.
         stages: Iterations in flight.
     """
 
     rows: int
+    columns: int
     splits: int
     warps: int
     stages: int
@@ -63,26 +69,31 @@ def choose_linear_tiles(gpu: Gpu, rows: int, outputs: int, depth: int) -> Linear
         depth: The iterations that all inputs take.
     """
     own = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    programs = triton.cdiv(outputs, COLUMNS) * triton.cdiv(rows, own)
+    columns = 128 if own < 64 else 64  # more of both need more registers than there are
+    programs = triton.cdiv(outputs, columns) * triton.cdiv(rows, own)
     wanted = triton.cdiv(PROGRAMS_EACH * gpu.multiprocessors, programs)
     splits = max(1, min(wanted, depth // LEAST_DEPTH, MOST_SPLITS))
     stages = 2 if gpu.is_amd else 4
     warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
-    return LinearTiles(own, splits, warps, stages)
+    return LinearTiles(own, columns, splits, warps, stages)
 
 
 @triton.jit
 def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return one number of each word, in float32."""
-    if KIND == 8:
-        return ((words >> (4 * PLACE)) & 15).to(tl.float32)
+    """Return one number of each word, in float32; see `_BIAS` and `_FACTOR` for what they are."""
     if KIND == 4:
-        return ((words << (24 - 8 * PLACE)) >> 24).to(tl.float32)
-    # E4M3's bits, moved to where float16 has them, are a number 256 times less.
-    pair = words >> 8 if PLACE % 2 else words
-    halves = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << 7)
-    own = (halves >> 16) if PLACE >= 2 else halves
-    return own.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        own = words << (24 - 8 * (PLACE // 2) - 16 * (PLACE % 2))
+        return (own >> 24).to(tl.float32)
+    if KIND == 8:
+        # The bits of the number plus 128 in bfloat16, two at a time: a conversion takes longer.
+        pair = ((words >> (4 * (PLACE // 2))) & 0x000F000F) | 0x43004300
+        own = pair & -65536 if PLACE % 2 else pair << 16
+        return own.to(tl.float32, bitcast=True)
+    # E4M3's bits, two at a time, where float16 has them: a number 256 times less.
+    pair = words >> 8 if PLACE >= 2 else words
+    pair = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << 7)
+    own = pair >> 16 if PLACE % 2 else pair
+    return own.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -98,7 +109,7 @@ def _halves(words, PAIR: tl.constexpr):
 
 
 @triton.jit
-def _scales(
+def _scales(  # noqa: PLR0917
     scale,
     more,
     outer,
@@ -108,8 +119,10 @@ def _scales(
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
     UNIT: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    FACTOR: tl.constexpr,
 ):
-    """Return a group's scale of each output and its middle or offset, `[COLUMNS]` float32."""
+    """Return a group's factor and addend of each output, `[COLUMNS]` float32."""
     exists = column < outputs
     place = group * outputs + column
     if PAIR == 0:
@@ -124,20 +137,20 @@ def _scales(
         outer_scale, outer_offset = _halves(words, 1)
         own *= outer_scale
         second *= outer_offset
-    return own, second
+    if SECOND == 0:
+        addend = -MIDDLE * own
+    elif SECOND == 1:
+        addend = -(MIDDLE + second) * own
+    else:
+        addend = second - MIDDLE * own
+    return own * FACTOR, addend
 
 
 @triton.jit
-def _weights(numbers, scale, second, MIDDLE: tl.constexpr, SECOND: tl.constexpr):
-    """Return what numbers `[COLUMNS, WORDS]` of one group stand for."""
-    if SECOND == 1:
-        numbers -= second[:, None]
-    elif MIDDLE != 0:
-        numbers -= MIDDLE
-    numbers *= scale[:, None]
-    if SECOND == 2:
-        numbers += second[:, None]
-    return numbers
+def _weights(words, PLACE: tl.constexpr, KIND: tl.constexpr, factor, addend, ADDS: tl.constexpr):
+    """Return the weights `[COLUMNS, WORDS]` of the numbers at a place of the words."""
+    found = _numbers(words, PLACE, KIND) * factor[:, None]
+    return found + addend[:, None] if ADDS else found
 
 
 @triton.jit(do_not_specialize=["rows", "per_split"])
@@ -166,6 +179,8 @@ def _linear_kernel(  # noqa: PLR0917
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
     MIDDLE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ADDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,  # not of parts, to whose sum it is added
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
 ):
@@ -185,10 +200,11 @@ def _linear_kernel(  # noqa: PLR0917
         for place in tl.static_range(PLACES):
             first = (step * PLACES + place) * WORDS
             if place * WORDS % SHARED == 0:
-                own, second = _scales(
-                    *(scale, more, outer, first // GROUP, column, outputs, PAIR, SECOND, UNIT)
+                factor, addend = _scales(
+                    *(scale, more, outer, first // GROUP, column, outputs),
+                    *(PAIR, SECOND, UNIT, MIDDLE, FACTOR),
                 )
-            weights = _weights(_numbers(words, place, KIND), own, second, MIDDLE, SECOND)
+            weights = _weights(words, place, KIND, factor, addend, ADDS)
             known = real & (first + word < inputs)[:, None]
             these = tl.load(from_rows + first, mask=known, other=0.0)
             weights = weights.to(these.dtype)
@@ -241,6 +257,8 @@ def _dequantize_kernel(  # noqa: PLR0917
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
     MIDDLE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     """Write the weights of some outputs, `[last_output - first_output, inputs]`."""
     line = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -254,10 +272,11 @@ def _dequantize_kernel(  # noqa: PLR0917
     for place in tl.static_range(PLACES):
         first = (step * PLACES + place) * WORDS
         if place * WORDS % SHARED == 0:
-            own, second = _scales(
-                *(scale, more, outer, first // GROUP, column, outputs, PAIR, SECOND, UNIT)
+            factor, addend = _scales(
+                *(scale, more, outer, first // GROUP, column, outputs),
+                *(PAIR, SECOND, UNIT, MIDDLE, FACTOR),
             )
-        weights = _weights(_numbers(words, place, KIND), own, second, MIDDLE, SECOND)
+        weights = _weights(words, place, KIND, factor, addend, ADDS)
         known = exists & (first + word < inputs)
         tl.store(to + first, weights.to(out.dtype.element_ty), mask=known)
 
@@ -285,10 +304,12 @@ def _multiply_unpacked(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, 
     to = out
     if splits > 1:
         to = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
-    _linear_kernel[(triton.cdiv(outputs, COLUMNS), triton.cdiv(rows, tiles.rows), splits)](
+    grid = (triton.cdiv(outputs, tiles.columns), triton.cdiv(rows, tiles.rows), splits)
+    _linear_kernel[grid](
         *(x, *_tensors(weight), bias, to, rows, weight.inputs, outputs, depth, per_split),
         x.stride(0),
         ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
         HAS_BIAS=bias is not None and splits == 1,
         UPCAST=x.device.type == "cpu",
         **constants_of(weight),
@@ -312,8 +333,9 @@ def _multiply_dequantized(
     for first in range(0, weight.outputs, most):
         last = min(first + most, weight.outputs)
         own = made[: last - first]
-        _dequantize_kernel[(triton.cdiv(last - first, COLUMNS), depth)](
+        _dequantize_kernel[(triton.cdiv(last - first, DEQUANTIZED_COLUMNS), depth)](
             *(*_tensors(weight), own, first, last, weight.inputs, weight.outputs, depth),
+            COLUMNS=DEQUANTIZED_COLUMNS,
             **constants_of(weight),
         )
         if x.dtype == out.dtype or x.device.type == "cpu":
@@ -331,8 +353,10 @@ def _tensors(weight: QuantizedWeight) -> tuple[Tensor | None, ...]:
 
 def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
     """Return what kernels are compiled for, by a weight."""
+    middle = _BIAS.get(weight.numbers, 0)
+    if weight.second != Second.MIDDLE:
+        middle += weight.middle
     return {
-        "COLUMNS": COLUMNS,
         "WORDS": WORDS,
         "PLACES": weight.numbers.per_word,
         "KIND": weight.numbers.value,
@@ -341,5 +365,7 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
         "UNIT": weight.unit,
         "PAIR": 0 if weight.pair is None else 1 + PAIRS.index(weight.pair),
         "SECOND": weight.second.value,
-        "MIDDLE": weight.middle,
+        "MIDDLE": float(middle),
+        "FACTOR": _FACTOR.get(weight.numbers, 1.0),
+        "ADDS": middle != 0 or weight.second != Second.NOTHING,
     }
