@@ -43,7 +43,7 @@ def random_weight(
         return make_weight(codes, scale / 10, group=group, numbers=Numbers.E4M3)
     units = -(-groups // 8)
     of_groups = (outputs, units * 8)
-    outer = ((torch.rand((outputs, units), generator=draw) + 0.5) / 99 / inputs**0.5).half()
+    outer = ((torch.rand((outputs, units), generator=draw) + 0.5) / 1600 / inputs**0.5).half()
     if kind == "nested":
         scale, offset = (whole(0, 64, of_groups, torch.uint8) for _ in range(2))
         return in_nibbles(scale, offset=offset, outer=(outer, -outer))
