@@ -434,6 +434,35 @@ def quantized_linear(
     return find_backend(x.device.type).quantized_linear(x, weight, bias, kind)
 
 
+def fp8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply by the weights of a linear layer in fp8, with each row rounded to fp8.
+
+    A row's scale makes its greatest magnitude e4m3's greatest number. Sums are in float32.
+
+    Args:
+        x: `[rows, inputs]`, of one of `DTYPES`.
+        weight: `[outputs, inputs]` e4m3.
+        scale: `[1, outputs]` float32; a weight is its number times its output's scale.
+        bias: `[outputs]`.
+
+    Returns:
+        `[rows, outputs]`, of the dtype of `x`.
+    """
+    return find_backend(x.device.type).fp8_linear(x, weight, scale, bias)
+
+
+def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies in fp8 as `fp8_linear` does.
+
+    Args:
+        device: The device.
+        dtype: Of the rows.
+    """
+    return find_backend(device.type).has_fp8_products(device, dtype)
+
+
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Sample a token from each row.
 

@@ -22,6 +22,11 @@ WORD_BITS = 32
 PAIRS = (torch.float16, torch.bfloat16)
 """The types that two numbers of a word may have."""
 
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+LEAST_SCALE = 1e-12
+"""Of a row of zeros, or nearly."""
+
 
 class Numbers(Enum):
     """What a weight's numbers are. The value is how many a word has."""
@@ -196,6 +201,20 @@ def quantized_linear(
     """Compute a layer in plain PyTorch; see `octavo.kernels.ops.quantized_linear`."""
     wide = None if bias is None else bias.float()
     return linear(x.float(), dequantize(weight).to(x.dtype).float(), wide).to(dtype)
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a layer in plain PyTorch; see `octavo.kernels.ops.fp8_linear`."""
+    scales = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp_min(LEAST_SCALE)
+    rows = (x.float() / scales).clamp(-LARGEST, LARGEST).to(E4M3).float() * scales
+    return linear(rows, weight.float() * scale.t(), None if bias is None else bias.float()).to(
+        x.dtype
+    )
+
+
+def has_fp8_products(_: torch.device, __: torch.dtype) -> bool:
+    """Return False: CPUs have kernels of their own for weights in 8 bits."""
+    return False
 
 
 def _pack(codes: Tensor, numbers: Numbers) -> Tensor:

@@ -7,6 +7,7 @@ from octavo.kernels.scores import score_tokens
 from octavo.kernels.triton.causal_conv import causal_conv
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
+from octavo.kernels.triton.fp8_linear import fp8_linear, has_fp8_products
 from octavo.kernels.triton.gated_delta import gated_delta
 from octavo.kernels.triton.low_rank import add_low_rank
 from octavo.kernels.triton.mask_logits import mask_logits
@@ -56,7 +57,9 @@ __all__ = [
     "check_device",
     "copy_blocks",
     "draw_tokens",
+    "fp8_linear",
     "gated_delta",
+    "has_fp8_products",
     "mask_logits",
     "paged_attention",
     "path",

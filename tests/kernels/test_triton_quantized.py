@@ -71,3 +71,33 @@ def test_one_input_at_a_time(kind):
     many = torch.eye(200).repeat(2, 1).to(DEVICE)
     both = quantized_linear(many, on_device, None, torch.float32)
     torch.testing.assert_close(both[200:], found, **EXACT)
+
+
+@given(
+    rows=st.integers(0, 40),
+    inputs=st.sampled_from([16, 64, 1040]),
+    outputs=st.sampled_from([16, 48]),
+    biased=st.booleans(),
+    size=st.sampled_from([2.0**-70, 1.0, 2.0**20]),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=12)
+def test_fp8_linear(rows, inputs, outputs, biased, size, seed):
+    from octavo.kernels.triton import fp8_linear
+
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn((rows, inputs + 3), generator=draw).clamp(-4, 4) * 112
+    if INTERPRETED:  # the interpreter does not round to the nearest
+        x = x.to(torch.float8_e4m3fn).float()
+    x[:, 2] = 448.0
+    x = (x * size).to(torch.bfloat16)[:, 1:-2]
+    x[rows // 2 :: 7] = 0
+    weight = (torch.randn((outputs, inputs), generator=draw) * 99).to(torch.float8_e4m3fn)
+    scale = torch.rand((1, outputs), generator=draw) / 99 / inputs**0.5
+    bias = torch.randn(outputs, generator=draw).to(torch.bfloat16) if biased else None
+    given = [None if own is None else own.to(DEVICE) for own in (x, weight, scale, bias)]
+    found = fp8_linear(*given).float().cpu()
+    expected = quantized.fp8_linear(x, weight, scale, bias).float()
+    # A sum is rounded before and after the bias is added.
+    least = float(expected.abs().max()) if rows else 0.0
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * least)

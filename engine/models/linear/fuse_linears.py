@@ -85,8 +85,17 @@ def fuse(
         join: Makes the fused layer, as `join_linears` does.
     """
     layers = [located.layer for located in group]
-    fused = join(layers, torch.cat)
-    shared = SharedLinear(convert(fused), len(group))
+    share(group, convert(join(layers, torch.cat)))
+
+
+def share(group: list[LocatedLinear], layer: nn.Module) -> None:
+    """Replace layers of the same input by parts of one layer.
+
+    Args:
+        group: The layers.
+        layer: Has their outputs, in order.
+    """
+    shared = SharedLinear(layer, len(group))
     start = 0
     for located in group:
         width = located.layer.out_features

@@ -1,0 +1,118 @@
+"""Linear layers in fp8: weights with a scale per output, rows with a scale each.
+
+Rows are rounded by a kernel; the product is PyTorch's `_scaled_mm`, of cuBLAS or CUTLASS.
+"""
+
+# Triton compiles its kernels' source, where types are its own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.gpu import describe_gpu
+from octavo.kernels.quantized import E4M3, LARGEST, LEAST_SCALE
+
+MULTIPLE = 16
+"""Of inputs and outputs, that `_scaled_mm` takes."""
+COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def _round_rows_kernel(
+    x,
+    out,
+    scales,
+    inputs,
+    row_stride,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    greatest = tl.zeros((COLUMNS,), tl.float32)
+    for first in range(0, inputs, COLUMNS):
+        known = first + column < inputs
+        own = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
+        greatest = tl.maximum(greatest, tl.abs(own.to(tl.float32)))
+    scale = tl.maximum(tl.max(greatest, 0) / LARGEST, LEAST)
+    tl.store(scales + row, scale)
+    for first in range(0, inputs, COLUMNS):
+        known = first + column < inputs
+        own = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
+        found = tl.minimum(tl.maximum(own.to(tl.float32) / scale, -LARGEST), LARGEST)
+        tl.store(out + row * inputs + first + column, found.to(out.dtype.element_ty), mask=known)
+
+
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row to e4m3.
+
+    Args:
+        x: `[rows, inputs]`.
+
+    Returns:
+        `[rows, inputs]` e4m3, and `[rows, 1]` float32 scales: a number is times its row's scale.
+    """
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    scales = torch.empty((len(x), 1), dtype=torch.float32, device=x.device)
+    if len(x):
+        _round_rows_kernel[(len(x),)](
+            *(x, out, scales, x.shape[1], x.stride(0)),
+            LARGEST=LARGEST,
+            LEAST=LEAST_SCALE,
+            COLUMNS=COLUMNS,
+        )
+    return out, scales
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by fp8 weights; see `octavo.kernels.ops.fp8_linear`."""
+    if not len(x):
+        return x.new_empty((0, len(weight)))
+    rows, scales = round_rows(x)
+    found = multiply(rows, weight, scales, scale, x.dtype)
+    return found if bias is None else found + bias
+
+
+def multiply(
+    rows: Tensor, weight: Tensor, scales: Tensor, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Multiply rows in e4m3 by weights in e4m3.
+
+    Args:
+        rows: `[rows, inputs]` e4m3.
+        weight: `[outputs, inputs]` e4m3.
+        scales: `[rows, 1]` float32, of the rows.
+        scale: `[1, outputs]` float32, of the weights.
+        dtype: Of what is returned.
+
+    Returns:
+        `[rows, outputs]`.
+    """
+    found: Tensor = torch._scaled_mm(  # noqa: SLF001 - PyTorch has no other name for it yet
+        rows, weight.t(), scale_a=scales, scale_b=scale, out_dtype=dtype
+    )
+    return found
+
+
+@cache
+def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a GPU multiplies rows and weights in e4m3, with scales for each.
+
+    Args:
+        device: The GPU.
+        dtype: Of rows before they are rounded, and of outputs.
+    """
+    if describe_gpu(device).e4m3 != E4M3:
+        return False
+    ones = torch.ones((MULTIPLE, MULTIPLE), device=device)
+    try:
+        found = multiply(ones.to(E4M3), ones.to(E4M3), 2 * ones[:, :1], 3 * ones[:1], dtype)
+    except (RuntimeError, ValueError, NotImplementedError):  # each version takes other GPUs
+        return False
+    return bool((found == 6 * MULTIPLE).all())
