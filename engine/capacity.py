@@ -129,10 +129,12 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
 
 
 def keeps_blocks(settings: EngineSettings) -> bool:
-    """Return whether the weights of a GGUF file stay in its blocks: on one CPU's kernels."""
+    """Return whether the weights of a GGUF file stay in its blocks.
+
+    They do not with ranks, nor with adapters on a CPU, whose kernels of blocks take none.
+    """
     return (
         settings.quantization == "none"
         and settings.tensor_parallel_size == 1
-        and not settings.takes_adapters
-        and choose_device(settings.device).type == "cpu"
+        and not (settings.takes_adapters and choose_device(settings.device).type == "cpu")
     )

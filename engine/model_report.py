@@ -25,7 +25,7 @@ from octavo.engine.memory.cache_tensors import GIB, memory_of
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.checks.model_class import check_model_class
 from octavo.engine.models.load_model import EmptyModel, load_empty
-from octavo.engine.models.quantization import SCHEMES
+from octavo.engine.models.quantization import schemes_for
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.engine.settings import EngineSettings
 
@@ -123,7 +123,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize
     seqs, batched = batch_size(settings, empty.device)
     stored = empty.stored
-    names = ("none", *SCHEMES) if empty.device.type == "cpu" and stored is None else ("none",)
+    names = ["none"] if stored is not None else ["none", *schemes_for(empty.device)]
     weights = {name: weight_bytes(empty.model, name, empty.device, stored) for name in names}
     taken = weights[settings.quantization]
     device = memory_of(empty.device) if memory is None else Memory(memory, memory)

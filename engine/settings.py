@@ -74,7 +74,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     quantization: Quantization = Field(
         "none",
-        description="Quantization of linear layers and experts, on a CPU; costs a little quality."
+        description="Quantization of linear layers and, on a CPU, experts; costs a little quality."
         + "".join(f" {name}: {text}." for name, text in SCHEMES.items()),
     )
     compile: Literal["auto", "wait", "off"] = Field(

@@ -434,9 +434,7 @@ def quantized_linear(
     return find_backend(x.device.type).quantized_linear(x, weight, bias, kind)
 
 
-def fp8_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply by the weights of a linear layer in fp8, with each row rounded to fp8.
 
     A row's scale makes its greatest magnitude e4m3's greatest number. Sums are in float32.

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
@@ -39,10 +41,10 @@ from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.checkpoints.reader import (
     QuantizedCheckpoint,
     load_weights,
-    log_widened,
     open_checkpoint,
     read_config,
 )
+from octavo.engine.models.quantization.on_gpu import pack_checkpoint_on_gpu
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.sharding.load_shard import load_shard
 from octavo.engine.models.sharding.plan import check_splittable, make_plan
@@ -58,6 +60,9 @@ CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 DEFAULT_CONTEXTS = {"bloom": 2048}
 """By model type: the context of models whose configs may not say it. Bloom was trained with 2,048
 tokens (Le Scao et al. 2022, table 3)."""
+
+HOME_SHARE = 0.8
+"""Of a GPU's free memory, that weights may take before they are quantized: checks need some too."""
 
 log = structlog.get_logger(__name__)
 
@@ -193,7 +198,10 @@ def load(
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
-        model = _read(path, config, checkpoint, world, dtype=kind, device=target)
+        home = target
+        if target.type != "cpu" and (checkpoint is not None or scheme is not None):
+            home = choose_home(config, kind, target)
+        model = _read(path, config, checkpoint, world, dtype=kind, device=home)
     model.train(mode=False)
     replace_attention(model)
     with _as_unsupported(path):
@@ -220,17 +228,14 @@ def load(
         absorb_expansions(model)
         if kind != torch.float32 or scheme is not None or checkpoint is not None:
             check_in_float32(
-                model, step, expected, shape, target, block_size=block_size, routing=routing
+                model, step, expected, shape, home, block_size=block_size, routing=routing
             )
         tolerance = 0.0
         row_tolerance = 0.0 if scheme is None else scheme.row_tolerance
         if target.type == "cpu":
             tolerance = _pack(model, shape, path, scheme, checkpoint)
         else:
-            if checkpoint is not None:
-                log_widened(checkpoint, 0, kind)
-            fuse_linears(model)
-            group_experts(model)
+            tolerance = _pack_on_gpu(model, scheme, checkpoint, target)
         kv_scales = (
             None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
         )
@@ -290,6 +295,22 @@ def load_empty(
         if find_scheme(quantization) is not None:
             _check_quantizable(model, path, quantization, target, own)
     return EmptyModel(model, shape, kind, cache_kind, target, own)
+
+
+def choose_home(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> torch.device:
+    """Return where a model's weights are read to before they are quantized for a GPU.
+
+    That is the GPU, or the CPU if they would not fit into the GPU's memory.
+
+    Args:
+        config: The model's.
+        dtype: Of its weights before.
+        device: The GPU.
+    """
+    empty = make_empty(config, dtype)
+    size = sum(weight.nbytes for weight in chain(empty.parameters(), empty.buffers()))
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if size <= HOME_SHARE * free else torch.device("cpu")
 
 
 def _read(
@@ -353,6 +374,25 @@ def _pack(
     return tolerance
 
 
+def _pack_on_gpu(
+    model: PreTrainedModel,
+    scheme: Scheme | None,
+    checkpoint: QuantizedCheckpoint | None,
+    device: torch.device,
+) -> float:
+    """Quantize a model's weights, move it to a GPU and return the tolerance."""
+    tolerance = 0.0
+    if scheme is not None:
+        scheme.quantize_on_gpu(model, device)
+        tolerance = scheme.tolerance
+    if checkpoint is not None:
+        tolerance = pack_checkpoint_on_gpu(model, checkpoint, device)
+    nn.Module.to(model, device)  # the model's own has no types for it
+    fuse_linears(model)
+    group_experts(model)
+    return tolerance
+
+
 @contextmanager
 def _as_model_error(path: str) -> Iterator[None]:
     """Raise what transformers raises as a ModelError."""
@@ -413,8 +453,11 @@ def _check_quantizable(
     """Refuse a model or device that `quantization`, which is not "none", does not work with."""
     if own is not None:
         raise already_quantized(path, own.description, quantization)
-    if device.type != "cpu":
-        raise NotImplementedError(f"--quantization {quantization} works on a CPU only")
+    scheme = find_scheme(quantization)
+    if device.type == "cpu" and scheme is not None and not scheme.on_cpus:
+        raise NotImplementedError(
+            f"--quantization {quantization} works on GPUs only: use int8 or int4"
+        )
     check_quantizable(model, path, quantization)
 
 

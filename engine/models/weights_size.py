@@ -12,6 +12,7 @@ from octavo.engine.models.experts.packed_experts import has_kernels as has_exper
 from octavo.engine.models.linear.packed_linear import has_kernels
 from octavo.engine.models.linear.plain_linears import plain_linears
 from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.checkpoints.base import Format
 
 EXPERT_PRODUCT = "down_proj"
@@ -30,9 +31,9 @@ def weight_bytes(
         stored: The format of its checkpoint, if its weights are quantized.
     """
     total = sum(weight.nbytes for weight in chain(model.parameters(), model.buffers()))
-    if device.type != "cpu":
-        return total
     scheme = find_scheme(quantization)
+    if device.type != "cpu":
+        return total - _saved_on_gpu(model, scheme, stored)
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
     absorbed = absorbed_linears(model)
@@ -56,6 +57,25 @@ def weight_bytes(
     if stored is not None:
         saved += _saved_as_stored(model, stored)
     return total - saved
+
+
+def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format | None) -> int:
+    """Return the bytes that weights take less on a GPU for being quantized."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    left, saved = plain_linears(model) - absorbed_linears(model).keys(), 0
+    for path, layer in model.named_modules():
+        if layer not in left or not isinstance(layer, nn.Linear):
+            continue
+        is_head, bits = layer is head, None
+        if scheme is not None and (scheme.takes_head or not is_head):
+            bits = scheme.gpu_bits(is_head=is_head)
+        elif stored is not None and stored.covers(path):
+            bits = stored.gpu_bits(path, layer.in_features)
+        if bits is not None:
+            own = layer.weight.itemsize * 8
+            kept = own if is_head and _is_tied(layer, model) else 0  # by the embeddings
+            saved += layer.weight.numel() * (own - bits - kept) // 8
+    return saved
 
 
 def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:

@@ -295,7 +295,9 @@ def quantized_linear(
     return out
 
 
-def _multiply_unpacked(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor) -> None:
+def _multiply_unpacked(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
+) -> None:
     rows, outputs = out.shape
     depth = weight.codes.shape[1] // WORDS
     tiles = choose_linear_tiles(describe_gpu(x.device), rows, outputs, depth)

@@ -14,7 +14,7 @@ def random_weight(
     kind: str, outputs: int, inputs: int, group: int, draw: torch.Generator
 ) -> QuantizedWeight:
     """Returns a weight whose weights are about as large as a model's."""
-    group = inputs if group >= inputs else group
+    group = min(inputs, group)
     groups = -(-inputs // group)
     of_groups = (outputs, groups)
     scale = (torch.rand(of_groups, generator=draw) + 0.5) / 8 / inputs**0.5

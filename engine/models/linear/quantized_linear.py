@@ -85,8 +85,9 @@ class Fp8Linear(nn.Module):
 
 def bias_of(layers: list[nn.Linear]) -> Tensor | None:
     """Return the biases of layers of the same input as one; None if they have none."""
-    biases = [layer.bias for layer in layers]
-    return None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+    biases: list[Tensor | None] = [layer.bias for layer in layers]
+    own = [bias.detach() for bias in biases if bias is not None]
+    return torch.cat(own) if own else None
 
 
 def put(group: list[LocatedLinear], layer: nn.Module) -> None:

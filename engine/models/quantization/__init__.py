@@ -8,13 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from octavo.engine.models.quantization.base import Scheme
 
 SCHEMES = {
-    "int8": "8-bit weights and activations",
+    "int8": "8-bit weights, and activations on CPUs",
     "int4": "4-bit weights",
+    "fp8": "8-bit floats, on GPUs alone",
 }
 """Each scheme's description by its name, which is also its module's."""
+
+
+def schemes_for(device: "torch.device") -> list[str]:
+    """Return the names of the schemes that a device has kernels for."""
+    found = ((name, find_scheme(name)) for name in SCHEMES)
+    return [
+        name
+        for name, scheme in found
+        if scheme is not None and (device.type != "cpu" or scheme.on_cpus)
+    ]
 
 
 def find_scheme(name: str) -> "Scheme | None":

@@ -6,7 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.engine.model_shape import ModelShape
@@ -14,7 +14,9 @@ from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.linear.fuse_linears import group_linears_by_input
 from octavo.engine.models.linear.packed_linear import replace
+from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
+from octavo.engine.models.quantization.on_gpu import GpuWeight, quantize_on_gpu
 
 MIN_REPORTED_SHARE = 0.02
 """Smaller shares of the weights, such as those of routers, are not reported as unquantized."""
@@ -28,11 +30,13 @@ class Scheme(ABC):
         row_tolerance: Likewise, between a step of few rows and one of many, if it rounds the inputs
             of one of them alone.
         takes_head: Whether to convert the head (hidden states to logits) too.
+        on_cpus: Whether CPUs have kernels for it.
     """
 
     tolerance: ClassVar[float]
     row_tolerance: ClassVar[float] = 0.0
     takes_head: ClassVar[bool] = False
+    on_cpus: ClassVar[bool] = True
 
     @abstractmethod
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
@@ -55,6 +59,18 @@ class Scheme(ABC):
             is_head: Whether the layer maps hidden states to logits.
         """
 
+    @abstractmethod
+    def round_for_gpu(self, weight: Tensor) -> GpuWeight:
+        """Round a layer's weight, `[outputs, inputs]`, for a GPU's kernels."""
+
+    def round_head_for_gpu(self, weight: Tensor) -> GpuWeight | None:  # noqa: ARG002
+        """Round the head's weight; None leaves it as it is."""
+        return None
+
+    def gpu_bits(self, *, is_head: bool) -> int:  # noqa: ARG002
+        """Return the bits that a GPU stores per weight of a layer, if it is rounded."""
+        return 8
+
     def expert_bits(self, layer: ExpertLayer) -> int | None:  # noqa: ARG002
         """Return the bits per weight of experts; None if `convert_experts` leaves them."""
         return None
@@ -69,7 +85,7 @@ class Scheme(ABC):
         return None
 
     def quantize(self, model: PreTrainedModel, shape: ModelShape, path: str) -> None:
-        """Replace a model's linear layers and experts.
+        """Replace a model's linear layers and experts, on a CPU.
 
         Args:
             model: Changed in place.
@@ -89,6 +105,20 @@ class Scheme(ABC):
             own = inputs.experts.get(layer.path)  # none if the model does not call the layer
             if own is not None and (converted := self.convert_experts(layer, own)):
                 layer.replace(converted)
+
+    def quantize_on_gpu(self, model: PreTrainedModel, device: torch.device) -> None:
+        """Replace a model's linear layers by layers on a GPU.
+
+        Args:
+            model: Changed in place.
+            device: The GPU.
+        """
+
+        def rounded(weight: Tensor, is_head: bool) -> GpuWeight | None:
+            own = self.round_head_for_gpu if is_head else self.round_for_gpu
+            return own(weight)
+
+        quantize_on_gpu(model, device, rounded)
 
 
 def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
@@ -110,6 +140,11 @@ def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
         module.num_weights
         for module in model.modules()
         if isinstance(module, PackedExperts) and module.is_int4
+    )
+    quantized += sum(
+        module.num_weights
+        for module in model.modules()
+        if isinstance(module, (QuantizedLinear, Fp8Linear))
     )
     total = max(1, quantized + left.total())
     shares = {name: count / total for name, count in left.items()}

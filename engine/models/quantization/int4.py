@@ -21,6 +21,11 @@ from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
 from octavo.engine.models.quantization.int8 import Int8, PackedInt8Linear, to_int8
+from octavo.engine.models.quantization.on_gpu import (
+    GpuWeight,
+    round_to_int4,
+    round_to_int8,
+)
 from octavo.engine.models.quantization.rounding import round_to_4_bits
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import GROUP
@@ -52,6 +57,18 @@ class Int4(Scheme):
         """Return the bits per weight: of 4-bit layers there are 8-bit ones too."""
         whole = is_head or layer.in_features % GROUP or not has_kernels(layer)
         return 8 if whole else 8 + NIBBLE_BITS
+
+    def round_for_gpu(self, weight: Tensor) -> GpuWeight:
+        """See `Scheme`: inputs stay as they are."""
+        return round_to_int4(weight)
+
+    def round_head_for_gpu(self, weight: Tensor) -> GpuWeight:
+        """See `Scheme`: the head's weights have 8 bits."""
+        return round_to_int8(weight)
+
+    def gpu_bits(self, *, is_head: bool) -> int:
+        """See `Scheme`."""
+        return 8 if is_head else NIBBLE_BITS
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:
         """Return the bits per weight of experts, where this CPU has a kernel for them."""

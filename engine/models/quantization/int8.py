@@ -25,6 +25,7 @@ from octavo.engine.models.linear.packed_linear import (
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int8
+from octavo.engine.models.quantization.on_gpu import GpuWeight, round_to_int8
 from octavo.engine.models.quantization.rounding import (
     ALPHAS,
     output_error,
@@ -48,6 +49,10 @@ class Int8(Scheme):
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
         """Return the bits per weight."""
         return 8
+
+    def round_for_gpu(self, weight: Tensor) -> GpuWeight:
+        """See `Scheme`: inputs stay as they are."""
+        return round_to_int8(weight)
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:
         """Return the bits per weight of experts, where this CPU has a kernel for them."""

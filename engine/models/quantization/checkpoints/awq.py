@@ -18,6 +18,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     Settings,
     TensorHeader,
     anything,
+    group_bits,
     group_of_inputs,
     groups_of,
     is_group_size,
@@ -63,6 +64,10 @@ class Awq(Format):
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
         """Return the bits per weight that kernels store."""
         return nibble_bits(inputs, self._size)
+
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store, rounded up."""
+        return group_bits(BITS, inputs, self._size)
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all but the head and those that are named."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.kernels.cpu.linear import GROUP
+from octavo.kernels.quantized import takes_group
 
 Settings = Mapping[str, Any]
 SCALES = ("F16", "BF16", "F32")
@@ -68,6 +69,32 @@ class Integers:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledFp8:
+    """A linear layer's weight in e4m3, with a scale for each block.
+
+    Attributes:
+        codes: `[outputs, inputs]` e4m3.
+        scale: `[blocks of outputs, blocks of inputs]` float32.
+        block: Outputs and inputs of a block; None if there is one scale.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int] | None
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32, `[outputs, inputs]`."""
+        return times_blocks(self.codes.float(), self.scale, self.block)
+
+    def scale_of_outputs(self) -> Tensor:
+        """Return the scales of each output, `[outputs, blocks of inputs]` float32."""
+        outputs = len(self.codes)
+        if self.block is None:
+            return self.scale.reshape(1, 1).expand(outputs, 1)
+        return self.scale.repeat_interleave(self.block[0], 0)[:outputs]
+
+
+@dataclass(frozen=True, slots=True)
 class Floats:
     """A weight whose numbers and scales are multiplied to floats.
 
@@ -116,6 +143,10 @@ class Format(ABC):
             layer: The layer's name.
             inputs: The number of its inputs.
         """
+
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store; as `kernel_bits`."""
+        return None
 
     @abstractmethod
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -269,6 +300,21 @@ def is_left(layer: str, names: Iterable[str]) -> bool:
     return layer.endswith("lm_head") or any(name in layer for name in names)
 
 
+def times_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Multiply each block of a weight by its scale.
+
+    Args:
+        weight: `[outputs, inputs]`.
+        scale: `[blocks of outputs, blocks of inputs]`, or one number.
+        block: Rows and columns of a block; None if there is one scale.
+    """
+    if block is None:
+        return weight * scale.reshape(())
+    outputs, inputs = weight.shape
+    rows = scale.repeat_interleave(block[0], 0)[:outputs]
+    return weight * rows.repeat_interleave(block[1], 1)[:, :inputs]
+
+
 def in_groups(inputs: int, size: int) -> bool:
     """Return whether the 4-bit kernels take groups of `size` inputs; -1 is all of them."""
     return inputs % GROUP == 0 and (size == -1 or size % GROUP == 0)
@@ -277,6 +323,18 @@ def in_groups(inputs: int, size: int) -> bool:
 def nibble_bits(inputs: int, size: int) -> int | None:
     """Return the bits per weight that the 4-bit kernels store; None if they do not take it."""
     return NIBBLE_BITS if in_groups(inputs, size) else None
+
+
+def group_bits(bits: int, inputs: int, size: int) -> int | None:
+    """Return the bits per weight that a GPU's kernels store, rounded up; as `kernel_bits`.
+
+    Args:
+        bits: Of a number.
+        inputs: The number of inputs.
+        size: Inputs that share a scale; -1 for all.
+    """
+    group = inputs if size == -1 else size
+    return (4 if bits <= 4 else 8) + -(-32 // group) if takes_group(group, inputs) else None
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:

@@ -28,10 +28,12 @@ from octavo.engine.models.quantization.checkpoints.base import (
     Floats,
     Format,
     Integers,
+    ScaledFp8,
     Settings,
     StoredWeight,
     TensorHeader,
     anything,
+    group_bits,
     group_of_inputs,
     groups_of,
     is_group_size,
@@ -43,10 +45,11 @@ from octavo.engine.models.quantization.checkpoints.base import (
     need_parts,
     nibble_bits,
     one_of,
+    times_blocks,
     unpack,
     unsupported,
 )
-from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_block, times_blocks
+from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_block
 
 PACKED = "pack-quantized"
 WHOLE = ("int-quantized", "float-quantized", "naive-quantized")
@@ -135,6 +138,14 @@ class CompressedTensors(Format):
             return nibble_bits(inputs, scheme.group_size)
         return 8 if scheme.rounds_inputs and scheme.symmetric and scheme.group_size == -1 else None
 
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:
+        """Return the bits per weight that a GPU's kernels store, rounded up."""
+        scheme = self._find(layer)
+        if scheme is None or (scheme.block is not None and not scheme.is_float):
+            return None
+        size = scheme.group_size if scheme.block is None else scheme.block[1]
+        return group_bits(scheme.bits, inputs, size)
+
     def covers(self, layer: str) -> bool:
         """Return whether a layer is a target and not ignored."""
         return not any(map(_matches(layer), self._ignored)) and self._find(layer) is not None
@@ -168,11 +179,11 @@ class CompressedTensors(Format):
         need_finite(layer, "weight_scale", scale)
         if scheme.is_float:
             need_finite(layer, "weight", parts["weight"])
-            return Floats(_times(scheme, parts["weight"].float(), scale.float()))
+            return _scaled(scheme, parts["weight"], scale.float())
         codes = _codes(layer, scheme, parts)
         if scheme.block is not None:
             need(scheme.symmetric, layer, "has zero points of blocks")
-            return Floats(_times(scheme, codes.float() - scheme.offset, scale.float()))
+            return Floats(times_blocks(codes.float() - scheme.offset, scale.float(), scheme.block))
         scale = scale.float().reshape(-1, scale.shape[-1] if scale.dim() > 1 else 1)
         scale = scale.expand(len(codes), -1)
         groups, inputs = scale.shape[1], codes.shape[1]
@@ -319,10 +330,12 @@ def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], shape: Sequence[int]) ->
     return unpack(zeros, scheme.bits, 0)[: shape[0]].float() - scheme.offset
 
 
-def _times(scheme: Scheme, numbers: Tensor, scale: Tensor) -> Tensor:
+def _scaled(scheme: Scheme, codes: Tensor, scale: Tensor) -> ScaledFp8:
     if scheme.strategy == "channel":
-        return numbers * scale.reshape(-1, 1)
-    return times_blocks(numbers, scale, scheme.block)
+        return ScaledFp8(codes, scale.reshape(-1, 1), (1, codes.shape[1]))
+    if scheme.strategy == "group":
+        return ScaledFp8(codes, scale, (1, codes.shape[1] // scale.shape[1]))
+    return ScaledFp8(codes, scale, scheme.block)
 
 
 def _is_dense(value: Any) -> bool:  # noqa: ANN401 - of JSON

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
     SCALES,
-    Floats,
     Format,
+    ScaledFp8,
     Settings,
     TensorHeader,
+    group_bits,
     is_left,
     is_names,
     known,
@@ -53,6 +54,10 @@ class Fp8(Format):
         """Return None: no kernel reads this format."""
         return None
 
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store, rounded up."""
+        return group_bits(8, inputs, -1 if self._blocks is None else self._blocks[1])
+
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all but the head and those that are named."""
         return not is_left(layer, self._left)
@@ -75,27 +80,12 @@ class Fp8(Format):
             need_header(layer, "weight_scale_inv", scale, SCALES, shape)
         return weight.shape
 
-    def read(self, layer: str, parts: Mapping[str, Tensor]) -> Floats:
+    def read(self, layer: str, parts: Mapping[str, Tensor]) -> ScaledFp8:
         """Return a weight."""
         weight, scale = parts["weight"], parts["weight_scale_inv"]
         need_finite(layer, "weight_scale_inv", scale)
         need_finite(layer, "weight", weight)
-        return Floats(times_blocks(weight.float(), scale.float(), self._blocks))
-
-
-def times_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tensor:
-    """Multiply each block of a weight by its scale.
-
-    Args:
-        weight: `[outputs, inputs]`.
-        scale: `[blocks of outputs, blocks of inputs]`, or one number.
-        block: Rows and columns of a block; None if there is one scale.
-    """
-    if block is None:
-        return weight * scale.reshape(())
-    outputs, inputs = weight.shape
-    rows = scale.repeat_interleave(block[0], 0)[:outputs]
-    return weight * rows.repeat_interleave(block[1], 1)[:, :inputs]
+        return ScaledFp8(weight, scale.float(), self._blocks)
 
 
 def is_block(value: object) -> bool:

@@ -22,7 +22,14 @@ from octavo.engine.models.quantization.checkpoints.base import (
     one_of,
     unsupported,
 )
-from octavo.kernels.cpu.blocks import FORMATS, BlockFormat, dequantize, read_fields
+from octavo.kernels.cpu.blocks import (
+    BLOCK,
+    FORMATS,
+    BlockFields,
+    BlockFormat,
+    dequantize,
+    read_fields,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,10 @@ class Blocks:
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""
         return dequantize(self.rows, self.format)
+
+    def fields(self) -> BlockFields:
+        """Return what the bytes say."""
+        return read_fields(self.rows, self.format)
 
 
 class Gguf(Format):
@@ -65,6 +76,13 @@ class Gguf(Format):
         """Return the bits per weight that kernels store, rounded up."""
         own = self._kinds.get(layer)
         return None if own is None else -(-own.unit_bytes * 8 // own.unit)
+
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store, rounded up."""
+        own = self._kinds.get(layer)
+        if own is None:
+            return None
+        return (4 if own.bits == 4 else 8) + (1 if own.group == BLOCK else 2)
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized."""

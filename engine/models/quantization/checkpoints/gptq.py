@@ -18,6 +18,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     Settings,
     TensorHeader,
     anything,
+    group_bits,
     group_of_inputs,
     groups_of,
     is_group_size,
@@ -70,6 +71,10 @@ class Gptq(Format):
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
         """Return the bits per weight that kernels store; none take 8 bits without more."""
         return nibble_bits(inputs, self._size) if self._bits < 8 else None
+
+    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store, rounded up."""
+        return group_bits(self._bits, inputs, self._size)
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized: all are, but usually not the head."""

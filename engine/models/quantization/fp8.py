@@ -1,0 +1,32 @@
+"""Weights in fp8 with a scale per output, and inputs rounded to fp8 per token at run time.
+
+For GPUs alone. Where a GPU has no products in fp8, weights are unpacked and inputs stay as they are.
+"""
+
+from torch import Tensor, nn
+
+from octavo.engine.models.quantization.base import Scheme
+from octavo.engine.models.quantization.calibration import Inputs
+from octavo.engine.models.quantization.on_gpu import FP8_TOLERANCE, GpuWeight, round_to_fp8
+
+
+class Fp8(Scheme):
+    """8-bit floats; see the module."""
+
+    tolerance = FP8_TOLERANCE
+    on_cpus = False
+
+    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+        """Raise NotImplementedError: CPUs have no kernels for it."""
+        raise NotImplementedError
+
+    def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
+        """Return the bits per weight."""
+        return 8
+
+    def round_for_gpu(self, weight: Tensor) -> GpuWeight:
+        """See `Scheme`."""
+        return round_to_fp8(weight)
+
+
+SCHEME = Fp8()
