@@ -14,6 +14,7 @@ from octavo.engine.models.linear.plain_linears import plain_linears
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.checkpoints.base import Format
+from octavo.engine.models.quantization.on_gpu import tied_embeddings
 
 EXPERT_PRODUCT = "down_proj"
 """The usual name of an expert's product, which a config's lists of layers are asked for."""
@@ -63,14 +64,15 @@ def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format 
     """Return the bytes that weights take less on a GPU for being quantized."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     left, saved = plain_linears(model) - absorbed_linears(model).keys(), 0
+    names = tied_embeddings(model) if stored is not None and stored.packs_ends else {}
     for path, layer in model.named_modules():
         if layer not in left or not isinstance(layer, nn.Linear):
             continue
         is_head, bits = layer is head, None
         if scheme is not None and (scheme.takes_head or not is_head):
             bits = scheme.gpu_bits(is_head=is_head)
-        elif stored is not None and stored.covers(path):
-            bits = stored.gpu_bits(path, layer.in_features)
+        elif stored is not None and stored.covers(names.get(layer, path)):
+            bits = stored.gpu_bits(names.get(layer, path), layer.in_features)
         if bits is not None:
             own = layer.weight.itemsize * 8
             kept = own if is_head and _is_tied(layer, model) else 0  # by the embeddings

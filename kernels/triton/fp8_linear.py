@@ -22,7 +22,7 @@ COLUMNS = 1024
 
 
 @triton.jit(do_not_specialize=["row_stride"])
-def _round_rows_kernel(
+def _round_rows_kernel(  # noqa: PLR0917
     x,
     out,
     scales,

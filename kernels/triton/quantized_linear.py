@@ -147,7 +147,9 @@ def _scales(  # noqa: PLR0917
 
 
 @triton.jit
-def _weights(words, PLACE: tl.constexpr, KIND: tl.constexpr, factor, addend, ADDS: tl.constexpr):
+def _weights(  # noqa: PLR0917
+    words, PLACE: tl.constexpr, KIND: tl.constexpr, factor, addend, ADDS: tl.constexpr
+):
     """Return the weights `[COLUMNS, WORDS]` of the numbers at a place of the words."""
     found = _numbers(words, PLACE, KIND) * factor[:, None]
     return found + addend[:, None] if ADDS else found

@@ -10,6 +10,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.low_rank import RECORD, TILE_ROWS
+from octavo.kernels.quantized import WORDS, Numbers, QuantizedWeight, make_weight
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
 from octavo.kernels.triton.experts import (
@@ -19,6 +20,7 @@ from octavo.kernels.triton.experts import (
     _up_kernel,
     choose_expert_tiles,
 )
+from octavo.kernels.triton.fp8_linear import _round_rows_kernel
 from octavo.kernels.triton.low_rank import COLUMNS, DEPTH, RANKS
 from octavo.kernels.triton.low_rank import _down_kernel as low_rank_down
 from octavo.kernels.triton.low_rank import _up_kernel as low_rank_up
@@ -29,6 +31,16 @@ from octavo.kernels.triton.paged_attention import (
     _paged_attention_kernel,
     merged_at_once,
     small_tile,
+)
+from octavo.kernels.triton.quantized_linear import (
+    DEQUANTIZED_COLUMNS,
+    MERGED_COLUMNS,
+    LinearTiles,
+    _dequantize_kernel,
+    _linear_kernel,
+    _merge_kernel,
+    choose_linear_tiles,
+    constants_of,
 )
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
 from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles
@@ -181,6 +193,56 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
         large=() if shape.small_cache else CACHES,
     )
     return made, tiles
+
+
+def compile_linear(
+    gpu: Gpu, weight: QuantizedWeight, rows: int, dtype: torch.dtype = BF16
+) -> tuple[CompiledKernel, LinearTiles]:
+    """Compile a product with quantized weights of 4,096 inputs; return its tiles, too."""
+    depth = weight.codes.shape[1] // WORDS
+    tiles = choose_linear_tiles(gpu, rows, 4096, depth)
+    types = {"x": "*" + NAMES[dtype], "out": "*fp32"}
+    constants = constants_of(weight) | {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
+    constants |= {"HAS_BIAS": False, "UPCAST": False, "bias": None}
+    words = {torch.float32: "*fp32", torch.int32: "*i32"}
+    for name in ("codes", "scale", "more", "outer"):
+        own = getattr(weight, name)
+        if own is None:
+            constants[name] = None
+        else:
+            types[name] = words[own.dtype]
+    made = compile_for(
+        gpu,
+        _linear_kernel,
+        types,
+        constants,
+        aligned=(*types, "inputs", "outputs", "row_stride"),
+        warps=tiles.warps,
+        stages=tiles.stages,
+    )
+    return made, tiles
+
+
+def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:
+    """Compile what adds parts up, dequantizes, and rounds rows to fp8."""
+    weight = make_weight(
+        torch.zeros((64, 256), dtype=torch.uint8),
+        torch.ones((64, 2)),
+        group=128,
+        numbers=Numbers.NIBBLES,
+        middle=8,
+    )
+    merging = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16"}
+    columns = {"COLUMNS": MERGED_COLUMNS}
+    made = [compile_for(gpu, _merge_kernel, merging, columns | {"HAS_BIAS": True})]
+    types = {"codes": "*i32", "scale": "*i32", "out": "*bf16"}
+    constants = constants_of(weight) | {"COLUMNS": DEQUANTIZED_COLUMNS, "more": None, "outer": None}
+    made.append(compile_for(gpu, _dequantize_kernel, types, constants, aligned=tuple(types)))
+    if gpu.e4m3 == E4M3:
+        types = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
+        constants = {"LARGEST": 448.0, "LEAST": 1e-12, "COLUMNS": 1024}
+        made.append(compile_for(gpu, _round_rows_kernel, types, constants, aligned=tuple(types)))
+    return made
 
 
 def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:

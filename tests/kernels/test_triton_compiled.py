@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -27,9 +28,11 @@ from tests.kernels.compiling import (  # noqa: E402
     LATENT,
     VARIANTS,
     compile_attention,
+    compile_beside_products,
     compile_copies,
     compile_draws,
     compile_experts,
+    compile_linear,
     compile_low_rank,
     compile_masks,
     compile_merges,
@@ -38,6 +41,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_wide_writes,
     compile_write,
 )
+from tests.kernels.quantized_weights import KINDS, random_weight  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
@@ -137,6 +141,42 @@ def check_attention(gpu, kind, case, path):
         assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
 
 
+LINEAR = [  # weights, inputs of a group, rows, instructions for 64 bytes of each output
+    ("nibbles", 128, 16, 780),
+    ("e4m3", 128, 16, 520),
+    ("nested", 32, 64, 640),
+]
+
+
+def check_linear(gpu, kind, group, rows, path, dtype=BF16):
+    """All comes by asynchronous copies and is multiplied on matrix units; returns the loop."""
+    weight = random_weight(kind, 64, 4096, group, torch.Generator().manual_seed(0))
+    made, tiles = compile_linear(gpu, weight, rows, dtype)
+    taken, loop = resources(made, path), first_loop(path)
+    assert taken["STACK"] <= SPARED
+    assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two programs side by side
+    assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
+    code = made.asm["ptx"]
+    if dtype != FP32:
+        assert IN_PLACE.get(gpu, "mma.sync") in code
+    assert not [own for own in loop if own.startswith("LDG.")], "waits for memory in the loop"
+    return loop
+
+
+@pytest.mark.parametrize(("kind", "group", "rows", "most"), LINEAR)
+def test_quantized_linear(tmp_path, kind, group, rows, most):
+    assert len(check_linear(H100, kind, group, rows, tmp_path / "cubin")) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [A100, H100, *OTHERS], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("rows", [1, 32, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_linear_widely(tmp_path, gpu, kind, rows):
+    for group, dtype in ((128, BF16), (32, torch.float16)):
+        check_linear(gpu, kind, group, rows, tmp_path / "cubin", dtype)
+
+
 # Before the rest: up to Triton 3.6, how a process converts to fp8 is settled by the first GPU that
 # it compiles for, and what the A100 does all do.
 @pytest.mark.parametrize("gpu", [A100, H100], ids=lambda gpu: gpu.name)
@@ -144,7 +184,7 @@ def test_the_others(gpu, tmp_path):
     made = compile_merges(gpu) + compile_merges(gpu, 512)
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]
     made += [compile_rotation(gpu), compile_copies(gpu), compile_masks(gpu)]
-    made += compile_low_rank(gpu)
+    made += [*compile_low_rank(gpu), *compile_beside_products(gpu)]
     assert [resources(kernel, tmp_path / "cubin")["STACK"] for kernel in made] == [0] * len(made)
 
 

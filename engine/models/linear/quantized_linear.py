@@ -40,7 +40,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("order", order)
 
     @property
-    def weight(self) -> QuantizedWeight:
+    def quantized(self) -> QuantizedWeight:
         """Its weights, where the layer is."""
         buffers = self._buffers
         own = (buffers.get(name, value) for name, value in self._rest._asdict().items())
@@ -52,7 +52,7 @@ class QuantizedLinear(nn.Module):
         if self.order is not None:
             rows = rows.index_select(1, self.order)
         dtype = torch.float32 if self.wide else None
-        out = ops.quantized_linear(rows, self.weight, self.bias, dtype)
+        out = ops.quantized_linear(rows, self.quantized, self.bias, dtype)
         return out.reshape(*x.shape[:-1], -1)
 
 

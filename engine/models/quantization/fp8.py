@@ -1,6 +1,6 @@
 """Weights in fp8 with a scale per output, and inputs rounded to fp8 per token at run time.
 
-For GPUs alone. Where a GPU has no products in fp8, weights are unpacked and inputs stay as they are.
+For GPUs alone. On one without products in fp8, weights are unpacked and inputs stay as they are.
 """
 
 from torch import Tensor, nn

@@ -198,10 +198,11 @@ def pack_checkpoint_on_gpu(
     """
     replace_conv1d(model)
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embeddings = tied_embeddings(model)
     tolerance, packed = 0.0, 0
     groups = group_linears_by_input(model)
     while groups:
-        for part in _alike(groups.pop(), checkpoint):
+        for part in _alike(groups.pop(), checkpoint, embeddings):
             group, weights = map(list, zip(*part, strict=True))
             made = _make(group, weights, device, is_head=group[0].layer is head)
             if isinstance(made, Fp8Linear):
@@ -213,12 +214,12 @@ def pack_checkpoint_on_gpu(
 
 
 def _alike(
-    group: list[LocatedLinear], checkpoint: QuantizedCheckpoint
+    group: list[LocatedLinear], checkpoint: QuantizedCheckpoint, embeddings: dict[nn.Module, str]
 ) -> list[list[tuple[LocatedLinear, GpuWeight]]]:
     """Return the layers of a group that kernels take, in parts that can be joined."""
     parts: list[list[tuple[LocatedLinear, GpuWeight]]] = []
     for located in group:
-        found = _find(located, checkpoint)
+        found = _find(located, embeddings.get(located.layer, located.path), checkpoint)
         if found is None:
             continue
         fitting = next((part for part in parts if part[0][1].fits(found)), None)
@@ -229,9 +230,19 @@ def _alike(
     return parts
 
 
-def _find(located: LocatedLinear, checkpoint: QuantizedCheckpoint) -> GpuWeight | None:
-    """Return a layer's weights if the file has them, and they are the layer's."""
-    name = f"{located.path}.weight"
+def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
+    """Return the name of the embeddings whose weights the head has too, by the head; or nothing."""
+    head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    embeddings: nn.Module = model.get_input_embeddings()
+    if head is None or getattr(embeddings, "weight", None) is not getattr(head, "weight", head):
+        return {}
+    path = next(path for path, own in model.named_modules() if own is embeddings)
+    return {head: path}
+
+
+def _find(located: LocatedLinear, path: str, checkpoint: QuantizedCheckpoint) -> GpuWeight | None:
+    """Return a layer's weights if the file has them under a name, and they are the layer's."""
+    name = f"{path}.weight"
     if name not in checkpoint.shapes:
         return None
     stored, weight = checkpoint.read(name), located.layer.weight.detach()

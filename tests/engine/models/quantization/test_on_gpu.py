@@ -1,0 +1,143 @@
+"""Quantized layers as they are on a GPU, in plain PyTorch on the CPU.
+
+The kernels are compared with what runs here in tests/kernels/test_triton_quantized.py.
+"""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM
+
+from octavo.common.models.resolve import resolve
+from octavo.engine.adapters.adapted_model import adapt
+from octavo.engine.models import load_model
+from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
+from octavo.engine.models.linear.wide_linear import WideLinear
+from octavo.engine.models.load_model import load
+from octavo.engine.models.quantization import SCHEMES
+from octavo.engine.models.quantization.base import unquantized_shares
+from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.weights_size import weight_bytes
+from octavo.kernels import ops
+from octavo.kernels.quantized import Numbers
+from tests.engine.models.quantization.checkpoints import test_gguf as gguf_files
+from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
+from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
+    CASES,
+    CONFIGS,
+    error,
+    served_logits,
+)
+from tests.engine.random_model import save_random_model
+
+GPU = torch.device("cuda")
+TOKENS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Models are packed as on a GPU, but stay on the CPU."""
+
+    def pack(model, _, __, scheme, checkpoint):
+        return load_model._pack_on_gpu(model, scheme, checkpoint, torch.device("cpu"))
+
+    monkeypatch.setattr(load_model, "_pack", pack)
+    monkeypatch.setattr(load_model, "_check_quantizable", lambda *_: None)
+
+
+def read(path, dtype, quantization="none"):
+    return load(str(path), dtype=dtype, device="cpu", block_size=16, quantization=quantization)
+
+
+def layers_of(model, kind=QuantizedLinear):
+    return [layer for layer in model.modules() if isinstance(layer, kind)]
+
+
+def size_of(model):
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(own.nbytes for own in {id(own): own for own in tensors}.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_runs_as_it_is_stored(tmp_path, case):
+    settings, pack, _ = CASES[case]
+    config = CONFIGS[("llama", "qwen3")[len(case) % 2]]()
+    save_random_model(config, tmp_path / "model", std=0.1)
+    exact = quantize(tmp_path / "model", settings, pack)
+    expected = reference_logits(config, exact, TOKENS, torch.float32, tmp_path / "exact")
+    with capture_logs() as logs:
+        wide = read(tmp_path / "model", "float32")
+    assert error(served_logits(wide, TOKENS), expected) < 1e-5
+    told = next(entry for entry in logs if entry["event"] == "quantized weights")
+    assert told["as_stored_percent"] == 100
+    layers = layers_of(wide.model)
+    quantized = sum(value.numel() for name, value in exact.items() if "_proj" in name)
+    assert sum(own.num_weights for own in layers) == quantized
+    assert {own.order is None for own in layers} == {"order" not in case}
+    narrow = read(tmp_path / "model", "bfloat16")
+    assert 1e-4 < error(served_logits(narrow, TOKENS), expected) < 0.03
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.bfloat16)
+    counted = weight_bytes(plain, "none", GPU, find_format(tmp_path / "model"))
+    assert abs(size_of(narrow.model) / counted - 1) < 0.1
+
+
+@pytest.mark.parametrize("case", [*gguf_files.FORMATS, "Q4_K_M", "with others"])
+def test_a_gguf_file_runs_from_its_blocks(tmp_path, monkeypatch, case):
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+    family = "qwen2" if case in gguf_files.CASES["qwen2"] else "llama"
+    kinds = gguf_files.CASES[family][case]
+    file = gguf_files.write(tmp_path / "tiny.gguf", family, kinds, untied=case == "Q8_0")
+    expected = gguf_files.transformers_logits(file, TOKENS % 99, torch.float32)
+    wide = read(resolve(str(file), packed=True), "float32")
+    # Floats of other types are bfloat16 in the cache.
+    most = 5e-3 if case == "with others" else 1e-5
+    assert error(served_logits(wide, TOKENS % 99), expected) < most
+    blocks = [own for own in layers_of(wide.model) if own.quantized.numbers != Numbers.E4M3]
+    assert len(blocks) >= 2 * 4
+    assert any(own.wide for own in blocks), "the head"
+    assert read(resolve(str(file), packed=True), "bfloat16")
+
+
+def test_a_file_in_fp8_is_multiplied_in_fp8(tmp_path, monkeypatch):
+    monkeypatch.setattr(ops, "has_fp8_products", lambda *_: True)
+    settings, pack, _ = CASES["fp8 by output"]
+    save_random_model(CONFIGS["llama"](), tmp_path / "model", std=0.1)
+    exact = quantize(tmp_path / "model", settings, pack)
+    expected = reference_logits(
+        CONFIGS["llama"](), exact, TOKENS, torch.float32, tmp_path / "exact"
+    )
+    loaded = read(tmp_path / "model", "bfloat16")
+    assert len(layers_of(loaded.model, Fp8Linear)) == 2 * 4
+    assert 0.01 < error(served_logits(loaded, TOKENS), expected) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "products", "least", "most"),
+    [
+        ("int8", False, 1e-3, 0.03),
+        ("int4", False, 0.02, 0.3),
+        ("fp8", False, 0.01, 0.1),
+        ("fp8", True, 0.01, 0.15),
+    ],
+)
+def test_a_model_is_quantized_at_load(tmp_path, monkeypatch, scheme, products, least, most):
+    monkeypatch.setattr(ops, "has_fp8_products", lambda *_: products)
+    config = CONFIGS["qwen3"]()
+    save_random_model(config, tmp_path, std=0.1)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = exact(TOKENS[None]).logits[0]
+    loaded = read(tmp_path, "bfloat16", scheme)
+    assert least < error(served_logits(loaded, TOKENS), expected) < most
+    kind = Fp8Linear if products else QuantizedLinear
+    assert len(layers_of(loaded.model, kind)) == 2 * 4 + (scheme == "int4")
+    assert bool(layers_of(loaded.model, WideLinear)) == (scheme != "int4")
+    assert not unquantized_shares(loaded.model)
+    counted = weight_bytes(exact.to(torch.bfloat16), scheme, GPU)
+    assert abs(size_of(loaded.model) / counted - 1) < 0.1
+    targets = adapt(loaded.model, config, torch.bfloat16)
+    assert len(targets.layers) == 2 * 7 + 1
+
+
+def test_every_scheme_is_tried_here():
+    assert set(SCHEMES) == {"int8", "int4", "fp8"}
