@@ -54,7 +54,9 @@ def whole_reference(
         own = reference(model, shape, ModuleRouting(model), CPU)
     if dtype != torch.float32:
         with _on_disk(path, config, dtype, prepare) as model:
-            own = with_rounding(own, model, ModuleRouting(model), CPU)
+            own = with_rounding(
+                own, model, ModuleRouting(model), CPU, passes=1
+            )  # it reads the disk
     flat = [tensor for choice in own.choices for tensor in choice]
     world.share([own.tokens, own.logits, own.rounding, *flat])
     return own

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from octavo.common.models import cache as model_cache
-from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.common.models.gguf_blocks import keep_blocks, packed_types
+from octavo.common.models.gguf_config import complete_config, read_fields
 from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
 PACKED = "-packed"
 """What follows the name of the form with blocks in the cache."""
-REVISION = 1
+REVISION = 2
 """Increased when the conversion changes, to invalidate older caches."""
 
 SAMPLES = 64
@@ -105,7 +106,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     dtype = _dtype(reader)
     with redirect_stderr(StringIO()):  # progress bars over the spinner
         # In float32, a weight can be told to be exactly one of the file's.
-        model, tokenizer = _load(source, _float32() if packed else dtype)
+        model, tokenizer = _load(source, reader, _float32() if packed else dtype)
         _set_end_tokens(model, reader)
         _set_pre_tokenizer(tokenizer, reader)
         tokenizer.model_max_length = model.config.max_position_embeddings
@@ -154,19 +155,31 @@ def _float32() -> Any:  # noqa: ANN401
     return torch.float32
 
 
-def _load(source: Path, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _load(source: Path, reader: Any, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
     """Read the model and tokenizer; missing weights, which would be random, are an error."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
+    from gguf import Keys  # noqa: PLC0415
+    from transformers import (  # noqa: PLC0415
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GgufConfig,
+    )
 
     place: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
+        config = AutoConfig.from_pretrained(**place)
+        architecture = _field(reader, Keys.General.ARCHITECTURE)
+        complete_config(config, architecture, read_fields(reader, architecture))
         tokenizer = AutoTokenizer.from_pretrained(**place)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **place,
+            config=config,
             dtype=dtype,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
         )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{source} cannot be served: {error}") from None
     except Exception as error:
         raise ModelError(f"transformers cannot read {source}: {first_line(error)}") from error
     model, loading = loaded

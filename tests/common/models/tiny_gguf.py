@@ -1,5 +1,6 @@
 """A tiny Llama with a byte-level tokenizer, written as a GGUF file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -55,6 +56,7 @@ def write(
     parts: int = 1,
     tokenizer: bool = True,
     leave_out: str = "",
+    add: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Writes the file and returns its path.
 
@@ -65,6 +67,7 @@ def write(
         parts: how many files it claims to be one of.
         tokenizer: whether it holds one.
         leave_out: a tensor that is not written.
+        add: writes more fields and tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
@@ -81,6 +84,8 @@ def write(
         writer.add_uint16("split.count", parts)
     if tokenizer:
         _add_tokenizer(writer)
+    if add is not None:
+        add(writer)
     for name, tensor in tensors().items():
         if name != leave_out:
             own = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32

@@ -29,7 +29,7 @@ def test_a_tools_weights(file):
     expected = opened.get_tensor("expected").float()
     assert found.check("layer", headers) == tuple(expected.shape)
     weight = found.read("layer", {name: opened.get_tensor(name) for name in names}).dequantize()
-    if file.stem.startswith("ct_"):
+    if file.stem.startswith(("ct_", "gguf_")):
         assert weight.equal(expected)
     else:  # in float16
         torch.testing.assert_close(weight, expected, rtol=2**-10, atol=1e-7)
@@ -47,4 +47,4 @@ def test_mxfp4_is_what_transformers_makes_of_it():
 
 
 def test_all_tools_are_here():
-    assert {file.stem.partition("_")[0] for file in FILES} == {"awq", "ct", "gptq"}
+    assert {file.stem.partition("_")[0] for file in FILES} == {"awq", "ct", "gguf", "gptq"}
