@@ -117,6 +117,11 @@ def test_draws_without_a_compiler(harness, data):
     harness.check_draws(fallback_draws, *rows)
 
 
+@pytest.mark.parametrize("vocab_size", [40, 1500])  # the tokens in one chunk or in two
+def test_draws_with_the_greatest_uniform_number(harness, kernels, vocab_size):
+    harness.check_greatest_uniform(kernels, vocab_size)
+
+
 @needs_compiler
 @pytest.mark.parametrize("spread", [0.1, 2.5, 8.0])
 @pytest.mark.parametrize(
