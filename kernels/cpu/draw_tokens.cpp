@@ -7,6 +7,7 @@ namespace {
 
 constexpr float kSlack = 0.99f;  // for rounding
 constexpr double kMinTemperature = 1e-30;  // MIN_TEMPERATURE in kernels/sampling_tensors.py
+constexpr double kMostUniform = 1 - 0x1p-53;  // of a sum, this rounds to less than the sum
 
 // Cuts candidates by their weight, after an earlier cut.
 Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut before) {
@@ -20,6 +21,29 @@ Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut b
   return {key, key > before.key ? spare : std::min(spare, before.spare)};
 }
 
+// A token, and the sum of the weights up to it.
+struct Reached {
+  int64_t token;
+  double sum;
+};
+
+// Adds the weights of the vectors [first, end) to `sum`, in the vocabulary's order, and returns the
+// first token at which it exceeds `target`, or else the last one that has weight.
+template <class Weights>
+Reached reach(int64_t first, int64_t end, double sum, double target, Weights weights) {
+  int64_t last = 0;
+  for (int64_t i = first; i < end; i++) {
+    const Floats some = weights(i);
+    for (int lane = 0; lane < kLanes; lane++) {
+      if (!(some[lane] > 0)) continue;
+      last = i * kLanes + lane;
+      sum += some[lane];
+      if (sum > target) return {last, sum};
+    }
+  }
+  return {last, sum};
+}
+
 // Returns where the running sum of the vectors weights(i) exceeds `uniform` of the total.
 template <class Weights>
 int64_t invert(int64_t vectors, double uniform, Weights weights) {
@@ -30,25 +54,20 @@ int64_t invert(int64_t vectors, double uniform, Weights weights) {
     sums.push_back(add(first, std::min(first + kChunk, vectors), weights));
     total += sums.back();
   }
-  // Below the total, so that the same sums in the same order exceed it.
-  const double target = std::min(uniform, 1 - 0x1p-52) * total;
-  double running = 0;
-  int64_t first = 0;
-  for (size_t chunk = 0; chunk + 1 < sums.size() && running + sums[chunk] <= target; chunk++) {
-    running += sums[chunk];
-    first += kChunk;
-  }
-  int64_t last = 0;  // with weight: a chunk's sum and the running sum may round differently
-  for (int64_t i = first; i < std::min(first + kChunk, vectors); i++) {
-    const Floats some = weights(i);
-    for (int lane = 0; lane < kLanes; lane++) {
-      if (!(some[lane] > 0)) continue;
-      last = i * kLanes + lane;
-      running += some[lane];
-      if (running > target) return last;
-    }
-  }
-  return last;
+  uniform = std::min(uniform, kMostUniform);
+  double target = uniform * total, before = 0;
+  size_t chunk = 0;
+  while (chunk + 1 < sums.size() && before + sums[chunk] <= target) before += sums[chunk++];
+  const int64_t first = chunk * kChunk, end = std::min(first + kChunk, vectors);
+
+  // The chunk's sum in the vocabulary's order differs by rounding: scale the target to it. Else
+  // tokens that weigh less than the difference would be drawn too often, or never.
+  const double sum = reach(first, end, before, HUGE_VAL, weights).sum;
+  if (before + sums[chunk] == total)  // no later token raises it
+    target = uniform * sum;
+  else
+    target = before + (target - before) / sums[chunk] * (sum - before);
+  return reach(first, end, before, std::min(target, kMostUniform * sum), weights).token;
 }
 
 int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double uniform) {

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
@@ -37,13 +38,18 @@ def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 def _draw(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Sample from the whole distribution."""
-    return _invert(torch.softmax(_temper(logits, sampling), dim=-1), _uniforms(sampling))
+    return _invert(_weigh(_temper(logits, sampling)), _uniforms(sampling))
 
 
 def _temper(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return logits over the temperature, shifted to a maximum of 0 to avoid overflow."""
     below = logits - logits.amax(dim=-1, keepdim=True)
     return below / _column(logits, sampling.temperatures.clip(min=MIN_TEMPERATURE))
+
+
+def _weigh(tempered: Tensor) -> Tensor:
+    """Return tokens' weights, at most 1; subnormal numbers are 0, as in the C++ kernels."""
+    return threshold(torch.exp(tempered), torch.finfo(tempered.dtype).tiny, 0)
 
 
 def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -85,14 +91,16 @@ def _truncate(
     """
     vocab_size = scaled.shape[1]
     top_k = _column(scaled, np.where(sampling.top_k > 0, sampling.top_k, vocab_size))
-    top_p, min_p = _column(scaled, sampling.top_p), _column(scaled, sampling.min_p)
+    top_p = torch.from_numpy(sampling.top_p)[:, None]  # 1 - top-p may be below float32
+    min_p = _column(scaled, sampling.min_p)
     values, ids = scaled.topk(width, dim=-1)
     within_k = torch.arange(width) < top_k
-    weights = torch.exp(values - values[:, :1]) * within_k
+    weights = _weigh(values - values[:, :1]) * within_k
     # top-p is a share of what top-k keeps, which is all tokens if top-k is off.
-    everything = torch.exp(scaled - values[:, :1]).sum(dim=-1, keepdim=True)
-    total = torch.where(top_k <= width, weights.sum(dim=-1, keepdim=True), everything)
-    before = weights.cumsum(dim=-1) - weights
+    everything = _weigh(scaled - values[:, :1]).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    running = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = torch.where(top_k <= width, running[:, -1:], everything)
+    before = running - weights
     within = within_k & ((before < top_p * total) | (top_p >= 1)) & (weights >= min_p)
     cut = (top_k <= width) | (~within[:, -1:] & (top_k == vocab_size))
     return weights * within, ids, cut[:, 0] | (width == vocab_size)

@@ -185,8 +185,7 @@ def _invert(  # noqa: PLR0917
             row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         total += tl.sum(weight, axis=0).to(tl.float64)
-    # Below the total, so that the same sums in the same order exceed it.
-    target = tl.minimum(uniform, 1 - 2.0**-52) * total
+    target = uniform * total
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float64)
     token, weight = _kept_weights(
@@ -200,10 +199,23 @@ def _invert(  # noqa: PLR0917
             row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         here = tl.sum(weight, axis=0).to(tl.float64)
-    passed = before + tl.cumsum(weight, axis=0).to(tl.float64) > target
-    drawn = tl.min(tl.where(passed & (weight > 0), token, vocab_size), axis=0)
-    # The running sum may round to less than the sum: then take the last token with weight.
-    last = tl.max(tl.where(weight > 0, token, 0), axis=0)
+    # The tile's running sum differs from its sum by rounding: scale the target to it. Else tokens
+    # that weigh less than the difference would be drawn too often, or never.
+    weight = weight.to(tl.float64)
+    running = before + tl.cumsum(weight, axis=0)
+    reached = tl.max(running, axis=0)
+    if before + here == total:  # no later token raises it
+        target = uniform * reached
+    else:
+        target = before + (target - before) / here * (reached - before)
+    passed = running > tl.minimum(target, (1 - 2.0**-53) * reached)
+    # A GPU adds in no order: running sums may also differ where a weight is too small to tell.
+    heavy = (weight > 0) & (running + weight > running)
+    last = tl.max(tl.where(heavy, token, -1), axis=0)
+    if last < 0:
+        heavy = weight > 0
+        last = tl.max(tl.where(heavy, token, 0), axis=0)
+    drawn = tl.min(tl.where(passed & heavy, token, vocab_size), axis=0)
     return tl.minimum(drawn, last)
 
 

@@ -115,6 +115,8 @@ FLOAT32 = torch.float32.itemsize
 WIDE_WARP = 64
 """Threads per warp of AMD's data-centre GPUs (CDNA); its others (RDNA) have 32, as NVIDIA's."""
 
+COPIED = 16
+"""Bytes that a thread copies to shared memory at once, on NVIDIA's GPUs."""
 SCRATCH = 1 << 10
 """Bytes of shared memory for communication between warps."""
 FEW_WARPS = 4
@@ -148,6 +150,8 @@ def choose_tiles(
     else:
         rules = _amd_tiles if gpu.is_amd else _nvidia_tiles
         tiles = rules(kind, gpu, rows=rows, padded=heads.padded, size=size)
+    if not gpu.is_amd and cache_dtype.itemsize > 1 and heads.padded_rest:
+        tiles = _copied_whole(tiles, gpu, heads.padded_rest * cache_dtype.itemsize)
     shared_bytes = gpu.shared_bytes
     alone = wide and (gpu.is_amd or tiles.warps > FEW_WARPS)
     if kind == "decode" and not alone:
@@ -155,6 +159,16 @@ def choose_tiles(
     while tiles.stages > 1 and _needed(tiles, gpu, heads, dtype, cache_dtype) > shared_bytes:
         tiles = replace(tiles, stages=tiles.stages - 1)
     return tiles
+
+
+def _copied_whole(tiles: Tiles, gpu: Gpu, row_bytes: int) -> Tiles:
+    """Return tiles of whose keys' second parts each thread copies at least `COPIED` bytes.
+
+    Where many rows' operands come from registers, more keys would spill them.
+    """
+    if tiles.rows >= 64 and not gpu.multiplies_in_place:
+        return tiles
+    return replace(tiles, keys=max(tiles.keys, COPIED * gpu.warp_size * tiles.warps // row_bytes))
 
 
 def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:

@@ -449,6 +449,26 @@ def _check_draws(
     assert alone == found[-1:]
 
 
+def _check_greatest_uniform(kernels: ModuleType, vocab_size: int, device: str = "cpu") -> None:
+    """Draws with the greatest uniform number, which the running sum only exceeds at its end.
+
+    The last token's weight raises a float64 sum in every other row, and is lost in the others.
+    Before it are tokens whose sum in float32 is rounded.
+    """
+    n, heavy = 32, 20
+    logits = torch.full((n, vocab_size), -torch.inf)
+    logits[:, :heavy] = torch.randn((n, heavy), generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = 3.0
+    logits[0::2, -2:] = 3.0 + torch.tensor([1e-9, 1e-14]).log()
+    logits[1::2, -1] = 3.0 + math.log(2e-18)
+    draws = SamplingTensors.greedy(n)._replace(
+        temperatures=np.ones(n), uniforms=np.full(n, 1 - 2.0**-53)
+    )
+    expected = [vocab_size - 1, heavy - 1] * (n // 2)
+    assert reference.draw_tokens(logits, draws).tolist() == expected
+    assert kernels.draw_tokens(logits.to(device), draws).tolist() == expected
+
+
 @st.composite
 def _masked_rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], np.ndarray]:
     """Draws logits, some of their rows, and a mask for each: of all tokens, too few or too many."""
@@ -497,6 +517,7 @@ class Harness:
         _rows_to_draw_from
     )
     check_draws: Callable[..., None] = _check_draws
+    check_greatest_uniform: Callable[..., None] = _check_greatest_uniform
     masked_rows: Callable[..., st.SearchStrategy[Any]] = _masked_rows
     check_masks: Callable[..., None] = _check_masks
 

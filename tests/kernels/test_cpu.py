@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from octavo.kernels import reference
 from octavo.kernels.cpu import build, fallback, fallback_draws
 from octavo.kernels.cpu.fallback_draws import CANDIDATES
 from octavo.kernels.cpu.native import NativeKernels
@@ -115,6 +116,21 @@ def test_draws_without_a_compiler(harness, data):
     sizes = (1, 2, 5, CANDIDATES, CANDIDATES + 1, 1000)
     rows = data.draw(harness.rows_to_draw_from(sizes, 4, ties=False))
     harness.check_draws(fallback_draws, *rows)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 1500])  # the tokens in one chunk or in two
+def test_draws_with_the_greatest_uniform_number(harness, kernels, vocab_size):
+    harness.check_greatest_uniform(kernels, vocab_size)
+
+
+def test_a_top_p_that_float32_cannot_hold_without_a_compiler():
+    """1 - 1e-7 keeps two of three tokens; the nearest float32 would keep one."""
+    logits = torch.tensor([[1.0, 6e-8, 5e-8]]).log()
+    draws = SamplingTensors.greedy(1)._replace(
+        temperatures=np.ones(1), top_p=np.array([1 - 1e-7]), uniforms=np.array([1 - 2.0**-53])
+    )
+    assert reference.draw_tokens(logits, draws).tolist() == [1]
+    assert fallback_draws.draw_tokens(logits, draws).tolist() == [1]
 
 
 @needs_compiler

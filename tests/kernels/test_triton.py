@@ -158,6 +158,11 @@ def test_draws_from_a_row_of_several_tiles(harness, kernels):
     harness.check_draws(kernels, logits, draws, DEVICE)
 
 
+@pytest.mark.parametrize("vocab_size", [40, 5000])  # the tokens in one tile or in two
+def test_draws_with_the_greatest_uniform_number(harness, kernels, vocab_size):
+    harness.check_greatest_uniform(kernels, vocab_size, DEVICE)
+
+
 @pytest.mark.parametrize("programs", [1, 2])
 def test_copies_of_blocks_larger_than_a_grid(kernels, monkeypatch, programs):
     module = importlib.import_module("octavo.kernels.triton.copy_blocks")
