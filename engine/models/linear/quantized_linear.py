@@ -1,11 +1,15 @@
-"""Linear layers of quantized weights on a GPU."""
+"""Linear layers of quantized weights on a GPU.
+
+Each is an operator, so that a compiled step calls its kernel.
+"""
 
 import torch
 from torch import Tensor, nn
+from torch.library import Library, register_fake
 
 from octavo.engine.models.linear.fuse_linears import LocatedLinear, share
 from octavo.kernels import ops
-from octavo.kernels.quantized import QuantizedWeight
+from octavo.kernels.quantized import PAIRS, Numbers, QuantizedWeight, Second
 
 
 class QuantizedLinear(nn.Module):
@@ -18,6 +22,10 @@ class QuantizedLinear(nn.Module):
         order: `[inputs]` int64, the input of each column of the weights; None: they are in order.
     """
 
+    codes: Tensor
+    scale: Tensor
+    more: Tensor | None
+    outer: Tensor | None
     order: Tensor | None
     bias: Tensor | None
 
@@ -32,27 +40,26 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.wide = wide
         self.num_weights = weight.outputs * weight.inputs
-        self._rest = weight.with_tensors(lambda own: own.new_empty(0))
-        for name, own in weight._asdict().items():
-            if isinstance(own, Tensor):
-                self.register_buffer(name, own)
+        self._layout = layout_of(weight)
+        for name in ("codes", "scale", "more", "outer"):
+            self.register_buffer(name, getattr(weight, name))
         self.register_buffer("bias", bias)
         self.register_buffer("order", order)
 
     @property
     def quantized(self) -> QuantizedWeight:
         """Its weights, where the layer is."""
-        buffers = self._buffers
-        own = (buffers.get(name, value) for name, value in self._rest._asdict().items())
-        return QuantizedWeight(*own)  # type: ignore[arg-type]
+        return weight_of(self.codes, self.scale, self.more, self.outer, self._layout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., inputs]` to `[..., outputs]`, of the same dtype or float32."""
         rows = x.reshape(-1, x.shape[-1])
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        dtype = torch.float32 if self.wide else None
-        out = ops.quantized_linear(rows, self.quantized, self.bias, dtype)
+        out: Tensor = torch.ops.octavo.quantized_linear(
+            *(rows, self.codes, self.scale, self.more, self.outer, self.bias),
+            *(self._layout, int(self.wide)),
+        )
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -79,7 +86,7 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `[..., inputs]` to `[..., outputs]`, of the same dtype."""
         rows = x.reshape(-1, x.shape[-1])
-        out = ops.fp8_linear(rows, self.codes, self.scale, self.bias)
+        out: Tensor = torch.ops.octavo.fp8_linear(rows, self.codes, self.scale, self.bias)
         return out.reshape(*x.shape[:-1], -1)
 
 
@@ -101,3 +108,62 @@ def put(group: list[LocatedLinear], layer: nn.Module) -> None:
         setattr(group[0].parent, group[0].name, layer)
     else:
         share(group, layer)
+
+
+def layout_of(weight: QuantizedWeight) -> list[int]:
+    """Return what a weight is besides its tensors, for an operator."""
+    pair = 0 if weight.pair is None else 1 + PAIRS.index(weight.pair)
+    numbers, second = weight.numbers.value, weight.second.value
+    return [weight.inputs, weight.group, numbers, weight.middle, second, pair]
+
+
+def weight_of(
+    codes: Tensor,
+    scale: Tensor,
+    more: Tensor | None,
+    outer: Tensor | None,
+    layout: list[int],
+) -> QuantizedWeight:
+    """Return the weight that `layout_of` and its tensors describe."""
+    inputs, group, numbers, middle, second, pair = layout
+    kind = PAIRS[pair - 1] if pair else None
+    own = (Numbers(numbers), middle, Second(second), kind)
+    return QuantizedWeight(codes, scale, inputs, group, *own, more, outer)
+
+
+def _quantized_linear(  # noqa: PLR0917 - as the operator
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    more: Tensor | None,
+    outer: Tensor | None,
+    bias: Tensor | None,
+    layout: list[int],
+    wide: int,
+) -> Tensor:
+    dtype = torch.float32 if wide else None
+    return ops.quantized_linear(x, weight_of(codes, scale, more, outer, layout), bias, dtype)
+
+
+def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return ops.fp8_linear(x, codes, scale, bias)
+
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "quantized_linear(Tensor x, Tensor codes, Tensor scale, Tensor? more, Tensor? outer,"
+    " Tensor? bias, int[] layout, int wide) -> Tensor"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    "fp8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias) -> Tensor"
+)
+for kind in ("CUDA", "CPU"):  # on a CPU for tests only
+    _library.impl("quantized_linear", _quantized_linear, kind)  # type: ignore[no-untyped-call]
+    _library.impl("fp8_linear", _fp8_linear, kind)  # type: ignore[no-untyped-call]
+register_fake(
+    "octavo::quantized_linear",
+    lambda x, codes, *rest: x.new_empty(
+        x.shape[0], codes.shape[0], dtype=torch.float32 if rest[-1] else x.dtype
+    ),
+)
+register_fake("octavo::fp8_linear", lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))

@@ -14,10 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from octavo.engine import startup
+from octavo.engine.models import load_model
+from octavo.engine.models.quantization.on_gpu import round_to_fp8, round_to_int4, round_to_int8
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
+from octavo.kernels.quantized import dequantize
 from tests.engine.oracle import Oracle
 from tests.engine.stepper import Stepper
 
@@ -67,7 +70,11 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def expected(tiny_model):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    return greedy(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32))
+
+
+def greedy(model):
+    """Returns transformers' own outputs for the prompts."""
     outputs = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -75,6 +82,32 @@ def expected(tiny_model):
         output = model.generate(ids, max_new_tokens=OUTPUT_TOKENS, **options)
         outputs.append(output[0, len(prompt) :].tolist())
     return outputs
+
+
+ROUNDED = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}
+
+
+def dequantized(model, scheme):
+    """Returns transformers' model with the weights that a scheme rounds to."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and (path != "lm_head" or scheme == "int4"):
+            kind = "int8" if path == "lm_head" else scheme
+            rounded = ROUNDED[kind](layer.weight.detach()).weight
+            layer.weight = torch.nn.Parameter(dequantize(rounded))
+    return model
+
+
+@pytest.mark.parametrize("scheme", ROUNDED)
+def test_quantized_weights(tiny_model, engine, monkeypatch, scheme):
+    if INTERPRETED:
+        cpu = torch.device("cpu")
+        monkeypatch.setattr(
+            load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
+        )
+        monkeypatch.setattr(load_model, "_check_quantizable", lambda *_: None)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected = greedy(dequantized(model, scheme))
+    assert run(engine(quantization=scheme)) == expected
 
 
 def run(engine):

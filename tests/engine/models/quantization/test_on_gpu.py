@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.common.models.resolve import resolve
 from octavo.engine.adapters.adapted_model import adapt
+from octavo.engine.compilation.jit import JitStep
 from octavo.engine.models import load_model
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.linear.wide_linear import WideLinear
@@ -17,6 +18,7 @@ from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.step import EagerStep
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
 from octavo.kernels.quantized import Numbers
@@ -28,6 +30,7 @@ from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints imp
     error,
     served_logits,
 )
+from tests.engine.one_prompt import logits
 from tests.engine.random_model import save_random_model
 
 GPU = torch.device("cuda")
@@ -141,3 +144,17 @@ def test_a_model_is_quantized_at_load(tmp_path, monkeypatch, scheme, products, l
 
 def test_every_scheme_is_tried_here():
     assert set(SCHEMES) == {"int8", "int4", "fp8"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("products", [False, True])
+def test_a_compiled_step_calls_the_kernels(tmp_path, monkeypatch, products):
+    monkeypatch.setattr(ops, "has_fp8_products", lambda *_: products)
+    save_random_model(CONFIGS["qwen3"](), tmp_path, std=0.1)
+    loaded = read(tmp_path, "bfloat16", "fp8" if products else "int4")
+    eager = EagerStep(loaded.model)
+    compiled = JitStep(eager, loaded.device)
+    inputs = TOKENS[None], torch.arange(len(TOKENS))[None], torch.tensor([39, 7, 0])
+    found, expected = (logits(step, loaded.shape, inputs) for step in (compiled, eager))
+    assert not compiled.eager_steps
+    assert (found - expected).norm() <= 0.03 * expected.norm()
