@@ -12,6 +12,7 @@ from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
 from octavo.common.models.errors import ModelError
+from octavo.engine.model_report import report
 from octavo.engine.models.linear.packed_linear import PackedLayer
 from octavo.engine.models.linear.plain_linears import (
     check_quantizable,
@@ -19,7 +20,7 @@ from octavo.engine.models.linear.plain_linears import (
     replace_conv1d,
 )
 from octavo.engine.models.load_model import load
-from octavo.engine.models.quantization import SCHEMES, find_scheme
+from octavo.engine.models.quantization import SCHEMES, find_scheme, schemes_for
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
 from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
@@ -96,7 +97,7 @@ def hidden_states(path, quantization, tokens):
     return seen[0]
 
 
-@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("quantization", schemes_for(torch.device("cpu")))
 def test_all_layers_of_gpt2_are_quantized(saved, quantization):
     model = quantized(saved("gpt2"), quantization)
     kinds = [
@@ -104,6 +105,16 @@ def test_all_layers_of_gpt2_are_quantized(saved, quantization):
     ]
     assert len(kinds) >= 2 * 4
     assert not [module for module in model.modules() if isinstance(module, Conv1D)]
+
+
+def test_a_scheme_of_gpus_is_refused_on_a_cpu(saved):
+    path = saved("gpt2")
+    with pytest.raises(ModelError, match="fp8 works on GPUs only: use int8 or int4"):
+        quantized(path, "fp8")
+    with pytest.raises(ModelError, match="fp8 works on GPUs only"):
+        report(EngineSettings(model=str(path), device="cpu", quantization="fp8"))
+    assert schemes_for(torch.device("cpu")) == ["int8", "int4"]
+    assert schemes_for(torch.device("cuda")) == list(SCHEMES)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
