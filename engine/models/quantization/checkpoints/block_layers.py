@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from octavo.engine.models.linear.packed_linear import NORMED, PackedLayer, define_operator
 from octavo.engine.models.quantization.checkpoints.gguf import Blocks
@@ -13,6 +14,9 @@ from octavo.kernels.cpu.blocks import BlockFormat
 
 DTYPES = {torch.bfloat16, torch.float32}
 """Of the activations that the kernels take."""
+
+FEW = 64
+"""Embeddings to find their factor by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +95,16 @@ class PackedBlocksEmbedding(nn.Module):
         dtype: Of embeddings: bfloat16 or float32.
         weight: The weights, packed.
         number: The format's.
+        factor: What embeddings are multiplied by.
     """
 
     blocks: Tensor
 
-    def __init__(self, width: int, dtype: torch.dtype, weight: Tensor, number: int) -> None:
+    def __init__(
+        self, width: int, dtype: torch.dtype, weight: Tensor, number: int, factor: float = 1.0
+    ) -> None:
         super().__init__()
-        self.width, self.dtype, self.number = width, dtype, number
+        self.width, self.dtype, self.number, self.factor = width, dtype, number, factor
         self.register_buffer("blocks", weight)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -108,7 +115,21 @@ class PackedBlocksEmbedding(nn.Module):
             else torch.ops.octavo.packed_embedding_wide
         )
         out: Tensor = look_up(ids.reshape(-1), self.width, self.blocks, self.number)
-        return out.reshape(*ids.shape, -1)
+        out = out.reshape(*ids.shape, -1)
+        return out if self.factor == 1 else out * self.factor
+
+
+@torch.inference_mode()
+def embedding_factor(layer: nn.Module) -> float | None:
+    """Return what embeddings are multiplied by, as Gemma's are; None if they are something else."""
+    if type(layer) is nn.Embedding:
+        return 1.0
+    scale = getattr(layer, "embed_scale", None)
+    if not isinstance(layer, nn.Embedding) or not isinstance(scale, Tensor) or scale.numel() != 1:
+        return None
+    ids = torch.arange(min(FEW, layer.num_embeddings), device=layer.weight.device)
+    factor = float(scale.to(layer.weight.dtype))
+    return factor if torch.equal(layer(ids), embedding(ids, layer.weight) * factor) else None
 
 
 define_operator(

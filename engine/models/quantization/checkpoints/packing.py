@@ -42,6 +42,7 @@ from octavo.engine.models.quantization.checkpoints.block_layers import (
     BlockWeights,
     PackedBlocksEmbedding,
     block_weights,
+    embedding_factor,
 )
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
@@ -233,8 +234,10 @@ class _Packing:
             if layer is None or layer not in paths:
                 continue
             weight = getattr(layer, "weight", None)
-            is_plain = type(layer) is nn.Linear or type(layer) is nn.Embedding
-            if not isinstance(weight, nn.Parameter) or not is_plain:
+            if not isinstance(weight, nn.Parameter):
+                continue
+            factor = 1.0 if type(layer) is nn.Linear else embedding_factor(layer)
+            if factor is None:
                 continue
             own = shared.get(weight) or self._find_blocks(f"{paths[layer]}.weight", weight)
             if own is None:
@@ -244,7 +247,7 @@ class _Packing:
                 self.packed += weight.numel()
             shared[weight] = own
             parent, _, name = paths[layer].rpartition(".")
-            setattr(self._model.get_submodule(parent), name, _end(layer, weight, own))
+            setattr(self._model.get_submodule(parent), name, _end(layer, weight, own, factor))
 
     def _replace(self, group: list[LocatedLinear], own: Sequence[Packable]) -> None:
         self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
@@ -353,11 +356,12 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
     return packing.tolerance
 
 
-def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights) -> nn.Module:
-    """Return what replaces embeddings or a head."""
+def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights, factor: float) -> nn.Module:
+    """Return what replaces embeddings, which are multiplied by a factor, or a head."""
     if isinstance(layer, nn.Linear):
         return own.layer(layer)
-    return PackedBlocksEmbedding(weight.shape[1], weight.dtype, own.pack(), own.format.number)
+    number = own.format.number
+    return PackedBlocksEmbedding(weight.shape[1], weight.dtype, own.pack(), number, factor)
 
 
 def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:

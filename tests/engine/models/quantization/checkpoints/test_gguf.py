@@ -10,16 +10,19 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GgufConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.resolve import resolve
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.checkpoints.block_layers import (
+    BlockWeights,
     PackedBlocksEmbedding,
     PackedBlocksLinear,
+    embedding_factor,
 )
-from octavo.kernels.cpu.blocks import FORMATS
+from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
 from tests.engine.models.quantization.checkpoints.quantize import change_tensors
 from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
@@ -228,3 +231,26 @@ def test_damaged_blocks_are_refused(tmp_path):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="weights of type 'Q9_K', which Octavo"):
         loaded_as("bfloat16", str(path))
+
+
+class Shifted(torch.nn.Embedding):
+    embed_scale = torch.tensor(3.0)
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings_that_are_scaled_stay_in_blocks(dtype):
+    own, draw = FORMATS["Q6_K"], np.random.default_rng(0)
+    rows = torch.from_numpy(random_matrix(draw, "Q6_K", (VOCABULARY, WIDTH)))
+    scaled = Gemma3TextScaledWordEmbedding(VOCABULARY, WIDTH, 0, WIDTH**0.5 + 0.1)
+    scaled.weight = torch.nn.Parameter(dequantize(rows, own).to(dtype))
+    factor = embedding_factor(scaled)
+    assert factor is not None
+    packed = BlockWeights(rows, own).pack()
+    ids = torch.tensor([[0, 5], [VOCABULARY - 1, 5]])
+    found = PackedBlocksEmbedding(WIDTH, dtype, packed, own.number, factor)(ids)
+    assert torch.equal(found, scaled(ids))
+    assert embedding_factor(Shifted(8, 4)) is None
+    assert embedding_factor(torch.nn.Embedding(8, 4)) == 1
