@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, fields, replace
 
 import pytest
+import torch
 from packaging.version import Version
 
 triton = pytest.importorskip("triton")
@@ -27,9 +28,11 @@ from tests.kernels.compiling import (  # noqa: E402
     VARIANTS,
     Shape,
     compile_attention,
+    compile_beside_products,
     compile_copies,
     compile_draws,
     compile_experts,
+    compile_linear,
     compile_low_rank,
     compile_masks,
     compile_merges,
@@ -38,6 +41,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_wide_writes,
     compile_write,
 )
+from tests.kernels.quantized_weights import KINDS, random_weight  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
@@ -223,6 +227,21 @@ def test_experts(gpu, rows, record_property):
     for kernel in made:
         assert kernel.metadata.shared <= gpu.shared_bytes
         assert PRODUCTS[gpu] in kernel.asm["amdgcn"]
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(n, marks=() if n == "nested" else pytest.mark.slow) for n in KINDS]
+)
+@pytest.mark.parametrize("gpu", ONE_IS_FAST, ids=name_of)
+def test_quantized_linear(gpu, kind, rows, record_property):
+    weight = random_weight(kind, 64, 4096, 32, torch.Generator().manual_seed(0))
+    made = compile_linear(gpu, weight, rows)[0]
+    codes = [read(kernel) for kernel in (made, *compile_beside_products(gpu))]
+    record_property("code", str(codes))
+    assert [code.spilled for code in codes] == [0] * len(codes)
+    assert made.metadata.shared <= gpu.shared_bytes
+    assert PRODUCTS[gpu] in made.asm["amdgcn"]
 
 
 def test_a_spill_in_a_loop_is_found():
