@@ -30,7 +30,10 @@ DEQUANTIZED_BYTES = 64 << 20
 """Of weights that are dequantized at a time."""
 LEAST_DEPTH = 4
 """Iterations of a part of the inputs, at least."""
-MOST_SPLITS = 16
+MOST_SPLITS, MOST_STAGES = 16, 4
+WORD_BYTES = 4
+SCALES_BYTES = 8 << 10
+"""Of shared memory, that scales take at most."""
 PROGRAMS_EACH = 4
 """Programs that a multiprocessor should have, so that some read while others compute."""
 _BIAS = {Numbers.NIBBLES: 128}
@@ -59,21 +62,27 @@ class LinearTiles(NamedTuple):
     stages: int
 
 
-def choose_linear_tiles(gpu: Gpu, rows: int, outputs: int, depth: int) -> LinearTiles:
+def choose_linear_tiles(
+    gpu: Gpu, rows: int, weight: QuantizedWeight, dtype: torch.dtype
+) -> LinearTiles:
     """Return the tiles for a GPU.
 
     Args:
         gpu: The GPU.
         rows: All rows.
-        outputs: All outputs.
-        depth: The iterations that all inputs take.
+        weight: The weight.
+        dtype: Of the rows.
     """
     own = 16 if rows <= 16 else 32 if rows <= 32 else 64
     columns = 128 if own < 64 else 64  # more of both need more registers than there are
-    programs = triton.cdiv(outputs, columns) * triton.cdiv(rows, own)
+    programs = triton.cdiv(weight.outputs, columns) * triton.cdiv(rows, own)
     wanted = triton.cdiv(PROGRAMS_EACH * gpu.multiprocessors, programs)
-    splits = max(1, min(wanted, depth // LEAST_DEPTH, MOST_SPLITS))
-    stages = 2 if gpu.is_amd else 4
+    splits = max(1, min(wanted, _depth(weight) // LEAST_DEPTH, MOST_SPLITS))
+    # Two programs side by side. What is multiplied by registers is needed a stage longer.
+    each = weight.numbers.tile * own * dtype.itemsize + columns * WORDS * WORD_BYTES
+    room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
+    stages = room // each + (not gpu.multiplies_in_place)
+    stages = 2 if gpu.is_amd else max(2, min(stages, MOST_STAGES))
     warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
     return LinearTiles(own, columns, splits, warps, stages)
 
@@ -301,8 +310,8 @@ def _multiply_unpacked(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
 ) -> None:
     rows, outputs = out.shape
-    depth = weight.codes.shape[1] // WORDS
-    tiles = choose_linear_tiles(describe_gpu(x.device), rows, outputs, depth)
+    depth = _depth(weight)
+    tiles = choose_linear_tiles(describe_gpu(x.device), rows, weight, x.dtype)
     per_split = triton.cdiv(depth, tiles.splits)
     splits = triton.cdiv(depth, per_split)
     to = out
@@ -331,7 +340,7 @@ def _multiply_unpacked(
 def _multiply_dequantized(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
 ) -> None:
-    depth = weight.codes.shape[1] // WORDS
+    depth = _depth(weight)
     most = max(1, DEQUANTIZED_BYTES // (weight.inputs * x.itemsize))
     made = x.new_empty((min(most, weight.outputs), weight.inputs))
     for first in range(0, weight.outputs, most):
@@ -348,6 +357,11 @@ def _multiply_dequantized(
             out[:, first:last] = torch.mm(x, own.t(), out_dtype=out.dtype)
     if bias is not None:
         out += bias
+
+
+def _depth(weight: QuantizedWeight) -> int:
+    """Return the iterations that all inputs take."""
+    return weight.codes.shape[1] // WORDS
 
 
 def _tensors(weight: QuantizedWeight) -> tuple[Tensor | None, ...]:

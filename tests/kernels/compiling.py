@@ -10,7 +10,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.low_rank import RECORD, TILE_ROWS
-from octavo.kernels.quantized import WORDS, Numbers, QuantizedWeight, make_weight
+from octavo.kernels.quantized import Numbers, QuantizedWeight, make_weight
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
 from octavo.kernels.triton.experts import (
@@ -199,8 +199,7 @@ def compile_linear(
     gpu: Gpu, weight: QuantizedWeight, rows: int, dtype: torch.dtype = BF16
 ) -> tuple[CompiledKernel, LinearTiles]:
     """Compile a product with quantized weights of 4,096 inputs; return its tiles, too."""
-    depth = weight.codes.shape[1] // WORDS
-    tiles = choose_linear_tiles(gpu, rows, 4096, depth)
+    tiles = choose_linear_tiles(gpu, rows, weight, dtype)
     types = {"x": "*" + NAMES[dtype], "out": "*fp32"}
     constants = constants_of(weight) | {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
     constants |= {"HAS_BIAS": False, "UPCAST": False, "bias": None}

@@ -173,7 +173,7 @@ def test_quantized_linear(tmp_path, kind, group, rows, most):
 @pytest.mark.parametrize("rows", [1, 32, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_linear_widely(tmp_path, gpu, kind, rows):
-    for group, dtype in ((128, BF16), (32, torch.float16)):
+    for group, dtype in ((128, BF16), (32, torch.float16), (128, FP32)):
         check_linear(gpu, kind, group, rows, tmp_path / "cubin", dtype)
 
 
