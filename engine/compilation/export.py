@@ -38,6 +38,7 @@ from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
 from octavo.engine.models.load_model import load
+from octavo.engine.models.quantization import find_scheme
 from octavo.engine.ranks import collectives
 from octavo.kernels import machine
 
@@ -75,6 +76,7 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(result.with_name("inductor"))
         result.mkdir()
         if directories:
+            find_scheme(recipe.quantization)  # defines the operators of the scheme's layers
             compile_captured(CapturedStep.load(Path(directories[0])), result, result.parent)
         else:
             compile_step(recipe, result, result.parent)

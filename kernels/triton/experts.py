@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo.kernels.activation import Activation
 from octavo.kernels.gpu import Gpu, describe_gpu
+from octavo.kernels.triton.tiles import WIDE_WARP
 
 SUM_COLUMNS = 512
 
@@ -53,12 +54,12 @@ def choose_expert_tiles(gpu: Gpu, rows: float) -> ExpertTiles:
             tiles keep more multiprocessors busy.
     """
     stages = 2 if gpu.is_amd else 3
-    warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
+    narrow = gpu.is_amd and gpu.warp_size < WIDE_WARP
     if rows <= 16:
-        return ExpertTiles(16, 32, 128, 4, stages)
+        return ExpertTiles(16, 32, 64 if narrow else 128, 4, stages)  # 128 would spill registers
     if rows <= 32:
         return ExpertTiles(32, 64, 64, 4, stages)
-    return ExpertTiles(64, 64, 64, warps, stages)
+    return ExpertTiles(64, 64, 64, 8 if narrow else 4, stages)
 
 
 @triton.jit

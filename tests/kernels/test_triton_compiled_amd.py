@@ -16,7 +16,7 @@ from packaging.version import Version
 triton = pytest.importorskip("triton")
 
 from octavo.kernels.gpu import MAX_THREADS, Gpu  # noqa: E402
-from octavo.kernels.triton.tiles import count_resident  # noqa: E402
+from octavo.kernels.triton.tiles import LEAST_ROWS, count_resident  # noqa: E402
 from tests.kernels.compiling import (  # noqa: E402
     BF16,
     COMMON,
@@ -104,9 +104,11 @@ def compile_anew(monkeypatch, tmp_path):
 def may_spill(gpu, shape):
     """Return whether the widest heads need more registers than a thread of this GPU has.
 
-    Triton 3.9 fits 256 elements into registers unless they are float32; 3.7 does not.
+    Triton 3.9 fits 256 elements into registers unless they are float32; 3.7 does not. Others are
+    padded to a power of two.
     """
-    wide = shape.head_dim > 256 or (shape.head_dim == 256 and (OLD or shape.dtype == FP32))
+    padded = shape.heads.padded
+    wide = shape.head_dim > 256 or (padded == 256 and (OLD or shape.dtype == FP32))
     return gpu is RX_7900 and wide
 
 
@@ -130,7 +132,8 @@ def check_attention(gpu, kind, shape, record):
     record("code", f"{tiles}, {code}, {made.metadata.shared} bytes shared")
     if not may_spill(gpu, shape):
         assert not code.spills_in_loops, (tiles, code)
-    assert re.search(FETCH, text)
+    if shape.head_dim >= LEAST_ROWS:  # a tile of less has fewer bytes than 16 for each thread
+        assert re.search(FETCH, text)
     if gpu is not RX_7900 or shape.dtype != FP32:
         assert PRODUCTS[gpu] in text
     if shape.cache_dtype in CONVERSIONS:

@@ -25,14 +25,14 @@ TRANSLATE = "tests.engine.ranks.translating_export"
 BOTH = {"0": TRANSLATE, "1": TRANSLATE}
 
 
-def run_translated(folder, **engines):
+def run_translated(folder, settings=None, **engines):
     """Run engines of two ranks in turn; each argument is a compile mode and its compilers."""
     (model,) = save_models(["wide"], folder)
     given = {
         name: {
             "model": model,
             "work": "scored",
-            "settings": {"dtype": "bfloat16", "compile": mode},
+            "settings": {"dtype": "bfloat16", "compile": mode, **(settings or {})},
             "compilers": compilers,
         }
         for name, (mode, compilers) in engines.items()
@@ -40,8 +40,9 @@ def run_translated(folder, **engines):
     return run_ranks(2, given, folder)
 
 
-def test_translated_ranks_say_what_others_say(tmp_path):
-    found = run_translated(tmp_path, off=("off", {}), first=("wait", BOTH))
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}])
+def test_translated_ranks_say_what_others_say(settings, tmp_path):
+    found = run_translated(tmp_path, settings, off=("off", {}), first=("wait", BOTH))
     assert [one["compiled"][0] for one in found.values()] == [False, True]
     assert abs(score_errors(found["first"], found["off"])).max() < 0.1
 
