@@ -114,7 +114,7 @@ def test_serve_then_use_the_commands(environment, tmp_path):
 
 @pytest.mark.slow  # test_http.py covers most of it
 def test_the_http_server_and_openai_s_client(environment, tmp_path):
-    (program,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
+    (program,) = re.findall(r"```py\n(client = openai.*?)```", README, re.DOTALL)
     with running(HTTP_SERVER, environment, tmp_path / "log"):
         names = {"openai": openai}
         exec(program.replace("client.chat", "stream = client.chat"), names)
