@@ -66,6 +66,8 @@ def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -
         UnsupportedModelError: The file says something that no config can.
     """
     _set_heads(config, architecture, fields)
+    if architecture == "phi3":
+        config.sliding_window = fields.get("attention.sliding_window") or None
     for cap in CAPS:
         if cap in fields and hasattr(config, cap):
             setattr(config, cap, fields[cap])

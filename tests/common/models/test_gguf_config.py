@@ -196,3 +196,14 @@ def test_phi3_rotates_a_part_with_two_lists_of_factors():
         found, wanted = (Phi3RotaryEmbedding(own)(x, places) for own in (config, expected))
         torch.testing.assert_close(found, wanted)
         assert found[0].shape[-1] == 48
+
+
+@pytest.mark.parametrize(
+    ("said", "window"), [({"attention.sliding_window": 2047}, 2047), ({}, None)]
+)
+def test_phi3_has_the_window_of_its_file(said, window):
+    config = Phi3Config(pad_token_id=0, sliding_window=99)
+    complete_config(config, "phi3", said)
+    assert config.sliding_window == window
+    complete_config(config, "phi3", {"attention.sliding_window": 0})
+    assert config.sliding_window is None

@@ -40,7 +40,9 @@ def run_translated(folder, settings=None, **engines):
     return run_ranks(2, given, folder)
 
 
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}])
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"quantization": "int8"}]
+)
 def test_translated_ranks_say_what_others_say(settings, tmp_path):
     found = run_translated(tmp_path, settings, off=("off", {}), first=("wait", BOTH))
     assert [one["compiled"][0] for one in found.values()] == [False, True]
