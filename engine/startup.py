@@ -45,7 +45,7 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
     peak_memory,
 )
-from octavo.engine.memory.freed import return_freed
+from octavo.engine.memory.freed import mapping_large, return_freed
 from octavo.engine.models.device import choose_device
 from octavo.engine.ranks.place import Place as RankPlace
 from octavo.engine.ranks.world import World, join
@@ -128,7 +128,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """
     began = time.perf_counter()
     threads = set_threads(place)
-    model = resolve(settings.model, packed=keeps_blocks(settings))
+    with mapping_large():
+        model = resolve(settings.model, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
     has_tokenizer = _has_tokenizer(Path(model))
     world = None if place is None else join_ranks(settings, place)

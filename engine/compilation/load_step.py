@@ -27,7 +27,7 @@ from octavo.engine.compilation.rank_compiler import (
     remove_unusable,
 )
 from octavo.engine.memory.cache_tensors import GIB
-from octavo.engine.memory.freed import return_freed
+from octavo.engine.memory.freed import mapping_large, return_freed
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.engine.models.device import choose_device
@@ -131,6 +131,7 @@ class LoadedStep:
         return count
 
 
+@mapping_large()
 def load_step(settings: EngineSettings, model: str, world: World | None = None) -> LoadedStep:
     """Load a model, or its compiled step.
 

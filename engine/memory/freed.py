@@ -1,7 +1,12 @@
 """Memory that this process has freed, but that its C library keeps."""
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+MAPPED_BYTES = 1 << 20
+M_MMAP_THRESHOLD, MOST_MAPPED_BYTES = -3, 32 << 20
+"""The option of glibc's `mallopt`, and the most that it may be; see mallopt(3)."""
 
 
 def return_freed() -> None:
@@ -13,3 +18,23 @@ def return_freed() -> None:
     """
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
+@contextmanager
+def mapping_large() -> Iterator[None]:
+    """Let memory of `MAPPED_BYTES` and more go back to the system as soon as it is freed, within.
+
+    It is mapped by itself then, which takes longer. glibc does so too, but from a size that it
+    raises to what was freed, up to `MOST_MAPPED_BYTES`; it is that afterwards. Where the C library
+    has no such function, nothing is done.
+    """
+    _map_from(MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        _map_from(MOST_MAPPED_BYTES)
+
+
+def _map_from(size: int) -> None:
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, size)

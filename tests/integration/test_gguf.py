@@ -74,6 +74,7 @@ def test_an_engine_takes_the_file_s_memory_and_the_cache_s(cache, tmp_path):
     blocks = 64 * 16 * 30 * 2 * 3 * 64 * 2  # tokens, layers, keys and values, heads, sizes, bytes
     tiny = tiny_gguf.write(tmp_path / "tiny.gguf")
     taken(tiny)  # builds kernels
+    taken(file)  # converts it, which a process of its own does for the command
     assert taken(file) - taken(tiny) < 1.25 * (file.stat().st_size + blocks)
 
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from octavo.engine.memory.freed import return_freed
+from octavo.engine.memory.freed import mapping_large, return_freed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
@@ -18,6 +18,17 @@ def test_pages_between_what_stays_go_back():
     return_freed()
     assert full - resident() > 80 << 20, "of 125 MiB"
     assert [tensor.unique().tolist() for tensor in kept] == [[100.0 * i] for i in range(20)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_what_is_mapped_by_itself_goes_back_at_once():
+    with mapping_large():
+        tensors = [torch.full((512 << 10,), float(i)) for i in range(60)]
+        kept = tensors[::10]
+        full = resident()
+        del tensors
+        assert full - resident() > 100 << 20, "of 108 MiB"
+    assert [tensor.unique().tolist() for tensor in kept] == [[10.0 * i] for i in range(6)]
 
 
 def resident() -> int:
