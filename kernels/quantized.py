@@ -1,8 +1,8 @@
 """Weights of few bits, as GPUs' kernels take them, and what they stand for.
 
-A weight is `(number - middle) * scale + offset`. Numbers are whole, in 4 or 8 bits, or in e4m3;
-inputs of an output share scales, and middles or offsets, in groups. GGUF's "K" formats have scales
-and offsets that are themselves small numbers times those of a larger unit.
+A weight is `(number - zero point) * scale + offset`. Numbers are whole, in 4 or 8 bits, or in e4m3;
+inputs of an output share scales, and zero points or offsets, in groups. GGUF's "K" formats have
+scales and offsets that are themselves small numbers times those of a larger unit.
 
 Everything is in words of 4 bytes, as GPUs copy no less at once without waiting for it.
 """
@@ -50,7 +50,7 @@ class Second(Enum):
     """What groups have besides a scale."""
 
     NOTHING = 0
-    MIDDLE = 1
+    ZERO_POINT = 1
     OFFSET = 2
 
 
@@ -59,15 +59,15 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         codes: `[outputs, words]` int32; the last inputs may be padding.
-        scale: `[groups, outputs]` float32; or int32, with the scale in the low half and the middle
-            or offset in the high half.
+        scale: `[groups, outputs]` float32; or int32, with the scale in the low half and the zero
+            point or offset in the high half.
         inputs: The number of inputs.
         group: The inputs of a group, a multiple of `WORDS`.
         numbers: What the codes are.
-        middle: What is subtracted from all numbers, if groups have no middles.
+        zero_point: What is subtracted from all numbers, if groups have no zero points.
         second: What groups have besides a scale.
         pair: The type of the halves of `scale`; None if they are not halves.
-        more: `[groups, outputs]` float32, the middles or offsets if they are not in `scale`.
+        more: `[groups, outputs]` float32, the zero points or offsets if they are not in `scale`.
         outer: `[units, outputs]` int32 of two float16, by which scales and offsets are multiplied,
             if there are any.
     """
@@ -77,7 +77,7 @@ class QuantizedWeight(NamedTuple):
     inputs: int
     group: int
     numbers: Numbers
-    middle: int = 0
+    zero_point: int = 0
     second: Second = Second.NOTHING
     pair: torch.dtype | None = None
     more: Tensor | None = None
@@ -125,8 +125,8 @@ def make_weight(
     *,
     group: int,
     numbers: Numbers,
-    middle: int = 0,
-    middles: Tensor | None = None,
+    zero_point: int = 0,
+    zero_points: Tensor | None = None,
     offset: Tensor | None = None,
     outer: tuple[Tensor, Tensor | None] | None = None,
 ) -> QuantizedWeight:
@@ -137,8 +137,8 @@ def make_weight(
         scale: `[outputs, groups]`. It is stored in 16 bits if that changes nothing.
         group: Inputs of a group, as `takes_group` allows.
         numbers: What the codes are.
-        middle: What is subtracted from all codes, if there are no `middles`.
-        middles: `[outputs, groups]`, whole numbers; not if there are offsets.
+        zero_point: What is subtracted from all codes, if there are no `zero_points`.
+        zero_points: `[outputs, groups]`, whole numbers; not if there are offsets.
         offset: `[outputs, groups]`.
         outer: `[outputs, units]` float16, by which scales and, if there are any, offsets are
             multiplied. Then these must be numbers that float16 has.
@@ -149,10 +149,10 @@ def make_weight(
     unit = 1 if outer is None else scale.shape[1] // outer[0].shape[1]
     groups = -(-padded // group)
     groups = -(-groups // unit) * unit
-    extra = offset if middles is None else middles
+    extra = offset if zero_points is None else zero_points
     second = Second.NOTHING
     if extra is not None:
-        second = Second.OFFSET if middles is None else Second.MIDDLE
+        second = Second.OFFSET if zero_points is None else Second.ZERO_POINT
     pair = next((kind for kind in PAIRS if _has(kind, scale) and _has(kind, extra)), None)
     assert pair == torch.float16 or outer is None
     own = [_by_group(part, groups) for part in (scale, extra)]
@@ -165,7 +165,7 @@ def make_weight(
         inputs,
         group,
         numbers,
-        middle,
+        zero_point,
         second,
         pair,
         own[1].float() if pair is None and own[1] is not None else None,
@@ -190,7 +190,7 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
         outer, outer_offset = _halves(weight.outer, torch.float16)
         scale, second = scale * outer[units], second * outer_offset[units]
     found = codes[:, : weight.inputs].float()
-    found -= second[groups].t() if weight.second == Second.MIDDLE else weight.middle
+    found -= second[groups].t() if weight.second == Second.ZERO_POINT else weight.zero_point
     found *= scale[groups].t()
     return found + second[groups].t() if weight.second == Second.OFFSET else found
 

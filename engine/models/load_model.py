@@ -61,7 +61,7 @@ DEFAULT_CONTEXTS = {"bloom": 2048}
 """By model type: the context of models whose configs may not say it. Bloom was trained with 2,048
 tokens (Le Scao et al. 2022, table 3)."""
 
-HOME_SHARE = 0.8
+LOAD_SHARE = 0.8
 """Of a GPU's free memory, that weights may take before they are quantized: checks need some too."""
 
 log = structlog.get_logger(__name__)
@@ -198,10 +198,10 @@ def load(
         kind = choose_dtype(dtype, config.get_text_config(), target)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with _as_model_error(path):
-        home = target
+        load_device = target
         if target.type != "cpu" and (checkpoint is not None or scheme is not None):
-            home = choose_home(config, kind, target)
-        model = _read(path, config, checkpoint, world, dtype=kind, device=home)
+            load_device = choose_load_device(config, kind, target)
+        model = _read(path, config, checkpoint, world, dtype=kind, device=load_device)
     model.train(mode=False)
     replace_attention(model)
     with _as_unsupported(path):
@@ -228,7 +228,7 @@ def load(
         absorb_expansions(model)
         if kind != torch.float32 or scheme is not None or checkpoint is not None:
             check_in_float32(
-                model, step, expected, shape, home, block_size=block_size, routing=routing
+                model, step, expected, shape, load_device, block_size=block_size, routing=routing
             )
         tolerance = 0.0
         row_tolerance = 0.0 if scheme is None else scheme.row_tolerance
@@ -297,7 +297,9 @@ def load_empty(
     return EmptyModel(model, shape, kind, cache_kind, target, own)
 
 
-def choose_home(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> torch.device:
+def choose_load_device(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
+) -> torch.device:
     """Return where a model's weights are read to before they are quantized for a GPU.
 
     That is the GPU, or the CPU if they would not fit into the GPU's memory.
@@ -310,7 +312,7 @@ def choose_home(config: PreTrainedConfig, dtype: torch.dtype, device: torch.devi
     empty = make_empty(config, dtype)
     size = sum(weight.nbytes for weight in chain(empty.parameters(), empty.buffers()))
     free, _ = torch.cuda.mem_get_info(device)
-    return device if size <= HOME_SHARE * free else torch.device("cpu")
+    return device if size <= LOAD_SHARE * free else torch.device("cpu")
 
 
 def _read(

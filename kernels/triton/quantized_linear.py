@@ -128,7 +128,7 @@ def _scales(  # noqa: PLR0917
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
     UNIT: tl.constexpr,
-    MIDDLE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
     """Return a group's factor and addend of each output, `[COLUMNS]` float32."""
@@ -147,11 +147,11 @@ def _scales(  # noqa: PLR0917
         own *= outer_scale
         second *= outer_offset
     if SECOND == 0:
-        addend = -MIDDLE * own
+        addend = -ZERO_POINT * own
     elif SECOND == 1:
-        addend = -(MIDDLE + second) * own
+        addend = -(ZERO_POINT + second) * own
     else:
-        addend = second - MIDDLE * own
+        addend = second - ZERO_POINT * own
     return own * FACTOR, addend
 
 
@@ -189,7 +189,7 @@ def _linear_kernel(  # noqa: PLR0917
     UNIT: tl.constexpr,
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
-    MIDDLE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
     ADDS: tl.constexpr,
     HAS_BIAS: tl.constexpr,  # not of parts, to whose sum it is added
@@ -213,7 +213,7 @@ def _linear_kernel(  # noqa: PLR0917
             if place * WORDS % SHARED == 0:
                 factor, addend = _scales(
                     *(scale, more, outer, first // GROUP, column, outputs),
-                    *(PAIR, SECOND, UNIT, MIDDLE, FACTOR),
+                    *(PAIR, SECOND, UNIT, ZERO_POINT, FACTOR),
                 )
             weights = _weights(words, place, KIND, factor, addend, ADDS)
             known = real & (first + word < inputs)[:, None]
@@ -267,7 +267,7 @@ def _dequantize_kernel(  # noqa: PLR0917
     UNIT: tl.constexpr,
     PAIR: tl.constexpr,
     SECOND: tl.constexpr,
-    MIDDLE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
     ADDS: tl.constexpr,
 ):
@@ -285,7 +285,7 @@ def _dequantize_kernel(  # noqa: PLR0917
         if place * WORDS % SHARED == 0:
             factor, addend = _scales(
                 *(scale, more, outer, first // GROUP, column, outputs),
-                *(PAIR, SECOND, UNIT, MIDDLE, FACTOR),
+                *(PAIR, SECOND, UNIT, ZERO_POINT, FACTOR),
             )
         weights = _weights(words, place, KIND, factor, addend, ADDS)
         known = exists & (first + word < inputs)
@@ -371,9 +371,9 @@ def _tensors(weight: QuantizedWeight) -> tuple[Tensor | None, ...]:
 
 def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
     """Return what kernels are compiled for, by a weight."""
-    middle = _BIAS.get(weight.numbers, 0)
-    if weight.second != Second.MIDDLE:
-        middle += weight.middle
+    zero_point = _BIAS.get(weight.numbers, 0)
+    if weight.second != Second.ZERO_POINT:
+        zero_point += weight.zero_point
     return {
         "WORDS": WORDS,
         "PLACES": weight.numbers.per_word,
@@ -383,7 +383,7 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
         "UNIT": weight.unit,
         "PAIR": 0 if weight.pair is None else 1 + PAIRS.index(weight.pair),
         "SECOND": weight.second.value,
-        "MIDDLE": float(middle),
+        "ZERO_POINT": float(zero_point),
         "FACTOR": _FACTOR.get(weight.numbers, 1.0),
-        "ADDS": middle != 0 or weight.second != Second.NOTHING,
+        "ADDS": zero_point != 0 or weight.second != Second.NOTHING,
     }

@@ -229,7 +229,7 @@ def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:
         torch.ones((64, 2)),
         group=128,
         numbers=Numbers.NIBBLES,
-        middle=8,
+        zero_point=8,
     )
     merging = {"parts": "*fp32", "bias": "*bf16", "out": "*bf16"}
     columns = {"COLUMNS": MERGED_COLUMNS}

@@ -28,15 +28,15 @@ def random_weight(
     in_nibbles = partial(make_weight, nibbles, group=group, numbers=Numbers.NIBBLES)
     in_bytes = partial(make_weight, signed, group=group, numbers=Numbers.BYTES)
     if kind == "nibbles":
-        return in_nibbles(scale.half(), middle=8)
+        return in_nibbles(scale.half(), zero_point=8)
     if kind == "points":
-        return in_nibbles(scale.bfloat16(), middles=whole(0, 17, of_groups, torch.int16))
+        return in_nibbles(scale.bfloat16(), zero_points=whole(0, 17, of_groups, torch.int16))
     if kind == "offsets":
-        return in_nibbles(scale, middle=8, offset=noise)
+        return in_nibbles(scale, zero_point=8, offset=noise)
     if kind == "bytes":
         return in_bytes((scale / 16).half())
     if kind == "byte points":
-        return in_bytes(scale / 16, middles=whole(-128, 129, of_groups, torch.int16))
+        return in_bytes(scale / 16, zero_points=whole(-128, 129, of_groups, torch.int16))
     if kind == "e4m3":
         codes = (torch.randn((outputs, inputs), generator=draw) * 40).to(torch.float8_e4m3fn)
         codes[:, ::3] = (codes[:, ::3].float() / 20000).to(torch.float8_e4m3fn)  # subnormal ones

@@ -114,7 +114,7 @@ def layout_of(weight: QuantizedWeight) -> list[int]:
     """Return what a weight is besides its tensors, for an operator."""
     pair = 0 if weight.pair is None else 1 + PAIRS.index(weight.pair)
     numbers, second = weight.numbers.value, weight.second.value
-    return [weight.inputs, weight.group, numbers, weight.middle, second, pair]
+    return [weight.inputs, weight.group, numbers, weight.zero_point, second, pair]
 
 
 def weight_of(
@@ -125,9 +125,9 @@ def weight_of(
     layout: list[int],
 ) -> QuantizedWeight:
     """Return the weight that `layout_of` and its tensors describe."""
-    inputs, group, numbers, middle, second, pair = layout
+    inputs, group, numbers, zero_point, second, pair = layout
     kind = PAIRS[pair - 1] if pair else None
-    own = (Numbers(numbers), middle, Second(second), kind)
+    own = (Numbers(numbers), zero_point, Second(second), kind)
     return QuantizedWeight(codes, scale, inputs, group, *own, more, outer)
 
 

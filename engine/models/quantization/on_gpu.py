@@ -33,7 +33,7 @@ FP8_TOLERANCE = 0.35
 """Of the self-check, where inputs are rounded to fp8."""
 FP8_MULTIPLE = 16
 """Of inputs and outputs, that products in fp8 need."""
-MIDDLE_OF_BYTES = 128
+ZERO_OF_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def round_to_int4(weight: Tensor) -> GpuWeight:
         scale[..., 0],
         group=GROUP,
         numbers=Numbers.NIBBLES,
-        middle=8,
+        zero_point=8,
         offset=offset[..., 0],
     )
     return GpuWeight(made)
@@ -119,17 +119,17 @@ def _integers(stored: Integers) -> GpuWeight | None:
     in_order = bool((order[1:] > order[:-1]).all())
     codes = stored.codes if in_order else stored.codes[:, order]
     nibbles = stored.bits <= 4
-    shift = 0 if nibbles else MIDDLE_OF_BYTES
-    middles = stored.zero - shift
-    shared = float(middles.flatten()[0])
-    alike = bool((middles == shared).all())
+    shift = 0 if nibbles else ZERO_OF_BYTES
+    zero_points = stored.zero - shift
+    shared = float(zero_points.flatten()[0])
+    alike = bool((zero_points == shared).all())
     made = make_weight(
         codes if nibbles else (codes.short() - shift).to(torch.int8),
         stored.scale,
         group=inputs // groups,
         numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
-        middle=int(shared) if alike else 0,
-        middles=None if alike else middles,
+        zero_point=int(shared) if alike else 0,
+        zero_points=None if alike else zero_points,
     )
     return GpuWeight(made, None if in_order else order)
 
@@ -138,7 +138,7 @@ def _blocks(stored: Blocks) -> GpuWeight:
     own, fields = stored.format, stored.fields()
     codes = fields.codes.flatten(1)
     nibbles = own.bits == 4
-    middle = 0 if own.has_min or own.bits == 8 else 1 << (own.bits - 1)
+    zero_point = 0 if own.has_min or own.bits == 8 else 1 << (own.bits - 1)
     scale, offset, outer = fields.scale, fields.least, None
     if fields.scales is not None:
         small = fields.scales.view(torch.int8) if own.bits == 6 else fields.scales
@@ -151,7 +151,7 @@ def _blocks(stored: Blocks) -> GpuWeight:
         scale,
         group=own.group,
         numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
-        middle=middle,
+        zero_point=zero_point,
         offset=offset,
         outer=outer,
     )

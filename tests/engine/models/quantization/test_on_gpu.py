@@ -145,8 +145,8 @@ def test_a_model_is_quantized_at_load(tmp_path, monkeypatch, scheme, products, l
 @pytest.mark.parametrize(("free", "where"), [(1 << 30, "cuda"), (1 << 17, "cpu")])
 def test_weights_that_the_gpu_has_no_room_for_are_read_elsewhere(monkeypatch, free, where):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 34))
-    home = load_model.choose_home(CONFIGS["llama"](), torch.bfloat16, GPU)
-    assert home.type == where
+    load_device = load_model.choose_load_device(CONFIGS["llama"](), torch.bfloat16, GPU)
+    assert load_device.type == where
 
 
 def test_every_scheme_is_tried_here():
