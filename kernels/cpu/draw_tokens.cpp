@@ -54,6 +54,7 @@ int64_t invert(int64_t vectors, double uniform, Weights weights) {
     sums.push_back(add(first, std::min(first + kChunk, vectors), weights));
     total += sums.back();
   }
+  if (sums.empty()) return 0;  // no weight is a number
   uniform = std::min(uniform, kMostUniform);
   double target = uniform * total, before = 0;
   size_t chunk = 0;
