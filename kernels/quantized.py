@@ -22,6 +22,8 @@ WORD_BITS = 32
 PAIRS = (torch.float16, torch.bfloat16)
 """The types that two numbers of a word may have."""
 
+FP8_MULTIPLE = 16
+"""Products in fp8 take inputs and outputs whose numbers are multiples of it."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 LEAST_SCALE = 1e-12
@@ -100,7 +102,7 @@ class QuantizedWeight(NamedTuple):
         )
 
     def fits(self, other: object) -> bool:
-        """Return whether another weight of the same inputs can be joined to this one."""
+        """Return whether two weights are alike but for outputs, so that they can be joined."""
         return isinstance(other, QuantizedWeight) and _kind(self) == _kind(other)
 
 

@@ -119,5 +119,4 @@ def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:
 
 
 def _is_tied(head: nn.Linear, model: PreTrainedModel) -> bool:
-    embeddings = model.get_input_embeddings()
-    return getattr(embeddings, "weight", None) is head.weight
+    return head in tied_embeddings(model)

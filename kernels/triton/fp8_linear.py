@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import describe_gpu
-from octavo.kernels.quantized import E4M3, LARGEST, LEAST_SCALE
+from octavo.kernels.quantized import E4M3, FP8_MULTIPLE, LARGEST, LEAST_SCALE
 
-MULTIPLE = 16
-"""Of inputs and outputs, that `_scaled_mm` takes."""
 COLUMNS = 1024
 
 
@@ -110,9 +108,9 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if describe_gpu(device).e4m3 != E4M3:
         return False
-    ones = torch.ones((MULTIPLE, MULTIPLE), device=device)
+    ones = torch.ones((FP8_MULTIPLE, FP8_MULTIPLE), device=device)
     try:
         found = multiply(ones.to(E4M3), ones.to(E4M3), 2 * ones[:, :1], 3 * ones[:1], dtype)
     except (RuntimeError, ValueError, NotImplementedError):  # each version takes other GPUs
         return False
-    return bool((found == 6 * MULTIPLE).all())
+    return bool((found == 6 * FP8_MULTIPLE).all())

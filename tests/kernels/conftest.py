@@ -152,7 +152,7 @@ def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor
 
 
 def without_subnormals(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Rounds numbers below an fp8 type's least normal number to zero or to that number."""
+    """Rounds subnormal fp8 numbers to zero or to the smallest normal number."""
     least = torch.finfo(dtype).smallest_normal * scale
     return torch.where(x.abs() < least, least * (x / least).round(), x)
 

@@ -23,8 +23,8 @@ ROWS = (*range(0, TOKENS - 2, 2), TOKENS - 1)
 """Tokens whose logits are compared. Rounding changes a few rows far more than the others, so there
 must be many rows for a quantile of their errors."""
 PASSES = 4
-"""Forward passes that rounding is measured with. A row's error may be twice that of another pass:
-in some models the first row has the greatest of all, and one pass may be lucky with it."""
+"""Forward passes in 16 bits that measure the rounding error. In some models the first row's error
+is the largest, and it differs by a factor of two from pass to pass."""
 
 
 @dataclass(frozen=True, slots=True)

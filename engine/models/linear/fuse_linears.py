@@ -4,8 +4,8 @@ With few tokens a product waits for its weights; with more tokens but few output
 multiprocessors idle. One product of all outputs is better in both cases.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -89,18 +89,53 @@ def fuse(
 
 
 def share(group: list[LocatedLinear], layer: nn.Module) -> None:
-    """Replace layers of the same input by parts of one layer.
+    """Replace linear layers of the same input by one layer, of which each takes its outputs.
 
     Args:
         group: The layers.
         layer: Has their outputs, in order.
     """
+    if len(group) == 1:
+        setattr(group[0].parent, group[0].name, layer)
+        return
     shared = SharedLinear(layer, len(group))
     start = 0
     for located in group:
         width = located.layer.out_features
         setattr(located.parent, located.name, FusedPart(shared, start, width))
         start += width
+
+
+class Fitting(Protocol):
+    """Weights that can be joined with those of other layers of the same input, if they fit."""
+
+    def fits(self, other: Any) -> bool:  # noqa: ANN401 - of the same class
+        """Return whether the weights of two layers can be joined."""
+
+
+Weight = TypeVar("Weight", bound=Fitting)
+
+
+def split_alike(
+    group: list[LocatedLinear], weights: Sequence[Weight | None]
+) -> list[tuple[list[LocatedLinear], list[Weight]]]:
+    """Return the layers of a group in parts whose weights can be joined.
+
+    Args:
+        group: Layers of the same input.
+        weights: Of each; None leaves the layer out.
+    """
+    parts: list[tuple[list[LocatedLinear], list[Weight]]] = []
+    for located, weight in zip(group, weights, strict=True):
+        if weight is None:
+            continue
+        fitting = next((part for part in parts if part[1][0].fits(weight)), None)
+        if fitting is None:
+            parts.append(([located], [weight]))
+        else:
+            fitting[0].append(located)
+            fitting[1].append(weight)
+    return parts
 
 
 def fuse_linears(model: PreTrainedModel) -> None:

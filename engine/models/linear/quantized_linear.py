@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library, register_fake
 
-from octavo.engine.models.linear.fuse_linears import LocatedLinear, share
+from octavo.engine.models.linear.fuse_linears import weights_and_biases
 from octavo.kernels import ops
 from octavo.kernels.quantized import PAIRS, Numbers, QuantizedWeight, Second
 
@@ -92,22 +92,8 @@ class Fp8Linear(nn.Module):
 
 def bias_of(layers: list[nn.Linear]) -> Tensor | None:
     """Return the biases of layers of the same input as one; None if they have none."""
-    biases: list[Tensor | None] = [layer.bias for layer in layers]
-    own = [bias.detach() for bias in biases if bias is not None]
-    return torch.cat(own) if own else None
-
-
-def put(group: list[LocatedLinear], layer: nn.Module) -> None:
-    """Replace linear layers of the same input by one, of which each takes its outputs.
-
-    Args:
-        group: The layers.
-        layer: Has all of their outputs, in order.
-    """
-    if len(group) == 1:
-        setattr(group[0].parent, group[0].name, layer)
-    else:
-        share(group, layer)
+    _, *biases = weights_and_biases(*layers)
+    return torch.cat(biases[0]) if biases else None
 
 
 def layout_of(weight: QuantizedWeight) -> list[int]:

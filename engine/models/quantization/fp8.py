@@ -25,7 +25,7 @@ class Fp8(Scheme):
         return 8
 
     def round_for_gpu(self, weight: Tensor) -> GpuWeight:
-        """See `Scheme`."""
+        """Round a weight to fp8."""
         return round_to_fp8(weight)
 
 

@@ -59,15 +59,15 @@ class Int4(Scheme):
         return 8 if whole else 8 + NIBBLE_BITS
 
     def round_for_gpu(self, weight: Tensor) -> GpuWeight:
-        """See `Scheme`: inputs stay as they are."""
+        """Round a weight to 4 bits; activations stay in 16 bits."""
         return round_to_int4(weight)
 
     def round_head_for_gpu(self, weight: Tensor) -> GpuWeight:
-        """See `Scheme`: the head's weights have 8 bits."""
+        """Round the head's weight to 8 bits."""
         return round_to_int8(weight)
 
     def gpu_bits(self, *, is_head: bool) -> int:
-        """See `Scheme`."""
+        """Return the bits per weight: 8 for the head."""
         return 8 if is_head else NIBBLE_BITS
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:

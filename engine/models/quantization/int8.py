@@ -51,7 +51,7 @@ class Int8(Scheme):
         return 8
 
     def round_for_gpu(self, weight: Tensor) -> GpuWeight:
-        """See `Scheme`: inputs stay as they are."""
+        """Round a weight to 8 bits; activations stay in 16 bits."""
         return round_to_int8(weight)
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:

@@ -11,16 +11,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo.engine.models.linear.fuse_linears import LocatedLinear, group_linears_by_input
+from octavo.engine.models.linear.fuse_linears import (
+    LocatedLinear,
+    group_linears_by_input,
+    share,
+    split_alike,
+)
 from octavo.engine.models.linear.plain_linears import replace_conv1d
-from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of, put
-from octavo.engine.models.quantization.checkpoints.base import Integers, ScaledFp8, StoredWeight
+from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of
+from octavo.engine.models.quantization.checkpoints.base import (
+    ZERO_OF_BYTES,
+    Integers,
+    ScaledFp8,
+    StoredWeight,
+)
 from octavo.engine.models.quantization.checkpoints.gguf import Blocks
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.rounding import EPSILON, round_to_4_bits
 from octavo.kernels import ops
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.quantized import (
+    FP8_MULTIPLE,
     LARGEST,
     Numbers,
     QuantizedWeight,
@@ -31,9 +42,6 @@ from octavo.kernels.quantized import (
 
 FP8_TOLERANCE = 0.35
 """Of the self-check, where inputs are rounded to fp8."""
-FP8_MULTIPLE = 16
-"""Of inputs and outputs, that products in fp8 need."""
-ZERO_OF_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +123,8 @@ def _integers(stored: Integers) -> GpuWeight | None:
     inputs, groups = stored.codes.shape[1], stored.scale.shape[1]
     if not takes_group(inputs // groups, inputs):
         return None
-    order = stored.group_of.argsort(stable=True)
-    in_order = bool((order[1:] > order[:-1]).all())
-    codes = stored.codes if in_order else stored.codes[:, order]
+    order = stored.order()
+    codes = stored.codes if order is None else stored.codes[:, order]
     nibbles = stored.bits <= 4
     shift = 0 if nibbles else ZERO_OF_BYTES
     zero_points = stored.zero - shift
@@ -131,7 +138,7 @@ def _integers(stored: Integers) -> GpuWeight | None:
         zero_point=int(shared) if alike else 0,
         zero_points=None if alike else zero_points,
     )
-    return GpuWeight(made, None if in_order else order)
+    return GpuWeight(made, order)
 
 
 def _blocks(stored: Blocks) -> GpuWeight:
@@ -180,7 +187,7 @@ def quantize_on_gpu(
         weights = [round_weight(own.layer.weight.detach(), is_head) for own in group]
         found = [one for one in weights if one is not None]
         if len(found) == len(group):
-            put(group, _make(group, found, device, is_head=is_head))
+            share(group, _make(group, found, device, is_head=is_head))
 
 
 def pack_checkpoint_on_gpu(
@@ -202,36 +209,21 @@ def pack_checkpoint_on_gpu(
     tolerance, packed = 0.0, 0
     groups = group_linears_by_input(model)
     while groups:
-        for part in _alike(groups.pop(), checkpoint, embeddings):
-            group, weights = map(list, zip(*part, strict=True))
+        whole = groups.pop()
+        paths = [embeddings.get(own.layer, own.path) for own in whole]
+        found = [_find(*own, checkpoint) for own in zip(whole, paths, strict=True)]
+        for group, weights in split_alike(whole, found):
             made = _make(group, weights, device, is_head=group[0].layer is head)
             if isinstance(made, Fp8Linear):
                 tolerance = FP8_TOLERANCE
             packed += sum(located.layer.weight.numel() for located in group)
-            put(group, made)
+            share(group, made)
     log_widened(checkpoint, packed, model.dtype)
     return tolerance
 
 
-def _alike(
-    group: list[LocatedLinear], checkpoint: QuantizedCheckpoint, embeddings: dict[nn.Module, str]
-) -> list[list[tuple[LocatedLinear, GpuWeight]]]:
-    """Return the layers of a group that kernels take, in parts that can be joined."""
-    parts: list[list[tuple[LocatedLinear, GpuWeight]]] = []
-    for located in group:
-        found = _find(located, embeddings.get(located.layer, located.path), checkpoint)
-        if found is None:
-            continue
-        fitting = next((part for part in parts if part[0][1].fits(found)), None)
-        if fitting is None:
-            parts.append([(located, found)])
-        else:
-            fitting.append((located, found))
-    return parts
-
-
 def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
-    """Return the name of the embeddings whose weights the head has too, by the head; or nothing."""
+    """Return the name of the input embeddings by the head, if they are tied; else nothing."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embeddings: nn.Module = model.get_input_embeddings()
     if head is None or getattr(embeddings, "weight", None) is not getattr(head, "weight", head):
@@ -241,7 +233,7 @@ def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
 
 
 def _find(located: LocatedLinear, path: str, checkpoint: QuantizedCheckpoint) -> GpuWeight | None:
-    """Return a layer's weights if the file has them under a name, and they are the layer's."""
+    """Return a layer's quantized weights; None if the file has none, or others than the layer."""
     name = f"{path}.weight"
     if name not in checkpoint.shapes:
         return None

@@ -84,7 +84,7 @@ def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -
 
 
 def _set_heads(config: Any, architecture: str, fields: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set the width of heads, and what their products are divided by."""
+    """Set the head dimension and the scale of attention."""
     if architecture in WHOLE and hasattr(config, "head_dim"):
         config.head_dim = fields.get("attention.key_length", config.head_dim)
     if architecture in SCALED_BY_WIDTH:
@@ -128,7 +128,7 @@ def _set_longrope(rope: Rope, config: Any, fields: Mapping[str, Any]) -> None:  
 
 
 def _read_llama3(factors: Any, theta: float) -> Rope:  # noqa: ANN401
-    """Return the parameters that frequencies were divided by factors for."""
+    """Return the `rope_parameters` of which llama.cpp made these factors."""
     given = np.asarray(factors, np.float64)
     factor = float(given.max())
     if factor == given.min() == 1:

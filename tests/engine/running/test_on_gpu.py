@@ -88,7 +88,7 @@ ROUNDED = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}
 
 
 def dequantized(model, scheme):
-    """Returns transformers' model with the weights that a scheme rounds to."""
+    """Returns transformers' model with a scheme's dequantized weights."""
     for path, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and (path != "lm_head" or scheme == "int4"):
             kind = "int8" if path == "lm_head" else scheme

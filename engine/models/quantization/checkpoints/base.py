@@ -15,6 +15,8 @@ from octavo.kernels.quantized import takes_group
 Settings = Mapping[str, Any]
 SCALES = ("F16", "BF16", "F32")
 """The types that scales may have, by safetensors' names."""
+ZERO_OF_BYTES = 128
+"""The zero point of weights in 8 bits that kernels store as int8."""
 NIBBLE_BITS = 5
 """Bits per 4-bit weight, with its share of a group's scale and zero point."""
 
@@ -61,6 +63,11 @@ class Integers:
     bits: int
     group_of: Tensor
     rounds_inputs: bool = False
+
+    def order(self) -> Tensor | None:
+        """Return the inputs sorted by group, `[inputs]` int64; None if they are in order."""
+        order = self.group_of.argsort(stable=True)
+        return None if bool((order[1:] > order[:-1]).all()) else order
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""

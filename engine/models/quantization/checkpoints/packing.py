@@ -29,6 +29,7 @@ from octavo.engine.models.linear.fuse_linears import (
     LocatedLinear,
     group_linears_by_input,
     join_linears,
+    split_alike,
 )
 from octavo.engine.models.linear.packed_linear import (
     FUSED,
@@ -37,7 +38,7 @@ from octavo.engine.models.linear.packed_linear import (
     has_kernels,
     replace,
 )
-from octavo.engine.models.quantization.checkpoints.base import Integers, in_groups
+from octavo.engine.models.quantization.checkpoints.base import ZERO_OF_BYTES, Integers, in_groups
 from octavo.engine.models.quantization.checkpoints.block_layers import (
     BlockWeights,
     PackedBlocksEmbedding,
@@ -57,8 +58,6 @@ Join = Callable[[list[Tensor]], Tensor]
 
 MIDDLE = 8
 """What the kernels subtract from a code of 4 bits."""
-ZERO_OF_BYTES = 128
-"""The zero of weights in 8 bits that the kernels take."""
 EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What checkpoints call an expert's products."""
 
@@ -145,12 +144,11 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         return Bytes(codes, weight.scale[:, 0].contiguous())
     if not in_groups(inputs, inputs // groups):
         return None
-    order = weight.group_of.argsort(stable=True)
-    in_order = bool((order[1:] > order[:-1]).all())
+    order = weight.order()
     # Codes and zero points are shifted together, so that zero points are near 0: bfloat16 rounds
     # small numbers less.
     shift = MIDDLE - (1 << (weight.bits - 1))
-    codes = (weight.codes if in_order else weight.codes[:, order]) + shift
+    codes = (weight.codes if order is None else weight.codes[:, order]) + shift
     repeats = inputs // groups // GROUP
     scale = weight.scale.bfloat16()
     zero = (MIDDLE - shift - weight.zero) * scale.float()
@@ -158,7 +156,7 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
         codes.reshape(len(codes), -1, GROUP),
         scale.repeat_interleave(repeats, 1),
         zero.bfloat16().repeat_interleave(repeats, 1),
-        None if in_order else order,
+        order,
     )
 
 
@@ -211,10 +209,11 @@ class _Packing:
             group = groups.pop()  # frees it once it is replaced
             if group[0].layer is head:
                 continue  # see pack_ends
-            found = [self._find(located) for located in group]
+            found: list[Packable | None] = [self._find(located) for located in group]
             if any(isinstance(one, BlockWeights) for one in found):
-                for alike in self._split(group, found):
-                    self._replace(*alike)
+                parts: list[tuple[list[LocatedLinear], list[Packable]]] = split_alike(group, found)
+                for alike, weights in parts:
+                    self._replace(alike, weights)
                 continue
             first = found[0]
             own = [one for one in found if one is not None]
@@ -253,23 +252,6 @@ class _Packing:
         self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
         replace(self._model, group, self._convert, self._join)
         self.packed += sum(located.layer.weight.numel() for located in group)
-
-    @staticmethod
-    def _split(
-        group: list[LocatedLinear], found: Sequence[Packable | None]
-    ) -> list[tuple[list[LocatedLinear], list[Packable]]]:
-        """Return the layers of a group in parts that can be joined, without those not found."""
-        parts: list[tuple[list[LocatedLinear], list[Packable]]] = []
-        for located, one in zip(group, found, strict=True):
-            if one is None:
-                continue
-            fitting = next((part for part in parts if part[1][0].fits(one)), None)
-            if fitting is None:
-                parts.append(([located], [one]))
-            else:
-                fitting[0].append(located)
-                fitting[1].append(one)
-        return parts
 
     def pack_experts(self) -> None:
         """Replace layers of experts where all of them can be packed."""
