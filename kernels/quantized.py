@@ -1,8 +1,9 @@
 """Weights of few bits, as GPUs' kernels take them, and what they stand for.
 
-A weight is `(number - zero point) * scale + offset`. Numbers are whole, in 4 or 8 bits, or in e4m3;
-inputs of an output share scales, and zero points or offsets, in groups. GGUF's "K" formats have
-scales and offsets that are themselves small numbers times those of a larger unit.
+A weight is `(number - zero point) * scale + offset`. Numbers are whole, in 4 or 8 bits, or floats,
+in e4m3 or e2m1; inputs of an output share scales, and zero points or offsets, in groups. GGUF's "K"
+formats have scales and offsets that are themselves small numbers times those of a larger unit.
+MXFP4's scales are powers of two (OCP Microscaling Formats 1.0).
 
 Everything is in words of 4 bytes, as GPUs copy no less at once without waiting for it.
 """
@@ -21,6 +22,11 @@ inputs, the second ones of the next, and so on."""
 WORD_BITS = 32
 PAIRS = (torch.float16, torch.bfloat16)
 """The types that two numbers of a word may have."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of e2m1, by their four bits."""
+E8M0_BIAS = 127
+"""What exponents of powers of two in e8m0 are more."""
 
 FP8_MULTIPLE = 16
 """Products in fp8 take inputs and outputs whose numbers are multiples of it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.kernels.cpu.linear import GROUP
-from octavo.kernels.quantized import takes_group
+from octavo.kernels.quantized import E2M1, E8M0_BIAS, takes_group
 
 Settings = Mapping[str, Any]
 SCALES = ("F16", "BF16", "F32")
@@ -99,6 +99,26 @@ class ScaledFp8:
         if self.block is None:
             return self.scale.reshape(1, 1).expand(outputs, 1)
         return self.scale.repeat_interleave(self.block[0], 0)[:outputs]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledE2m1:
+    """All experts' weights of a product in e2m1, with a power of two for each group.
+
+    Attributes:
+        codes: `[experts, outputs, inputs]` uint8, from 0 to 15.
+        exponents: `[experts, outputs, groups]` uint8, a group's exponent plus 127: e8m0.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+
+    def dequantize(self) -> Tensor:
+        """Return the weights in float32, `[experts, inputs, outputs]`, as gpt-oss has them."""
+        exponents = self.exponents.int() - E8M0_BIAS
+        numbers = torch.tensor(E2M1)[self.codes.int()]
+        values = torch.ldexp(numbers.unflatten(-1, (exponents.shape[-1], -1)), exponents[..., None])
+        return values.flatten(-2).transpose(-1, -2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
-    Floats,
     Format,
+    ScaledE2m1,
     Settings,
     TensorHeader,
     is_names,
@@ -25,9 +25,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
 )
 
 GROUP = 32
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of e2m1, which a sign follows."""
-BIAS, NAN = 127, 255
+NAN = 255
 
 
 class Mxfp4(Format):
@@ -63,15 +61,12 @@ class Mxfp4(Format):
         need_header(layer, "scales", parts["scales"], ["U8"], shape)
         return experts, groups * GROUP, outputs
 
-    def read(self, layer: str, parts: Mapping[str, Tensor]) -> Floats:
-        """Return a weight, transposed as gpt-oss has it in transformers."""
+    def read(self, layer: str, parts: Mapping[str, Tensor]) -> ScaledE2m1:
+        """Return a weight, which gpt-oss has transposed in transformers."""
         blocks, scales = parts["blocks"], parts["scales"]
         need(int(scales.max()) < NAN, layer, "has numbers in scales that are not finite")
-        numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
-        table = torch.tensor([*VALUES, *(-value for value in VALUES)])
-        exponents = (scales.int() - BIAS)[..., None]
-        values = torch.ldexp(table[numbers], exponents)
-        return Floats(values.flatten(-2).transpose(-1, -2).contiguous())
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3)
+        return ScaledE2m1(codes, scales)
 
 
 ALLOWED = {
