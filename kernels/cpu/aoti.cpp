@@ -11,6 +11,7 @@
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
+#include "nibbles.h"
 #include "prepare_rows.h"
 #include "shims.h"
 
@@ -112,11 +113,13 @@ ExpertProduct expert_product(const View& panels, Tensor bias, Tensor* factors, T
   return product;
 }
 
-// Returns an ExpertWeights by the dtype of packed weights.
-int expert_weights(int32_t dtype) {
-  if (dtype == aoti_torch_dtype_float32()) return kFloat32;
-  if (dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
-  return dtype == aoti_torch_dtype_int8() ? kInt8 : kInt4;
+// Returns an ExpertWeights by the dtype of packed weights, and in 4 bits by the bytes of a group;
+// as in experts.py.
+int expert_weights(const View& panels) {
+  if (panels.dtype == aoti_torch_dtype_float32()) return kFloat32;
+  if (panels.dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
+  if (panels.dtype == aoti_torch_dtype_int8()) return kInt8;
+  return panels.sizes[3] == GroupOf<E2m1>::kBytes ? kE2m1 : kInt4;
 }
 
 // Returns the kernels' number of a floating-point dtype.
@@ -127,8 +130,8 @@ int float_code(int32_t dtype) {
 // The number of inputs of packed weights.
 int64_t expert_inputs(const View& panels) {
   constexpr int64_t kOfWord[] = {1, 2, 4};
-  const int weights = expert_weights(panels.dtype);
-  return panels.sizes[2] * (weights == kInt4 ? kGroupInputs : kOfWord[weights]);
+  const int weights = expert_weights(panels);
+  return panels.sizes[2] * (weights >= kInt4 ? kGroupInputs : kOfWord[weights]);
 }
 
 }  // namespace
@@ -474,7 +477,7 @@ extern "C" Error aoti_torch_cpu_packed_experts(
                         ids.sizes[0],
                         ids.sizes[1]};
   const ExpertsLayer layer{
-      expert_weights(up_panels.dtype),
+      expert_weights(up_panels),
       up_panels.sizes[0],
       rows.sizes[1],
       expert_inputs(down_panels),

@@ -153,6 +153,7 @@ class ByteProducts {
   Range* ranges_;
 };
 
+template <class Kind>
 class NibbleProducts {
  public:
   using Element = uint16_t;
@@ -161,17 +162,17 @@ class NibbleProducts {
 
   NibbleProducts(const ExpertProduct& product, Size size, int64_t rows, int64_t most)
       : panels_(static_cast<const uint8_t*>(product.panels)), size_(size), rows_(rows),
-        groups_(size.inputs / Group::kInputs), stride_(size.inputs / 2),
+        groups_(size.inputs / kGroupInputs), stride_(size.inputs / 2),
         words_(scratch<uint32_t>(rows * row_bytes(most) / sizeof(uint32_t))),
-        sums_(scratch<float>(2 * rows * most / Group::kInputs)) {}
+        sums_(scratch<float>(2 * rows * most / kGroupInputs)) {}
 
   void prepare(int64_t row, int64_t, const uint16_t* from) const {
     uint32_t* const words = words_ + row * stride_;
-    if (!Numbers::kRoundsRows) std::memcpy(words, from, stride_ * sizeof *words);
+    if (!kRoundsRows) std::memcpy(words, from, stride_ * sizeof *words);
     prepare_groups(from, groups_, words, sums_ + row * groups_, steps() + row * groups_);
   }
   const uint8_t* at(int64_t expert, int64_t panel) const {
-    return panels_ + (expert * size_.panels + panel) * groups_ * Group::kBytes;
+    return panels_ + (expert * size_.panels + panel) * groups_ * GroupOf<Kind>::kBytes;
   }
   template <class Store>
   void multiply(Unit&, const Span& span, int64_t panel, const uint8_t* ahead, Store store) const {
@@ -182,7 +183,7 @@ class NibbleProducts {
       const int count = span.count * (part + 1) / parts - first;
       const FewRows few{words_ + row * stride_, stride_, sums_ + row * groups_,
                     steps() + row * groups_, groups_};
-      multiply_few(count, few, own, part == 0 ? ahead : own,
+      multiply_few<Kind>(count, few, own, part == 0 ? ahead : own,
                    [&](int i, const Floats* values) { store(first + i, values); });
     }
   }
@@ -397,6 +398,7 @@ extern "C" void octavo_experts(const void* x, int64_t row_stride, const Routing*
     case kBFloat16:
       return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, given.routing(), *layer, y, threads);
     case kInt8: return mix<ByteProducts>(x, row_stride, given.routing(), *layer, y, threads);
-    case kInt4: return mix<NibbleProducts>(x, row_stride, given.routing(), *layer, y, threads);
+    case kInt4: return mix<NibbleProducts<Int4>>(x, row_stride, given.routing(), *layer, y, threads);
+    case kE2m1: return mix<NibbleProducts<E2m1>>(x, row_stride, given.routing(), *layer, y, threads);
   }
 }

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-enum ExpertWeights { kFloat32, kBFloat16, kInt8, kInt4 };
+enum ExpertWeights { kFloat32, kBFloat16, kInt8, kInt4, kE2m1 };
 
 // One of the two products of all experts. Weights are in panels, as in linear.h.
 struct ExpertProduct {

@@ -17,6 +17,8 @@ from octavo.kernels.cpu.linear import GROUP, LinearKernels
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
 """By the dtype of packed weights; the same as in experts.h. 4-bit weights are bytes."""
+_E2M1 = 4
+"""The kind of 4-bit weights whose groups have a byte for each output's scale, and no zeros."""
 
 
 class _Product(Structure):
@@ -138,6 +140,10 @@ class ExpertKernels:
         """Pack one expert's weights in 4 bits; see `LinearKernels.pack_int4`."""
         return self._linear.pack_int4(quantized, scale, zero)
 
+    def pack_e2m1(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        """Pack one expert's weights in e2m1; see `LinearKernels.pack_e2m1`."""
+        return self._linear.pack_e2m1(codes, exponents)
+
     def pad(self, values: Tensor) -> Tensor:
         """Pad one expert's outputs with zeros to whole panels."""
         return self._linear.pad_outputs(values)
@@ -196,7 +202,7 @@ class ExpertKernels:
             *(weights.data_ptr(), pair(*weights.stride()), *expert_ids.shape),
         )
         layer = _Layer(
-            *(_KINDS[up.dtype], up.shape[0], x.shape[1], count_inputs(down)),
+            *(self._kind(up), up.shape[0], x.shape[1], count_inputs(down)),
             _product(PackedProduct(up, up_bias, up_factors, up_scales)),
             _product(PackedProduct(down, down_bias, down_factors, down_scales)),
             _Activation(activation, gated, alpha, limit, offset),
@@ -207,6 +213,12 @@ class ExpertKernels:
             *(out.data_ptr(), torch.get_num_threads()),
         )
         return out
+
+    def _kind(self, panels: Tensor) -> int:
+        in_e2m1 = self._linear.panel * (GROUP // 2 + 1)  # bytes of a panel's group
+        if panels.dtype == torch.uint8 and panels.shape[3] == in_e2m1:
+            return _E2M1
+        return _KINDS[panels.dtype]
 
     @contextmanager
     def forced(

@@ -14,6 +14,7 @@ Without the head, 4-bit weights take 2.5 ms for one row and 8-bit weights 4.0 ms
 the same weights in 8 bits are faster, so both are stored.
 """
 
+from collections.abc import Sequence
 from ctypes import (
     CDLL,
     POINTER,
@@ -108,18 +109,36 @@ class LinearKernels:
         Returns:
             `[panels, groups, bytes]` uint8.
         """
-        groups = quantized.shape[1]
+        return self._join_groups(quantized, (scale, zero))
+
+    def pack_e2m1(self, codes: Tensor, exponents: Tensor) -> Tensor:
+        """Pack weights in e2m1, of which groups share a power of two, into panels.
+
+        Args:
+            codes: `[outputs, groups, GROUP]`, from 0 to 15, the bits of each number.
+            exponents: `[outputs, groups]` uint8, a group's exponent plus 127, from 0 to 254.
+
+        Returns:
+            `[panels, groups, bytes]` uint8.
+        """
+        # In ascending order: the negative numbers' codes from 15 down, then the positive ones'.
+        places = torch.where(codes > 7, 15 - codes, codes + 8)
+        return self._join_groups(places, (exponents,))
+
+    def _join_groups(self, codes: Tensor, scales: Sequence[Tensor]) -> Tensor:
+        """Put each panel's codes of a group and its scales side by side."""
+        groups = codes.shape[1]
         # An output's two lanes have every other pair of inputs, four pairs in each vector.
         vector = self.panel // 2
-        lanes = self.pad_outputs(quantized.int()).reshape(-1, 2, vector, groups, 4, 4, 2)
+        lanes = self.pad_outputs(codes.int()).reshape(-1, 2, vector, groups, 4, 4, 2)
         lanes = lanes.permute(0, 3, 1, 4, 2, 6, 5)
         joined = (lanes << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1)
         nibbles = joined.to(torch.int32).to(torch.int16).flatten(2).contiguous()
-        scales = [
+        own = [
             self.pad_outputs(values).reshape(-1, self.panel, groups).transpose(1, 2).contiguous()
-            for values in (scale, zero)
+            for values in scales
         ]
-        return torch.cat([part.view(torch.uint8) for part in (nibbles, *scales)], dim=-1)
+        return torch.cat([part.view(torch.uint8) for part in (nibbles, *own)], dim=-1)
 
     def pad_outputs(self, values: Tensor) -> Tensor:
         """Pad the first dimension with zeros to whole panels."""

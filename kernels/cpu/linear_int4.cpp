@@ -21,7 +21,7 @@ namespace {
 
 // Prepares a few rows, in buffers of this thread.
 FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer) {
-  const int64_t groups = layer.inputs / Group::kInputs;
+  const int64_t groups = layer.inputs / kGroupInputs;
   if (layer.norm) {
     uint16_t* const normed = scratch<uint16_t>(rows * layer.inputs);
     for (int64_t row = 0; row < rows; row++)
@@ -31,7 +31,7 @@ FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const Linea
   }
   float* const sums = scratch<float>(2 * rows * groups);
   float* const steps = sums + rows * groups;
-  uint32_t* const words = Numbers::kRoundsRows ? scratch<uint32_t>(rows * layer.inputs / 2) : nullptr;
+  uint32_t* const words = kRoundsRows ? scratch<uint32_t>(rows * layer.inputs / 2) : nullptr;
   for (int64_t row = 0; row < rows; row++)
     prepare_groups(x + row * row_stride, groups, words ? words + row * layer.inputs / 2 : nullptr,
                    sums + row * groups, steps + row * groups);
@@ -42,7 +42,7 @@ FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const Linea
 void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
                        const LinearLayer& layer, uint16_t* y, int threads) {
   const FewRows few = prepare(x, rows, row_stride, layer);
-  const int64_t panels = num_panels(layer), panel_bytes = few.groups * Group::kBytes;
+  const int64_t panels = num_panels(layer), panel_bytes = few.groups * GroupOf<Int4>::kBytes;
   const Outputs<uint16_t> out{y, layer};
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
@@ -50,14 +50,14 @@ void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride, cons
     next = free++;
     const uint8_t* at = nibbles + panel * panel_bytes;
     const uint8_t* ahead = nibbles + std::min(next, panels - 1) * panel_bytes;
-    multiply_few(rows, few, at, ahead,
+    multiply_few<Int4>(rows, few, at, ahead,
                  [&](int row, const Floats* values) { out.write(row, panel, values); });
   }
 }
 
 void multiply_with_many(const uint16_t* x, int64_t rows, int64_t row_stride, const uint8_t* nibbles,
                         const LinearLayer& layer, uint16_t* y, int threads) {
-  const int64_t groups = layer.inputs / Group::kInputs, panel_bytes = groups * Group::kBytes;
+  const int64_t groups = layer.inputs / kGroupInputs, panel_bytes = groups * GroupOf<Int4>::kBytes;
   multiply_widened<Pairs>(prepare_pairs(x, rows, row_stride, layer, threads), layer.inputs / 2, layer,
                           y, threads, [=](int64_t panel, uint32_t* widened) {
                             widen_panel(nibbles + panel * panel_bytes, groups, widened);

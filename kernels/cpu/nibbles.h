@@ -1,8 +1,8 @@
 // Products of a few rows and 4-bit weights.
 //
-// A weight is q * scale + zero, with q from -8 to 7 and a scale and a zero per output and group of
-// inputs. The kernel sums q's products over a group first, and multiplies the sum by the scale
-// once.
+// A weight is a number of 4 bits times a scale, which an output has for each group of inputs, and
+// whole numbers have a zero besides. The kernel sums a group's products with the numbers first, and
+// multiplies the sum by the scale once.
 #pragma once
 
 #include <algorithm>
@@ -10,30 +10,112 @@
 #include <cstring>
 
 #include "linear.h"
+#include "prepare_rows.h"
 
 // A panel's group is kPanelVectors times four vectors of 4-bit numbers, then the scales, then the
 // zeros. Lane h of an output's two in vector t has, from its low bits up, the weights of inputs
 // 8 t + h, 8 t + h + 2, ...; so its n-th numbers are those of the row's word 4 t + n.
-struct Group {
-  static constexpr int kInputs = kGroupInputs;
-  static constexpr int kWords = kInputs / 2;
-  static constexpr int kNibbles = kPanel * kInputs / 2;  // bytes
-  static constexpr int kBytes = kNibbles + 2 * kPanel * 2;
+template <class Kind>
+struct GroupOf {
+  static constexpr int kWords = kGroupInputs / 2;
+  static constexpr int kNibbles = kPanel * kGroupInputs / 2;  // bytes
+  static constexpr int kBytes = kNibbles + kPanel * Kind::kScaleBytes;
 };
 constexpr int kFewRows = 4;  // twice two sums each, besides the operands
 
 #if defined(__AVX512BF16__)
+constexpr bool kRoundsRows = false;
+#else
+constexpr bool kRoundsRows = true;  // to 16 bits, in steps of a group's own
+#endif
+
+// The kinds of numbers. If rows are rounded, numbers are whole ones in 16 bits, with kShift added.
+
+// Whole numbers q from -8 to 7, by the code q + 8; the scale and the zero are bfloat16.
+struct Int4 {
+  static constexpr int kScaleBytes = 4;
+  static constexpr float kShift = 8;
+
+  static constexpr float number(int code) { return code - 8; }
+  static Words whole(Words codes) { return codes; }
+
+  // Of the outputs of vector j.
+  Int4(const uint8_t* scales, int j)
+      : scale(BFloat16::load_floats(halves(scales) + j * kLanes)),
+        zero(BFloat16::load_floats(halves(scales) + kPanel + j * kLanes)) {
+    if (kRoundsRows) zero -= scale * kShift;
+  }
+  // Returns products with weights, of those with numbers and the sum of the inputs.
+  Floats weigh(Floats products, float sum) const { return products * scale + zero * sum; }
+
+  Floats scale, zero;
+
+ private:
+  static const uint16_t* halves(const uint8_t* scales) {
+    return reinterpret_cast<const uint16_t*>(scales);
+  }
+};
+
+// Numbers of e2m1, in ascending order, so that the first is 0 as a whole number; the scale is a
+// power of two, by its exponent plus 127 (e8m0). Doubled, they are whole.
+struct E2m1 {
+  static constexpr int kScaleBytes = 1;
+  static constexpr float kShift = 12;
+
+  static constexpr float number(int code) {
+    constexpr float kPositive[] = {0, .5, 1, 1.5, 2, 3, 4, 6};
+    return code < 8 ? -kPositive[7 - code] : kPositive[code - 8];
+  }
+  // The codes are in the low bits of 16 bits each.
+  static Words whole(Words codes) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table()), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table()), (__m256i)codes);
+#elif defined(__aarch64__)
+    return (Words)vqtbl1q_u8(vld1q_u8(kWhole), (uint8x16_t)codes);
+#else
+    // The magnitude and 0, 1, 2, ... are the same up to 4; from there on, steps are 2, and one is 4.
+    const Shorts steps = (Shorts)codes - 8;
+    const Shorts places = steps < 0 ? -1 - steps : steps;
+    const Shorts magnitudes =
+        places + (places > 4 ? places - 4 : Shorts{}) + (places > 6 ? Shorts{} + 2 : Shorts{});
+    return (Words)((steps < 0 ? -magnitudes : magnitudes) + 12);
+#endif
+  }
+
+  E2m1(const uint8_t* scales, int j) {
+    const Words exponents = __builtin_convertvector(load<Bytes>(scales + j * kLanes), Words);
+    const Words bits = exponents << 23;
+    scale = (Floats)(exponents == 0 ? broadcast(uint32_t{1} << 22) : bits);  // 2^-127 is subnormal
+    if (kRoundsRows) scale *= .5f;
+  }
+  // Shifts before it scales, as a large scale would overflow.
+  Floats weigh(Floats products, float sum) const {
+    return (kRoundsRows ? products - kShift * sum : products) * scale;
+  }
+
+  Floats scale;
+
+ private:
+  alignas(16) static constexpr uint8_t kWhole[] = {0,  4,  6,  8,  9,  10, 11, 12,
+                                                   12, 13, 14, 15, 16, 18, 20, 24};
+#if defined(__x86_64__)
+  static __m128i table() { return load<__m128i>(kWhole); }
+#endif
+};
+
+#if defined(__AVX512BF16__)
 
 // Numbers become bfloat16, which represents them exactly, by a table.
+template <class Kind>
 struct Numbers {
   using Sum = Floats;
-  static constexpr bool kRoundsRows = false;
-  static constexpr float kShift = 0;
 
   Numbers() {
     alignas(64) uint16_t table[32];  // twice, as the fifth bit of an index is ignored
     for (int i = 0; i < 32; i++) {
-      const float value = i % 16 - 8;
+      const float value = Kind::number(i % 16);
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
       table[i] = bits >> 16;
@@ -53,13 +135,12 @@ struct Numbers {
 
 #else
 
-// Numbers stay q + 8, from 0 to 15, in 16 bits, and so do rows, in steps of a group's own.
+// Numbers are whole, and so are rows.
+template <class Kind>
 struct Numbers {
   using Sum = Ints;
-  static constexpr bool kRoundsRows = true;
-  static constexpr float kShift = -8;  // to q
 
-  Words at(Words lanes, int n) const { return (lanes >> (4 * n)) & 0x000f000f; }
+  Words at(Words lanes, int n) const { return Kind::whole((lanes >> (4 * n)) & 0x000f000f); }
   static Sum multiply_add(Sum sum, Words row, Words numbers) {
     return add_products(sum, row, numbers);
   }
@@ -74,29 +155,30 @@ struct Numbers {
 inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
   typedef int16_t Whole __attribute__((vector_size(kLanes * 2)));
   Floats magnitudes{}, total{};
-  for (int i = 0; i < Group::kInputs; i += kLanes) {
+  for (int i = 0; i < kGroupInputs; i += kLanes) {
     const Floats x = BFloat16::load_floats(from + i);
     magnitudes = max(magnitudes, max(x, -x));
   }
   const float step = std::max(reduce_max(magnitudes) / 32767, 1e-30f);
-  for (int i = 0; i < Group::kInputs; i += kLanes) {
+  for (int i = 0; i < kGroupInputs; i += kLanes) {
     const Ints whole = round_to_ints(BFloat16::load_floats(from + i) * (1 / step));
     store(words + i / 2, __builtin_convertvector(whole, Whole));
     total += __builtin_convertvector(whole, Floats);
   }
-  *sum = reduce_add(total) * step;  // of the rounded ones: products with q + 8 contain it 8 times
+  *sum = reduce_add(total) * step;  // of the rounded ones, by which a shift is taken off
   return step;
 }
 
-template <int kRows, class Store>
+template <class Kind, int kRows, class Store>
 void multiply_groups(const FewRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
-  const Numbers numbers;
+  using Group = GroupOf<Kind>;
+  const Numbers<Kind> numbers;
   Floats total[kRows][kPanelVectors] = {};
   for (int64_t group = 0; group < few.groups; group++) {
     const uint8_t* at = panel + group * Group::kBytes;
     for (int line = 0; line < Group::kBytes; line += 64)
       __builtin_prefetch(ahead + group * Group::kBytes + line, 0, 2);
-    typename Numbers::Sum sums[kRows][kPanelVectors] = {};
+    typename Numbers<Kind>::Sum sums[kRows][kPanelVectors] = {};
 #pragma GCC unroll 4
     for (int t = 0; t < 4; t++) {
       Words lanes[kPanelVectors];
@@ -114,21 +196,18 @@ void multiply_groups(const FewRows& few, const uint8_t* panel, const uint8_t* ah
               broadcast(few.words[i * few.stride + group * Group::kWords + 4 * t + n]);
 #pragma GCC unroll 2
           for (int j = 0; j < kPanelVectors; j++)
-            sums[i][j] = Numbers::multiply_add(sums[i][j], element, weights[j]);
+            sums[i][j] = Numbers<Kind>::multiply_add(sums[i][j], element, weights[j]);
         }
       }
     }
-    const auto* scales = reinterpret_cast<const uint16_t*>(at + Group::kNibbles);
 #pragma GCC unroll 2
     for (int j = 0; j < kPanelVectors; j++) {
-      const Floats scale = BFloat16::load_floats(scales + j * kLanes);
-      const Floats zero =
-          BFloat16::load_floats(scales + kPanel + j * kLanes) + scale * Numbers::kShift;
+      const Kind scales(at + Group::kNibbles, j);
 #pragma GCC unroll 4
       for (int i = 0; i < kRows; i++) {
         const int64_t own = i * few.groups + group;
         total[i][j] +=
-            Numbers::to_floats(sums[i][j], few.steps[own]) * scale + zero * few.sums[own];
+            scales.weigh(Numbers<Kind>::to_floats(sums[i][j], few.steps[own]), few.sums[own]);
       }
     }
   }
@@ -137,7 +216,7 @@ void multiply_groups(const FewRows& few, const uint8_t* panel, const uint8_t* ah
 
 inline float sum_of_group(const uint16_t* from) {
   Floats sum{};
-  for (int i = 0; i < Group::kInputs; i += kLanes) sum += BFloat16::load_floats(from + i);
+  for (int i = 0; i < kGroupInputs; i += kLanes) sum += BFloat16::load_floats(from + i);
   return reduce_add(sum);
 }
 
@@ -145,28 +224,29 @@ inline float sum_of_group(const uint16_t* from) {
 inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words, float* sums,
                            float* steps) {
   for (int64_t group = 0; group < groups; group++) {
-    const uint16_t* own = from + group * Group::kInputs;
-    if constexpr (Numbers::kRoundsRows)
-      steps[group] = round_group(own, words + group * Group::kWords, sums + group);
+    const uint16_t* own = from + group * kGroupInputs;
+    if constexpr (kRoundsRows)
+      steps[group] = round_group(own, words + group * kGroupInputs / 2, sums + group);
     else
       sums[group] = sum_of_group(own);
   }
 }
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
-template <class Store>
+template <class Kind, class Store>
 void multiply_few(int rows, const FewRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {
   switch (rows) {
-    case 1: return multiply_groups<1>(few, panel, ahead, store);
-    case 2: return multiply_groups<2>(few, panel, ahead, store);
-    case 3: return multiply_groups<3>(few, panel, ahead, store);
-    case 4: return multiply_groups<4>(few, panel, ahead, store);
+    case 1: return multiply_groups<Kind, 1>(few, panel, ahead, store);
+    case 2: return multiply_groups<Kind, 2>(few, panel, ahead, store);
+    case 3: return multiply_groups<Kind, 3>(few, panel, ahead, store);
+    case 4: return multiply_groups<Kind, 4>(few, panel, ahead, store);
   }
 }
 
-// Widens a panel's weights to words of two bfloat16 each, as in linear.h.
+// Widens a panel's weights to words of two bfloat16 each, as in linear.h; numbers are Int4.
 inline void widen_panel(const uint8_t* panel, int64_t groups, uint32_t* words) {
+  using Group = GroupOf<Int4>;
   for (int64_t group = 0; group < groups; group++) {
     const uint8_t* at = panel + group * Group::kBytes;
     const auto* scales = reinterpret_cast<const uint16_t*>(at + Group::kNibbles);

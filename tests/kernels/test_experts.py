@@ -203,6 +203,60 @@ def test_int4(kernels, case):
     assert (found - expected).norm() <= 0.01 * expected.norm() + 1e-3
 
 
+def of_e2m1(weights):
+    """What `[..., groups, GROUP + 1]` stand for: codes, and then their exponent plus 127."""
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes, exponents = weights[..., :-1], weights[..., -1:]
+    return (numbers.double()[codes] * 2.0 ** (exponents.double() - 127)).flatten(-2)
+
+
+def pack_e2m1(kernels):
+    return lambda own: kernels.pack_e2m1(own[..., :-1], own[..., -1].to(torch.uint8))
+
+
+@given(case=cases(GROUP), up=st.integers(20, 200), down=st.integers(20, 220))
+@settings(deadline=None, max_examples=20)
+def test_e2m1(kernels, case, up, down):
+    """With exponents from tiny to large; inputs are small where the first product's are large."""
+    layer = Layer(case, torch.bfloat16)
+    draw = torch.Generator().manual_seed(case.seed)
+
+    def numbers(shape, exponent):
+        groups = (*shape[:2], shape[2] // GROUP)
+        codes = torch.randint(0, 16, (*groups, GROUP), generator=draw)
+        exponents = torch.randint(exponent, exponent + 4, (*groups, 1), generator=draw)
+        return torch.cat([codes, exponents], -1)
+
+    layer.up, layer.down = numbers(layer.up.shape, up), numbers(layer.down.shape, down)
+    layer.x = layer.x * 2.0 ** (124 - up)
+    layer.down_bias *= 2.0 ** (down - 127)
+    found = layer.found(kernels, *layer.pack(kernels, pack_e2m1(kernels))).double()
+    expected = layer.expected(of_e2m1(layer.up), of_e2m1(layer.down)).double()
+    assert (found - expected).norm() <= 0.01 * expected.norm() + 2.0 ** (down - 137)
+
+
+def test_every_number_of_e2m1(kernels):
+    """Times every power of two, by inputs that choose one of each output's weights."""
+    hidden = 8 * GROUP
+    layer = Layer(Case(GROUP, hidden, GROUP, 1, 1, Activation("relu", False), 0), torch.bfloat16)
+    layer.ids, layer.weights = torch.zeros(GROUP, 1, dtype=torch.int64), torch.ones(GROUP, 1)
+    layer.up_bias, layer.down_bias = torch.zeros(1, GROUP), torch.zeros(1, hidden)
+    layer.up = torch.zeros(1, GROUP, hidden // GROUP, GROUP + 1, dtype=torch.int64)
+    layer.up[0, :, 0, :-1] = 2 * torch.eye(GROUP)  # the code of 1
+    layer.up[..., -1] = 127
+    codes = torch.arange(GROUP) % 16
+    exponents = torch.arange(hidden).clamp_max(254)
+    layer.down = torch.cat([codes.expand(hidden, GROUP), exponents[:, None]], 1)[None, :, None]
+    products = layer.pack(kernels, pack_e2m1(kernels))
+    for size, chosen in ((2.0**20, exponents < 127), (2.0**-20, exponents >= 127)):
+        layer.x = torch.eye(GROUP, hidden).bfloat16() * size
+        found = layer.found(kernels, *products).double().T[chosen]
+        expected = of_e2m1(layer.down[0, chosen]) * size
+        # Where rows are rounded to 16 bits, a zero is the difference of two sums.
+        least = 1e-5 * size * 2.0 ** (exponents[chosen, None].double() - 127)
+        assert torch.where(expected == 0, found.abs() < least, found == expected).all()
+
+
 def test_a_row_is_the_same_whatever_is_beside_it(kernels):
     case = Case(30, 64, 96, 4, 2, Activation(), 0)
     layer = Layer(case, torch.bfloat16)

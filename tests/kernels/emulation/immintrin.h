@@ -117,6 +117,18 @@ inline __m512i permutexvar_epi16(__m512i indices, __m512i table) {
   return as<__m512i>(found);
 }
 
+inline __m512i shuffle_epi8(__m512i table, __m512i indices) {  // 16 bytes each
+  auto found = as<Lanes<uint8_t, __m512i>>(indices);
+  const auto bytes = as<Lanes<uint8_t, __m512i>>(table);
+  for (int i = 0; i < found.kCount; i++)
+    found.at[i] = found.at[i] & 0x80 ? 0 : bytes.at[i / 16 * 16 + found.at[i] % 16];
+  return as<__m512i>(found);
+}
+
+inline __m512i broadcast_i32x4(__m128i part) {
+  return as<__m512i>(Lanes<__m128i, __m512i>{part, part, part, part});
+}
+
 inline __m512i srli_epi16(__m512i x, unsigned count) {
   auto words = as<Lanes<uint16_t, __m512i>>(x);
   for (auto& word : words.at) word >>= count;
@@ -215,6 +227,8 @@ inline void tile_dpbusd(int c, int a, int b) {
 #define _mm512_dpbf16_ps emulated::dpbf16_ps
 #define _mm512_cvtneps_pbh emulated::cvtneps_pbh
 #define _mm512_permutexvar_epi16 emulated::permutexvar_epi16
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
+#define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
 #define _mm512_load_si512 emulated::load_si512
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
