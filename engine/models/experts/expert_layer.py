@@ -71,12 +71,12 @@ class ExpertLayer:
 
     def ups(self) -> Tensor:
         """Return the first weights of all experts, `[experts, projected, hidden]`."""
-        return self._gates_first(self._oriented(self._weights(self._up_name)), 1)
+        return self.gates_first(self._oriented(self._weights(self._up_name)), 1)
 
     def up_biases(self) -> Tensor | None:
         """Return the first product's biases, `[experts, projected]`, if there are any."""
         biases = self._biases(self._up_name)
-        return None if biases is None else self._gates_first(biases, 1)
+        return None if biases is None else self.gates_first(biases, 1)
 
     def downs(self) -> Tensor:
         """Return the second weights of all experts, `[experts, hidden, inner]`."""
@@ -88,14 +88,14 @@ class ExpertLayer:
 
     def up(self, expert: int) -> Tensor:
         """Return an expert's first weights, `[projected, hidden]`, the gates first."""
-        return self._gates_first(self._oriented(self._weights(self._up_name)[expert]), 0)
+        return self.gates_first(self._oriented(self._weights(self._up_name)[expert]), 0)
 
     def up_bias(self, expert: int) -> Tensor:
         """Return the first product's bias, `[projected]` float32; zeros if there is none."""
         biases = self._biases(self._up_name)
         if biases is None:
             return torch.zeros(len(self.up(expert)))
-        return self._gates_first(biases[expert].float(), 0)
+        return self.gates_first(biases[expert].float(), 0)
 
     def down(self, expert: int) -> Tensor:
         """Return an expert's second weights, `[hidden, inner]`."""
@@ -105,6 +105,18 @@ class ExpertLayer:
         """Return the second product's bias, `[hidden]` float32; zeros if there is none."""
         biases = self._biases("down_proj")
         return torch.zeros(len(self.down(expert))) if biases is None else biases[expert].float()
+
+    def gates_first(self, values: Tensor, dim: int) -> Tensor:
+        """Return the first product's outputs, along a dimension, with the gates first.
+
+        Args:
+            values: Of any shape, with outputs in the order that the layer has them.
+            dim: Theirs.
+        """
+        if not self.activation.gated or self.module.is_concatenated:
+            return values
+        alternating = values.movedim(dim, 0)
+        return torch.cat([alternating[::2], alternating[1::2]]).movedim(0, dim)
 
     def replace(self, replacement: nn.Module) -> None:
         """Replace the layer's weights by what computes it, which takes the same arguments."""
@@ -128,13 +140,6 @@ class ExpertLayer:
     def _oriented(self, weights: Tensor) -> Tensor:
         """Return weights with inputs last."""
         return weights.transpose(-1, -2) if self.module.is_transposed else weights
-
-    def _gates_first(self, values: Tensor, dim: int) -> Tensor:
-        """Return outputs along a dimension with the gates before the up projections."""
-        if not self.activation.gated or self.module.is_concatenated:
-            return values
-        alternating = values.movedim(dim, 0)
-        return torch.cat([alternating[::2], alternating[1::2]]).movedim(0, dim)
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:

@@ -113,12 +113,20 @@ class ScaledE2m1:
     codes: Tensor
     exponents: Tensor
 
+    def expert(self, number: int) -> "ScaledE2m1":
+        """Return one expert's weights."""
+        only = slice(number, number + 1)
+        return ScaledE2m1(self.codes[only], self.exponents[only])
+
     def dequantize(self) -> Tensor:
         """Return the weights in float32, `[experts, inputs, outputs]`, as gpt-oss has them."""
-        exponents = self.exponents.int() - E8M0_BIAS
-        numbers = torch.tensor(E2M1)[self.codes.int()]
-        values = torch.ldexp(numbers.unflatten(-1, (exponents.shape[-1], -1)), exponents[..., None])
-        return values.flatten(-2).transpose(-1, -2).contiguous()
+        experts, outputs, inputs = self.codes.shape
+        values = torch.empty(experts, inputs, outputs)
+        for own, codes, exponents in zip(values, self.codes, self.exponents, strict=True):
+            numbers = torch.tensor(E2M1)[codes.int()].unflatten(-1, (exponents.shape[-1], -1))
+            powers = exponents.int()[..., None] - E8M0_BIAS
+            own.copy_(torch.ldexp(numbers, powers).flatten(-2).t())
+        return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.models.quantization.checkpoints.base import (
+    NIBBLE_BITS,
     Format,
     ScaledE2m1,
     Settings,
@@ -43,12 +44,12 @@ class Mxfp4(Format):
         return f"MXFP4, groups of {GROUP}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return None: no kernel reads this format."""
-        return None
+        """Return the bits per weight that kernels store, rounded up."""
+        return NIBBLE_BITS
 
-    def covers(self, layer: str) -> bool:  # noqa: ARG002
-        """Return False: only experts are quantized, which are no linear layers."""
-        return False
+    def covers(self, layer: str) -> bool:
+        """Return whether a layer is one of experts: no others are quantized."""
+        return ".experts." in layer
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
         """Check the tensors of a weight; return `(experts, inputs, outputs)`."""

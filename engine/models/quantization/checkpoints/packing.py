@@ -3,6 +3,7 @@
 - Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every
   32 inputs, so those of larger groups are repeated. Inputs are gathered in the groups' order.
 - Weights in GGUF's blocks run as they are, those of embeddings and the head too.
+- Experts in e2m1 run as they are, with inputs in 16 bits.
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
 
 All others are widened to the model's dtype, as transformers loads them here. A weight is packed
@@ -45,6 +46,7 @@ from octavo.engine.models.quantization.checkpoints.block_layers import (
     block_weights,
     embedding_factor,
 )
+from octavo.engine.models.quantization.checkpoints.e2m1_experts import pack_e2m1_experts
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
@@ -258,6 +260,10 @@ class _Packing:
         for layer in find_experts(self._model):
             if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
                 continue  # the kernel would round rows in float32
+            if (in_e2m1 := pack_e2m1_experts(layer, self._checkpoint)) is not None:
+                self.packed += layer.elements
+                layer.replace(in_e2m1)
+                continue
             if not layer.activation.gated:
                 continue
             names = _expert_names(self._checkpoint, layer.path)

@@ -204,15 +204,38 @@ def test_mixtral_has_its_experts_under_other_names(made):
     assert [own.is_int4 for own in experts] == [True, True]
 
 
-def test_mxfp4_experts_are_widened_exactly(made, tmp_path):
+def test_mxfp4_experts_run_as_they_are_stored(made, tmp_path):
     path, exact = made("gpt_oss", {"quant_method": "mxfp4"}, packers.mxfp4)
     tokens = torch.arange(1, 41)
-    wide = load(str(path), dtype="float32", device="cpu", block_size=16)
     expected = reference_logits(
         CONFIGS["gpt_oss"](), exact, tokens, torch.float32, tmp_path / "reference"
     )
-    assert error(served_logits(wide, tokens), expected) < 1e-5
-    assert load(str(path), dtype="bfloat16", device="cpu", block_size=16)
+    for dtype, most in (("float32", 1e-5), ("bfloat16", 0.03)):
+        with capture_logs() as logs:
+            loaded = load(str(path), dtype=dtype, device="cpu", block_size=16)
+        told = next(entry for entry in logs if entry["event"] == "quantized weights")
+        experts = [own for own in loaded.model.modules() if isinstance(own, PackedExperts)]
+        as_stored = dtype == "bfloat16"
+        assert [own.is_int4 for own in experts] == [as_stored] * 2
+        assert told["as_stored_percent"] == 100 * as_stored
+        assert told["widened_to"] == (None if as_stored else dtype)
+        assert error(served_logits(loaded, tokens), expected) < most
+
+
+def test_mxfp4_experts_differ_from_bfloat16_by_roundings_alone(made, tmp_path):
+    path, exact = made("gpt_oss", {"quant_method": "mxfp4"}, packers.mxfp4)
+    tokens = torch.arange(1, 41)
+    expected = reference_logits(
+        CONFIGS["gpt_oss"](), exact, tokens, torch.float32, tmp_path / "reference"
+    )
+    stored, widened = (
+        error(
+            served_logits(load(str(own), dtype="bfloat16", device="cpu", block_size=16), tokens),
+            expected,
+        )
+        for own in (path, tmp_path / "reference")
+    )
+    assert stored < 1.2 * widened
 
 
 @pytest.mark.parametrize(("case", "bits"), [("gptq", 5), ("w8a8", 8), ("fp8 blocks", 16)])
@@ -228,6 +251,18 @@ def test_the_report_counts_the_bits_that_kernels_store(made, case, bits):
     assert abs(sum(own.nbytes for own in tensors) / found.weights - 1) < 0.1
     assert found.quantization.split(",")[0].lower() in {"gptq", "compressed-tensors", "fp8"}
     assert list(found.weights_by_quantization) == [found.quantization]
+
+
+def test_the_report_counts_experts_in_mxfp4(made):
+    path, exact = made("gpt_oss", {"quant_method": "mxfp4"}, packers.mxfp4)
+    found = report(EngineSettings(model=str(path), device="cpu", num_blocks=16, dtype="bfloat16"))
+    experts = sum(value.numel() for name, value in exact.items() if is_stored(name))
+    rest = sum(value.numel() for name, value in exact.items() if not is_stored(name))
+    assert abs(found.weights - experts * 5 / 8 - rest * 2) < 0.02 * found.weights
+
+
+def is_stored(name):
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
 
 
 def test_quantization_at_load_is_refused(made):
