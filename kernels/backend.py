@@ -51,6 +51,7 @@ class Backend(Protocol):
     mask_logits: Callable[[Tensor, np.ndarray, np.ndarray], None]
     add_low_rank: Callable[[Tensor, Tensor, LowRankBatch, int], None]
     quantized_linear: Callable[[Tensor, QuantizedWeight, Tensor | None, torch.dtype], Tensor]
+    quantized_experts: Callable[..., Tensor]
     fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     has_fp8_products: Callable[[torch.device, torch.dtype], bool]
     draw_tokens: Callable[[Tensor, SamplingTensors], Tensor]

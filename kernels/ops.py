@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from octavo.kernels.activation import Activation
 from octavo.kernels.backend import find_backend
 from octavo.kernels.gpu import E4M3_DTYPES
 from octavo.kernels.low_rank import LowRankBatch
@@ -432,6 +433,50 @@ def quantized_linear(
     if kind not in {x.dtype, torch.float32}:
         raise ValueError(f"outputs must be {x.dtype} or float32, not {kind}")
     return find_backend(x.device.type).quantized_linear(x, weight, bias, kind)
+
+
+def quantized_experts(  # noqa: PLR0917
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: QuantizedWeight,
+    up_bias: Tensor | None,
+    down: QuantizedWeight,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """Compute a mixture of experts whose weights are stored in few bits.
+
+    Each weight is rounded to the dtype of `x`, and so is what is between the products; sums are in
+    float32. On a CPU this is in plain PyTorch, for tests: see `kernels/cpu/experts.py`.
+
+    Args:
+        x: `[rows, hidden]`, of one of `DTYPES`.
+        expert_ids: `[rows, chosen]` int64; those that do not exist are skipped.
+        weights: `[rows, chosen]`.
+        up: `[experts * projected, hidden]`, each expert's gates and then its up projections.
+        up_bias: `[experts, projected]`, or None.
+        down: `[experts * hidden, inner]`.
+        down_bias: `[experts, hidden]`, or None.
+        activation: Maps `[projected]` to `[inner]`.
+
+    Returns:
+        `[rows, hidden]`, of the dtype of `x`: the sum of the row's weighted experts.
+
+    Raises:
+        ValueError: The tensors do not fit each other.
+    """
+    hidden, projected = up.inputs, down.inputs * (2 if activation.gated else 1)
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"rows of {hidden} inputs are needed, not {list(x.shape)}")
+    if down.outputs % hidden or up.outputs != down.outputs // hidden * projected:
+        raise ValueError(
+            f"experts of {hidden} and {down.inputs} inputs cannot have {up.outputs} and"
+            f" {down.outputs} outputs in all"
+        )
+    return find_backend(x.device.type).quantized_experts(
+        x, expert_ids, weights, up, up_bias, down, down_bias, activation
+    )
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

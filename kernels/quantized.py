@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from octavo.kernels.activation import Activation
+from octavo.kernels.reference import experts
+
 WORDS = 16
 """Words of an output that kernels read at once. Their first numbers are of so many consecutive
 inputs, the second ones of the next, and so on."""
 WORD_BITS = 32
-PAIRS = (torch.float16, torch.bfloat16)
-"""The types that two numbers of a word may have."""
+E8M0 = torch.float8_e8m0fnu
+SCALE_TYPES = (torch.float16, torch.bfloat16, E8M0)
+"""The types that scales in words may have."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of e2m1, by their four bits."""
+E2M1_GROUP = 32
+"""Inputs that share a scale in MXFP4."""
 E8M0_BIAS = 127
 """What exponents of powers of two in e8m0 are more."""
+LARGEST_EXPONENT = E8M0_BIAS + 1
+"""Of scales in e8m0 that kernels take: float32 must have those times 2^126. A weight is at most 6
+times its scale, and hardly a model's are above 12."""
 
 FP8_MULTIPLE = 16
 """Products in fp8 take inputs and outputs whose numbers are multiples of it."""
@@ -42,6 +51,7 @@ class Numbers(Enum):
     NIBBLES = 8  # from 0 to 15
     BYTES = 4  # from -128 to 127
     E4M3 = -4
+    E2M1 = -8
 
     @property
     def per_word(self) -> int:
@@ -67,14 +77,16 @@ class QuantizedWeight(NamedTuple):
 
     Attributes:
         codes: `[outputs, words]` int32; the last inputs may be padding.
-        scale: `[groups, outputs]` float32; or int32, with the scale in the low half and the zero
-            point or offset in the high half.
+        scale: `[groups, outputs]` float32; or int32 of `scale_type`.
         inputs: The number of inputs.
         group: The inputs of a group, a multiple of `WORDS`.
         numbers: What the codes are.
         zero_point: What is subtracted from all numbers, if groups have no zero points.
         second: What groups have besides a scale.
-        pair: The type of the halves of `scale`; None if they are not halves.
+        scale_type: If `scale` is int32, what is in its words: a scale in the low half and the zero
+            point or offset in the high half, in float16 or bfloat16; or e8m0, and a word has the
+            scales of four groups, one a byte. `[groups / 4, outputs]` then; a word is that of
+            `WORDS` words of codes.
         more: `[groups, outputs]` float32, the zero points or offsets if they are not in `scale`.
         outer: `[units, outputs]` int32 of two float16, by which scales and offsets are multiplied,
             if there are any.
@@ -87,7 +99,7 @@ class QuantizedWeight(NamedTuple):
     numbers: Numbers
     zero_point: int = 0
     second: Second = Second.NOTHING
-    pair: torch.dtype | None = None
+    scale_type: torch.dtype | None = None
     more: Tensor | None = None
     outer: Tensor | None = None
 
@@ -113,7 +125,7 @@ class QuantizedWeight(NamedTuple):
 
 
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs of several that fit each other."""
+    """Return one weight with the outputs of several that fit each other, in their order."""
     joined: list[object] = []
     for name, parts in zip(QuantizedWeight._fields, zip(*weights, strict=True), strict=True):
         tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -161,24 +173,66 @@ def make_weight(
     second = Second.NOTHING
     if extra is not None:
         second = Second.OFFSET if zero_points is None else Second.ZERO_POINT
-    pair = next((kind for kind in PAIRS if _has(kind, scale) and _has(kind, extra)), None)
-    assert pair == torch.float16 or outer is None
+    halves = (torch.float16, torch.bfloat16)
+    kind = next((kind for kind in halves if _has(kind, scale) and _has(kind, extra)), None)
+    assert kind == torch.float16 or outer is None
     own = [_by_group(part, groups) for part in (scale, extra)]
     words = None
     if outer is not None:
         words = _as_words([_by_group(part, groups // unit) for part in outer], torch.float16)
     return QuantizedWeight(
         _pack(pad(codes.view(torch.uint8), (0, padded - inputs)), numbers),
-        own[0].float() if pair is None else _as_words(own, pair),  # type: ignore[union-attr]
+        own[0].float() if kind is None else _as_words(own, kind),  # type: ignore[union-attr]
         inputs,
         group,
         numbers,
         zero_point,
         second,
-        pair,
-        own[1].float() if pair is None and own[1] is not None else None,
+        kind,
+        own[1].float() if kind is None and own[1] is not None else None,
         words,
     )
+
+
+def make_e2m1(codes: Tensor, exponents: Tensor) -> QuantizedWeight | None:
+    """Lay out a weight in MXFP4 for the kernels.
+
+    Args:
+        codes: `[outputs, inputs]` uint8, the bits of numbers in e2m1.
+        exponents: `[outputs, inputs / 32]` uint8, a group's scale in e8m0.
+
+    Returns:
+        The weight; None if a scale is larger than kernels take.
+    """
+    inputs, tile = codes.shape[1], Numbers.E2M1.tile
+    if int(exponents.max()) > LARGEST_EXPONENT:
+        return None
+    padded = -(-inputs // tile) * tile
+    per_word = tile // E2M1_GROUP
+    scale = pad(exponents, (0, padded // E2M1_GROUP - exponents.shape[1]))
+    parts = scale.reshape(len(scale), -1, per_word).int() << 8 * torch.arange(
+        per_word, dtype=torch.int32, device=scale.device
+    )
+    return QuantizedWeight(
+        _pack(pad(codes, (0, padded - inputs)), Numbers.E2M1),
+        parts.sum(-1, dtype=torch.int32).t().contiguous(),
+        inputs,
+        E2M1_GROUP,
+        Numbers.E2M1,
+        scale_type=E8M0,
+    )
+
+
+def widen_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return the same weight with scales, and zero points or offsets, in float32.
+
+    Others may fit it then which it does not fit as it is. Those of e8m0 and of units stay.
+    """
+    if weight.scale_type in {None, E8M0} or weight.outer is not None:
+        return weight
+    scale, second = _halves(weight.scale, weight.scale_type)
+    more = None if weight.second == Second.NOTHING else second.contiguous()
+    return weight._replace(scale=scale.contiguous(), scale_type=None, more=more)
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
@@ -188,10 +242,12 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     words = weight.codes.reshape(weight.outputs, -1, 1, WORDS)
     codes = (words >> _shifts(numbers, words.device)) & ((1 << bits) - 1)
     codes = codes.to(torch.uint8).flatten(1)
-    if numbers != Numbers.NIBBLES:
+    if numbers == Numbers.E2M1:
+        codes = torch.tensor(E2M1, device=words.device)[codes.int()]
+    elif numbers != Numbers.NIBBLES:
         codes = codes.view(torch.int8 if numbers == Numbers.BYTES else torch.float8_e4m3fn)
     groups = torch.arange(weight.inputs, device=words.device) // weight.group
-    scale, second = _halves(weight.scale, weight.pair)
+    scale, second = _halves(weight.scale, weight.scale_type)
     second = second if weight.more is None else weight.more
     if weight.outer is not None:
         units = torch.arange(len(scale), device=words.device) // weight.unit
@@ -201,6 +257,24 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     found -= second[groups].t() if weight.second == Second.ZERO_POINT else weight.zero_point
     found *= scale[groups].t()
     return found + second[groups].t() if weight.second == Second.OFFSET else found
+
+
+def quantized_experts(  # noqa: PLR0917
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    up: QuantizedWeight,
+    up_bias: Tensor | None,
+    down: QuantizedWeight,
+    down_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """Compute experts in plain PyTorch; see `octavo.kernels.ops.quantized_experts`."""
+    ups, downs = (
+        dequantize(own).to(x.dtype).reshape(down.outputs // x.shape[1], -1, own.inputs)
+        for own in (up, down)
+    )
+    return experts(x, expert_ids, weights, ups, up_bias, downs, down_bias, activation)
 
 
 def quantized_linear(
@@ -262,9 +336,14 @@ def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
 
 
 def _halves(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Return what `_as_words` took, in float32; of one that has no halves, itself and zeros."""
+    """Return scales, and zero points or offsets, `[groups, outputs]` float32, of words or not."""
     if kind is None:
         return words, torch.zeros_like(words)
+    if kind == E8M0:
+        # Exponents are where float32 has them; that of 2^-127 is 0, and a bit says it.
+        bits = (words.unsqueeze(-1).view(torch.uint8).int() << 23).clamp(min=1 << 22)
+        scale = bits.view(torch.float32).movedim(-1, 1).flatten(0, 1)
+        return scale, torch.zeros_like(scale)
     low, high = words.unsqueeze(-1).view(kind).float().unbind(-1)
     return low, high
 

@@ -76,7 +76,15 @@ def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format 
         if bits is not None:
             own = layer.weight.itemsize * 8
             kept = own if is_head and _is_tied(layer, model) else 0  # by the embeddings
-            saved += layer.weight.numel() * (own - bits - kept) // 8
+            saved += int(layer.weight.numel() * (own - bits - kept) / 8)
+    for experts in find_experts(model):
+        path, bits = f"{experts.path}.0.{EXPERT_PRODUCT}", None
+        if scheme is not None:
+            bits = scheme.gpu_bits(is_head=False)
+        elif stored is not None and _takes_experts(stored, path):
+            bits = stored.gpu_bits(path, experts.inner)
+        if bits is not None:
+            saved += int(experts.elements * (experts.dtype.itemsize * 8 - bits) / 8)
     return saved
 
 
@@ -95,10 +103,15 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
         if experts.dtype != torch.bfloat16:
             continue
         path = f"{experts.path}.0.{EXPERT_PRODUCT}"
-        bits = stored.kernel_bits(path, experts.inner) if stored.covers(path) else None
+        bits = stored.kernel_bits(path, experts.inner) if _takes_experts(stored, path) else None
         if bits is not None and bits < 8 and has_expert_kernels(experts, torch.uint8):
             saved += experts.elements * (experts.dtype.itemsize * 8 - bits) // 8
     return saved
+
+
+def _takes_experts(stored: Format, path: str) -> bool:
+    """Return whether kernels may take the experts of which this is one as they are stored."""
+    return stored.covers(path) and not stored.permutes_inputs(path)
 
 
 def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:

@@ -39,6 +39,7 @@ ssd = _states.ssd
 gated_delta = _states.gated_delta
 selective_scan = _states.selective_scan
 quantized_linear = quantized.quantized_linear
+quantized_experts = quantized.quantized_experts
 fp8_linear = quantized.fp8_linear
 has_fp8_products = quantized.has_fp8_products
 add_low_rank = (fallback if _kernels is None else _kernels.low_rank).add_low_rank

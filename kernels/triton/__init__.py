@@ -13,6 +13,7 @@ from octavo.kernels.triton.low_rank import add_low_rank
 from octavo.kernels.triton.mask_logits import mask_logits
 from octavo.kernels.triton.paged_attention import paged_attention
 from octavo.kernels.triton.plan import plan_attention, plan_room
+from octavo.kernels.triton.quantized_experts import quantized_experts
 from octavo.kernels.triton.quantized_linear import quantized_linear
 from octavo.kernels.triton.rotate_and_write import rotate_and_write
 from octavo.kernels.triton.selective_scan import selective_scan
@@ -65,6 +66,7 @@ __all__ = [
     "path",
     "plan_attention",
     "plan_room",
+    "quantized_experts",
     "quantized_linear",
     "rotate_and_write",
     "score_tokens",

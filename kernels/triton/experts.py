@@ -1,13 +1,7 @@
 """Mixtures of experts: grouped products over rows sorted by expert.
 
-Rows are sorted once. The first kernel multiplies the rows of an expert by its gate and up
-projections and applies the activation; the second one multiplies what comes out by the down
-projection and the rows' weights; the third one adds up each row's experts. The sum is not made by
-atomic additions, as a token's result must not depend on their order.
-
-Nothing here depends on the numbers of rows that experts have, which only the GPU knows: a grid has
-a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and those of no
-expert end at once.
+The first kernel multiplies the rows of an expert by its gate and up projections and applies the
+activation; the second one multiplies what comes out by the down projection and the rows' weights.
 """
 
 # Triton compiles its kernels' source, where types are its own.
@@ -22,9 +16,8 @@ from torch import Tensor
 
 from octavo.kernels.activation import Activation
 from octavo.kernels.gpu import Gpu, describe_gpu
+from octavo.kernels.triton.expert_rows import activate, add_up, find_rows, most_tiles, sort_pairs
 from octavo.kernels.triton.tiles import WIDE_WARP
-
-SUM_COLUMNS = 512
 
 
 class ExpertTiles(NamedTuple):
@@ -63,35 +56,6 @@ def choose_expert_tiles(gpu: Gpu, rows: float) -> ExpertTiles:
 
 
 @triton.jit
-def _find_rows(starts, tile, NUM_EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Return a tile's expert, its first sorted row and the end of the expert's rows."""
-    expert = tl.arange(0, PADDED)
-    exists = expert < NUM_EXPERTS
-    first = tl.load(starts + expert, mask=exists, other=0)
-    after = tl.load(starts + expert + 1, mask=exists, other=0)
-    tiles = (after - first + ROWS - 1) // ROWS
-    ends = tl.cumsum(tiles, 0)
-    chosen = tl.sum((exists & (ends <= tile)).to(tl.int32), 0)
-    own = expert == chosen
-    begin = tl.sum(tl.where(own, first + (tile - ends + tiles) * ROWS, 0), 0)
-    end = tl.sum(tl.where(own, after, 0), 0)
-    return chosen, begin, end
-
-
-@triton.jit
-def _activate(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
-    """Apply an activation of octavo.kernels.activation."""
-    if KIND == 0:
-        return x * tl.sigmoid(ALPHA * x)
-    if KIND == 1:
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    if KIND == 2:
-        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    positive = tl.maximum(x, 0.0)
-    return positive if KIND == 3 else positive * positive
-
-
-@triton.jit
 def _multiply_add(rows, weights, total, UPCAST: tl.constexpr):
     if UPCAST:
         rows, weights = rows.to(tl.float32), weights.to(tl.float32)
@@ -127,7 +91,7 @@ def _up_kernel(  # noqa: PLR0917
     OFFSET: tl.constexpr,
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
 ):
-    expert, begin, end = _find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
+    expert, begin, end = find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
     if begin < end:
         row = begin + tl.arange(0, ROWS)
         real = row < end
@@ -159,9 +123,9 @@ def _up_kernel(  # noqa: PLR0917
             if LIMIT > 0:
                 gate = tl.minimum(gate, LIMIT)
                 up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-            result = _activate(gate, KIND, ALPHA) * (up + OFFSET)
+            result = activate(gate, KIND, ALPHA) * (up + OFFSET)
         else:
-            result = _activate(gate, KIND, ALPHA)
+            result = activate(gate, KIND, ALPHA)
         to = out + row.to(tl.int64)[:, None] * inner + column[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=real[:, None] & exists[None, :])
 
@@ -189,7 +153,7 @@ def _down_kernel(  # noqa: PLR0917
     HAS_BIAS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    expert, begin, end = _find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
+    expert, begin, end = find_rows(starts, tl.program_id(0), NUM_EXPERTS, PADDED, ROWS)
     if begin < end:
         row = begin + tl.arange(0, ROWS)
         real = row < end
@@ -214,37 +178,6 @@ def _down_kernel(  # noqa: PLR0917
         total *= tl.load(shares + pair, mask=real, other=0.0)[:, None]
         to = out + pair.to(tl.int64)[:, None] * hidden + column[None, :]
         tl.store(to, total, mask=real[:, None] & exists[None, :])
-
-
-@triton.jit
-def _sum_kernel(  # noqa: PLR0917
-    pairs, expert_ids, out, hidden, num_experts, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Add up a row's weighted experts; what those left that do not exist may be NaN."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    real = column < hidden
-    total = tl.zeros([COLUMNS], tl.float32)
-    for choice in range(CHOSEN):
-        pair = row * CHOSEN + choice
-        expert = tl.load(expert_ids + pair)
-        if (expert >= 0) & (expert < num_experts):
-            total += tl.load(pairs + pair * hidden + column, mask=real, other=0.0)
-    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=real)
-
-
-def _sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the pairs of a row and an expert by their experts, without waiting for the GPU.
-
-    Returns:
-        `[pairs]` int64, the pairs in the order of their experts, then those whose expert does not
-        exist; and `[num_experts + 1]` int32, where each expert's begin.
-    """
-    flat = expert_ids.flatten()
-    known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, known + 1, torch.ones_like(known))
-    return known.argsort(stable=True), counts[:-1].cumsum(0).to(torch.int32)
 
 
 def experts(  # noqa: PLR0917
@@ -277,9 +210,9 @@ def experts(  # noqa: PLR0917
         return out
     expert_ids = expert_ids.contiguous()
     num_pairs = num_rows * chosen
-    order, starts = _sort(expert_ids, num_experts)
+    order, starts = sort_pairs(expert_ids, num_experts)
     tiles = choose_expert_tiles(describe_gpu(x.device), num_pairs / num_experts)
-    row_tiles = num_pairs // tiles.rows + min(num_experts, num_pairs)
+    row_tiles = most_tiles(num_pairs, num_experts, tiles.rows)
     between = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     pairs = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
     launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}
@@ -311,7 +244,5 @@ def experts(  # noqa: PLR0917
         **shared,
         **launch,
     )
-    _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_COLUMNS))](
-        *(pairs, expert_ids, out, hidden, num_experts), CHOSEN=chosen, COLUMNS=SUM_COLUMNS
-    )
+    add_up(pairs, expert_ids, num_experts, out)
     return out

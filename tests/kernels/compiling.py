@@ -13,13 +13,8 @@ from octavo.kernels.low_rank import RECORD, TILE_ROWS
 from octavo.kernels.quantized import Numbers, QuantizedWeight, make_weight
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
-from octavo.kernels.triton.experts import (
-    SUM_COLUMNS,
-    _down_kernel,
-    _sum_kernel,
-    _up_kernel,
-    choose_expert_tiles,
-)
+from octavo.kernels.triton.expert_rows import SUM_COLUMNS, _sum_kernel
+from octavo.kernels.triton.experts import _down_kernel, _up_kernel, choose_expert_tiles
 from octavo.kernels.triton.fp8_linear import _round_rows_kernel
 from octavo.kernels.triton.low_rank import COLUMNS, DEPTH, RANKS
 from octavo.kernels.triton.low_rank import _down_kernel as low_rank_down
@@ -32,18 +27,18 @@ from octavo.kernels.triton.paged_attention import (
     merged_at_once,
     small_tile,
 )
+from octavo.kernels.triton.quantized_experts import _down_kernel as quantized_down
+from octavo.kernels.triton.quantized_experts import _up_kernel as quantized_up
 from octavo.kernels.triton.quantized_linear import (
     DEQUANTIZED_COLUMNS,
     MERGED_COLUMNS,
-    LinearTiles,
     _dequantize_kernel,
     _linear_kernel,
     _merge_kernel,
-    choose_linear_tiles,
-    constants_of,
 )
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
 from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles
+from octavo.kernels.triton.unpack import UnpackedTiles, choose_unpacked_tiles, constants_of
 from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for
 
 KIB = 1024
@@ -197,19 +192,13 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
 
 def compile_linear(
     gpu: Gpu, weight: QuantizedWeight, rows: int, dtype: torch.dtype = BF16
-) -> tuple[CompiledKernel, LinearTiles]:
+) -> tuple[CompiledKernel, UnpackedTiles]:
     """Compile a product with quantized weights of 4,096 inputs; return its tiles, too."""
-    tiles = choose_linear_tiles(gpu, rows, weight, dtype)
-    types = {"x": "*" + NAMES[dtype], "out": "*fp32"}
-    constants = constants_of(weight) | {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
+    tiles = choose_unpacked_tiles(gpu, rows, weight, dtype)
+    types, constants = _of_weight(weight)
+    types |= {"x": "*" + NAMES[dtype], "out": "*fp32"}
+    constants |= {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
     constants |= {"HAS_BIAS": False, "UPCAST": False, "bias": None}
-    words = {torch.float32: "*fp32", torch.int32: "*i32"}
-    for name in ("codes", "scale", "more", "outer"):
-        own = getattr(weight, name)
-        if own is None:
-            constants[name] = None
-        else:
-            types[name] = words[own.dtype]
     made = compile_for(
         gpu,
         _linear_kernel,
@@ -220,6 +209,40 @@ def compile_linear(
         stages=tiles.stages,
     )
     return made, tiles
+
+
+def compile_quantized_experts(
+    gpu: Gpu, weight: QuantizedWeight, rows: int, dtype: torch.dtype = BF16
+) -> list[tuple[CompiledKernel, UnpackedTiles]]:
+    """Compile both products of 128 experts; return their tiles, too."""
+    tiles = choose_unpacked_tiles(gpu, rows, weight, dtype)
+    types, constants = _of_weight(weight)
+    types |= {"order": "*i64", "starts": "*i32", "shares": "*fp32"}
+    types |= dict.fromkeys(("x", "between", "bias"), "*" + NAMES[dtype])
+    constants |= {"NUM_EXPERTS": 128, "PADDED": 128, "UPCAST": False, "HAS_BIAS": True}
+    constants |= {"ROWS": tiles.rows, "COLUMNS": tiles.columns}
+    gated = {"CHOSEN": 8, "GATED": True, "ACTIVATION": 0, "ALPHA": 1.702, "LIMIT": 7.0}
+    made = []
+    for kernel, own, out in (
+        (quantized_up, gated | {"OFFSET": 1.0}, NAMES[dtype]),
+        (quantized_down, {}, "fp32"),
+    ):
+        names = kernel.arg_names
+        kinds = {name: kind for name, kind in types.items() if name in names} | {"out": "*" + out}
+        sizes = ("hidden", "inner", "outputs", "row_stride")
+        aligned = tuple(name for name in (*kinds, *sizes) if name in names)
+        launch = {"warps": tiles.warps, "stages": tiles.stages, "large": ("codes",)}
+        compiled = compile_for(gpu, kernel, kinds, constants | own, aligned=aligned, **launch)
+        made.append((compiled, tiles))
+    return made
+
+
+def _of_weight(weight: QuantizedWeight) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the types of a weight's tensors, and constants: absent tensors are some, too."""
+    words = {torch.float32: "*fp32", torch.int32: "*i32"}
+    tensors = {name: getattr(weight, name) for name in ("codes", "scale", "more", "outer")}
+    types = {name: words[own.dtype] for name, own in tensors.items() if own is not None}
+    return types, constants_of(weight) | dict.fromkeys(tensors.keys() - types.keys())
 
 
 def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:

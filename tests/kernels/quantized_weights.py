@@ -1,13 +1,17 @@
 """Random weights of few bits, in every way that kernels take them."""
 
+import math
 from functools import partial
 
 import torch
 from hypothesis import strategies as st
 
-from octavo.kernels.quantized import Numbers, QuantizedWeight, make_weight
+from octavo.kernels.quantized import Numbers, QuantizedWeight, make_e2m1, make_weight
 
-KINDS = ("nibbles", "points", "offsets", "nested", "bytes", "byte points", "nested bytes", "e4m3")
+KINDS = (
+    *("nibbles", "points", "offsets", "nested", "bytes", "byte points", "nested bytes"),
+    *("e4m3", "e2m1"),
+)
 
 
 def random_weight(
@@ -29,6 +33,13 @@ def random_weight(
     in_bytes = partial(make_weight, signed, group=group, numbers=Numbers.BYTES)
     if kind == "nibbles":
         return in_nibbles(scale.half(), zero_point=8)
+    if kind == "e2m1":
+        exponents = whole(116, 124, (outputs, -(-inputs // 32)), torch.uint8)
+        exponents[:, ::5] = 0  # the least, a subnormal number
+        exponents -= exponents.clamp(max=int(math.log2(inputs) / 2))
+        made = make_e2m1(nibbles, exponents)
+        assert made is not None
+        return made
     if kind == "points":
         return in_nibbles(scale.bfloat16(), zero_points=whole(0, 17, of_groups, torch.int16))
     if kind == "offsets":

@@ -36,6 +36,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_low_rank,
     compile_masks,
     compile_merges,
+    compile_quantized_experts,
     compile_rotation,
     compile_sum,
     compile_wide_writes,
@@ -144,14 +145,18 @@ def check_attention(gpu, kind, case, path):
 LINEAR = [  # weights, inputs of a group, rows, instructions for 64 bytes of each output
     ("nibbles", 128, 16, 780),
     ("e4m3", 128, 16, 520),
+    ("e2m1", 32, 16, 860),
     ("nested", 32, 64, 640),
 ]
 
 
 def check_linear(gpu, kind, group, rows, path, dtype=BF16):
-    """All comes by asynchronous copies and is multiplied on matrix units; returns the loop."""
     weight = random_weight(kind, 64, 4096, group, torch.Generator().manual_seed(0))
-    made, tiles = compile_linear(gpu, weight, rows, dtype)
+    return check_unpacked(gpu, *compile_linear(gpu, weight, rows, dtype), path, dtype)
+
+
+def check_unpacked(gpu, made, tiles, path, dtype):
+    """All comes by asynchronous copies and is multiplied on matrix units; returns the loop."""
     taken, loop = resources(made, path), first_loop(path)
     assert taken["STACK"] <= SPARED
     assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two programs side by side
@@ -175,6 +180,28 @@ def test_quantized_linear(tmp_path, kind, group, rows, most):
 def test_quantized_linear_widely(tmp_path, gpu, kind, rows):
     for group, dtype in ((128, BF16), (32, torch.float16), (128, FP32)):
         check_linear(gpu, kind, group, rows, tmp_path / "cubin", dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("e2m1", 16), pytest.param("nibbles", 64, marks=pytest.mark.slow)]
+)
+def test_quantized_experts(tmp_path, kind, rows):
+    check_quantized_experts(H100, kind, rows, tmp_path / "cubin")
+
+
+def check_quantized_experts(gpu, kind, rows, path, dtype=BF16):
+    weight = random_weight(kind, 64, 4096, 32, torch.Generator().manual_seed(0))
+    for made, tiles in compile_quantized_experts(gpu, weight, rows, dtype):
+        check_unpacked(gpu, made, tiles, path, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", [A100, H100, *OTHERS], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("rows", [1, 32, 200])
+@pytest.mark.parametrize("kind", ["e2m1", "points", "e4m3", "bytes"])
+def test_quantized_experts_widely(tmp_path, gpu, kind, rows):
+    for dtype in (BF16, torch.float16):
+        check_quantized_experts(gpu, kind, rows, tmp_path / "cubin", dtype)
 
 
 # Before the rest: up to Triton 3.6, how a process converts to fp8 is settled by the first GPU that

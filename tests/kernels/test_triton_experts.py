@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels import reference
+from octavo.kernels import quantized, reference
 from tests.kernels.conftest import activations
+from tests.kernels.quantized_weights import KINDS, random_weight
 
 triton = pytest.importorskip("triton")
 
@@ -22,6 +23,7 @@ if not INTERPRETED:
         pytest.mark.gpu,
         pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     ]
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 @given(
@@ -70,3 +72,53 @@ def test_experts(
     expected = reference.experts(x.float(), ids, shares, *wide_layer, activation)
     # What is between the products is rounded, too.
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=4e-2)
+
+
+@given(
+    rows=st.integers(1, 30) | st.just(150),
+    hidden=st.integers(1, 300),
+    inner=st.integers(1, 150),
+    num_experts=st.integers(1, 9),
+    chosen=st.integers(1, 4),
+    activation=activations,
+    biased=st.booleans(),
+    kinds=st.tuples(*[st.sampled_from(KINDS)] * 2),
+    group=st.sampled_from([16, 32, 128, 1 << 20]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    seed=st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=10 if INTERPRETED else 100)
+def test_quantized_experts(
+    rows, hidden, inner, num_experts, chosen, activation, biased, kinds, group, dtype, seed
+):
+    from octavo.kernels.triton import quantized_experts
+
+    draw = torch.Generator().manual_seed(seed)
+    projected = inner * (2 if activation.gated else 1)
+    up = random_weight(kinds[0], num_experts * projected, hidden, group, draw)
+    down = random_weight(kinds[1], num_experts * hidden, inner, group, draw)
+    apart = torch.full((rows, hidden + 8), torch.nan)
+    apart[:, 4:-4] = torch.randn((rows, hidden), generator=draw)
+    x = apart.to(dtype)[:, 4:-4]
+    ids = torch.randint(-1, num_experts + 1, (rows, chosen), generator=draw)
+    shares = torch.rand((rows, chosen), generator=draw)
+    biases = [
+        torch.randn((num_experts, outputs), generator=draw).to(dtype) if biased else None
+        for outputs in (projected, hidden)
+    ]
+    expected = quantized.quantized_experts(
+        *(x.float(), ids, shares, up, biases[0], down, biases[1], activation)
+    )
+
+    def there(own):
+        return None if own is None else own.to(DEVICE)
+
+    found = quantized_experts(
+        *(there(x), there(ids), there(shares), up.with_tensors(there), there(biases[0])),
+        *(down.with_tensors(there), there(biases[1]), activation),
+    )
+    assert found.dtype == dtype
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        found.float().cpu(), expected, rtol=tolerance, atol=tolerance * (1 + expected.abs().max())
+    )

@@ -68,7 +68,7 @@ def _on_gpu(  # noqa: PLR0917 - as the operator
 ) -> Tensor:
     from octavo.kernels.triton.experts import experts  # noqa: PLC0415 - needs Triton
 
-    return experts(x, expert_ids, weights, up, up_bias, down, down_bias, _activation(*activation))
+    return experts(x, expert_ids, weights, up, up_bias, down, down_bias, activation_of(*activation))
 
 
 def _on_cpu(  # noqa: PLR0917 - as the operator
@@ -83,11 +83,12 @@ def _on_cpu(  # noqa: PLR0917 - as the operator
 ) -> Tensor:
     """Compute the same on a CPU, for tests only: an engine on a CPU uses `PackedExperts`."""
     return reference.experts(
-        x, expert_ids, weights, up, up_bias, down, down_bias, _activation(*activation)
+        x, expert_ids, weights, up, up_bias, down, down_bias, activation_of(*activation)
     )
 
 
-def _activation(kind: float, gated: float, *numbers: float) -> Activation:
+def activation_of(kind: float, gated: float, *numbers: float) -> Activation:
+    """Return the activation that an operator's arguments say."""
     return Activation(list(KINDS)[int(kind)], bool(gated), *numbers)
 
 

@@ -9,7 +9,7 @@ from torch.library import Library, register_fake
 
 from octavo.engine.models.linear.fuse_linears import weights_and_biases
 from octavo.kernels import ops
-from octavo.kernels.quantized import PAIRS, Numbers, QuantizedWeight, Second
+from octavo.kernels.quantized import SCALE_TYPES, Numbers, QuantizedWeight, Second
 
 
 class QuantizedLinear(nn.Module):
@@ -98,9 +98,9 @@ def bias_of(layers: list[nn.Linear]) -> Tensor | None:
 
 def layout_of(weight: QuantizedWeight) -> list[int]:
     """Return what a weight is besides its tensors, for an operator."""
-    pair = 0 if weight.pair is None else 1 + PAIRS.index(weight.pair)
     numbers, second = weight.numbers.value, weight.second.value
-    return [weight.inputs, weight.group, numbers, weight.zero_point, second, pair]
+    scales = 0 if weight.scale_type is None else 1 + SCALE_TYPES.index(weight.scale_type)
+    return [weight.inputs, weight.group, numbers, weight.zero_point, second, scales]
 
 
 def weight_of(
@@ -111,8 +111,8 @@ def weight_of(
     layout: list[int],
 ) -> QuantizedWeight:
     """Return the weight that `layout_of` and its tensors describe."""
-    inputs, group, numbers, zero_point, second, pair = layout
-    kind = PAIRS[pair - 1] if pair else None
+    inputs, group, numbers, zero_point, second, scales = layout
+    kind = SCALE_TYPES[scales - 1] if scales else None
     own = (Numbers(numbers), zero_point, Second(second), kind)
     return QuantizedWeight(codes, scale, inputs, group, *own, more, outer)
 

@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import PackedExperts
+from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.linear.fuse_linears import group_linears_by_input
 from octavo.engine.models.linear.packed_linear import replace
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
-from octavo.engine.models.quantization.on_gpu import GpuWeight, quantize_on_gpu
+from octavo.engine.models.quantization.gpu_weight import GpuWeight
+from octavo.engine.models.quantization.on_gpu import quantize_on_gpu
 
 MIN_REPORTED_SHARE = 0.02
 """Smaller shares of the weights, such as those of routers, are not reported as unquantized."""
@@ -67,7 +69,7 @@ class Scheme(ABC):
         """Round the head's weight; None leaves it as it is."""
         return None
 
-    def gpu_bits(self, *, is_head: bool) -> int:  # noqa: ARG002
+    def gpu_bits(self, *, is_head: bool) -> float:  # noqa: ARG002
         """Return the bits that a GPU stores per weight of a layer, if it is rounded."""
         return 8
 
@@ -107,7 +109,7 @@ class Scheme(ABC):
                 layer.replace(converted)
 
     def quantize_on_gpu(self, model: PreTrainedModel, device: torch.device) -> None:
-        """Replace a model's linear layers by layers on a GPU.
+        """Replace a model's linear layers and experts by layers on a GPU.
 
         Args:
             model: Changed in place.
@@ -144,7 +146,7 @@ def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     quantized += sum(
         module.num_weights
         for module in model.modules()
-        if isinstance(module, (QuantizedLinear, Fp8Linear))
+        if isinstance(module, (QuantizedLinear, Fp8Linear, QuantizedExperts))
     )
     total = max(1, quantized + left.total())
     shares = {name: count / total for name, count in left.items()}

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import Inputs
-from octavo.engine.models.quantization.on_gpu import FP8_TOLERANCE, GpuWeight, round_to_fp8
+from octavo.engine.models.quantization.gpu_weight import GpuWeight, round_to_fp8
+from octavo.engine.models.quantization.on_gpu import FP8_TOLERANCE
 
 
 class Fp8(Scheme):

@@ -20,12 +20,12 @@ from octavo.engine.models.linear.packed_linear import (
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
-from octavo.engine.models.quantization.int8 import Int8, PackedInt8Linear, to_int8
-from octavo.engine.models.quantization.on_gpu import (
+from octavo.engine.models.quantization.gpu_weight import (
     GpuWeight,
     round_to_int4,
     round_to_int8,
 )
+from octavo.engine.models.quantization.int8 import Int8, PackedInt8Linear, to_int8
 from octavo.engine.models.quantization.rounding import round_to_4_bits
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.linear import GROUP
@@ -66,7 +66,7 @@ class Int4(Scheme):
         """Round the head's weight to 8 bits."""
         return round_to_int8(weight)
 
-    def gpu_bits(self, *, is_head: bool) -> int:
+    def gpu_bits(self, *, is_head: bool) -> float:
         """Return the bits per weight: 8 for the head."""
         return 8 if is_head else NIBBLE_BITS
 

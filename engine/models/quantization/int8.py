@@ -25,7 +25,7 @@ from octavo.engine.models.linear.packed_linear import (
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.experts import experts_to_int8
-from octavo.engine.models.quantization.on_gpu import GpuWeight, round_to_int8
+from octavo.engine.models.quantization.gpu_weight import GpuWeight, round_to_int8
 from octavo.engine.models.quantization.rounding import (
     ALPHAS,
     output_error,

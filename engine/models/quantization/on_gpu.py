@@ -1,16 +1,16 @@
-"""Quantization of linear layers on a GPU: at load, and of checkpoints that are quantized.
+"""Quantization of a model on a GPU: at load, and of checkpoints that are quantized.
 
 A layer's weights are made where the model was loaded, which is the CPU if the GPU has no room for
 it, and moved to the GPU one layer at a time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo.engine.models.experts.expert_layer import find_experts
 from octavo.engine.models.linear.fuse_linears import (
     LocatedLinear,
     group_linears_by_input,
@@ -19,150 +19,14 @@ from octavo.engine.models.linear.fuse_linears import (
 )
 from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of
-from octavo.engine.models.quantization.checkpoints.base import (
-    ZERO_OF_BYTES,
-    Integers,
-    ScaledFp8,
-    StoredWeight,
-)
-from octavo.engine.models.quantization.checkpoints.gguf import Blocks
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
-from octavo.engine.models.quantization.rounding import EPSILON, round_to_4_bits
+from octavo.engine.models.quantization.experts_on_gpu import pack_experts, round_experts
+from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
 from octavo.kernels import ops
-from octavo.kernels.cpu.linear import GROUP
-from octavo.kernels.quantized import (
-    FP8_MULTIPLE,
-    LARGEST,
-    Numbers,
-    QuantizedWeight,
-    join,
-    make_weight,
-    takes_group,
-)
+from octavo.kernels.quantized import FP8_MULTIPLE, join
 
 FP8_TOLERANCE = 0.35
 """Of the self-check, where inputs are rounded to fp8."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuWeight:
-    """A layer's weights as GPUs' kernels take them.
-
-    Attributes:
-        weight: The weights.
-        order: `[inputs]` int64, the input of each column; None if they are in order.
-        as_fp8: `[outputs, inputs]` e4m3 and `[outputs]` float32 scales, if inputs may be rounded to
-            fp8 too.
-    """
-
-    weight: QuantizedWeight
-    order: Tensor | None = None
-    as_fp8: tuple[Tensor, Tensor] | None = None
-
-    def fits(self, other: "GpuWeight") -> bool:
-        """Return whether the weights of two layers of the same input can be joined."""
-        if (self.as_fp8 is None) != (other.as_fp8 is None):
-            return False
-        if self.order is None or other.order is None:
-            return self.order is other.order and self.weight.fits(other.weight)
-        return torch.equal(self.order, other.order) and self.weight.fits(other.weight)
-
-
-def round_to_int8(weight: Tensor) -> GpuWeight:
-    """Round each output's weights, `[outputs, inputs]`, to bytes with one scale."""
-    wide = weight.float()
-    scale = wide.abs().amax(1, keepdim=True).clamp_min(EPSILON) / 127
-    codes = (wide / scale).round_().to(torch.int8)
-    return GpuWeight(make_weight(codes, scale, group=wide.shape[1], numbers=Numbers.BYTES))
-
-
-def round_to_int4(weight: Tensor) -> GpuWeight:
-    """Round groups of `GROUP` weights to 4 bits; outputs without whole groups to bytes."""
-    if weight.shape[1] % GROUP:
-        return round_to_int8(weight)
-    codes, scale, offset = round_to_4_bits(weight.float(), weight.dtype)
-    made = make_weight(
-        codes.flatten(1).to(torch.uint8),
-        scale[..., 0],
-        group=GROUP,
-        numbers=Numbers.NIBBLES,
-        zero_point=8,
-        offset=offset[..., 0],
-    )
-    return GpuWeight(made)
-
-
-def round_to_fp8(weight: Tensor) -> GpuWeight:
-    """Round each output's weights to e4m3 with one scale."""
-    wide = weight.float()
-    scale = wide.abs().amax(1).clamp_min(EPSILON) / LARGEST
-    codes = (wide / scale[:, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return fp8_weight(codes, scale[:, None], wide.shape[1])
-
-
-def fp8_weight(codes: Tensor, scale: Tensor, group: int) -> GpuWeight:
-    """Return weights in e4m3; with `[outputs, groups]` scales of groups of inputs."""
-    made = make_weight(codes, scale, group=group, numbers=Numbers.E4M3)
-    whole = scale.shape[1] == 1
-    return GpuWeight(made, as_fp8=(codes, scale[:, 0].float()) if whole else None)
-
-
-def stored_weight(stored: StoredWeight) -> GpuWeight | None:
-    """Return a checkpoint's weight as the kernels take it; None if they do not."""
-    if isinstance(stored, Integers):
-        return _integers(stored)
-    if isinstance(stored, ScaledFp8):
-        group = stored.codes.shape[1] if stored.block is None else stored.block[1]
-        if not takes_group(group, stored.codes.shape[1]):
-            return None
-        return fp8_weight(stored.codes, stored.scale_of_outputs(), group)
-    return _blocks(stored) if isinstance(stored, Blocks) else None
-
-
-def _integers(stored: Integers) -> GpuWeight | None:
-    inputs, groups = stored.codes.shape[1], stored.scale.shape[1]
-    if not takes_group(inputs // groups, inputs):
-        return None
-    order = stored.order()
-    codes = stored.codes if order is None else stored.codes[:, order]
-    nibbles = stored.bits <= 4
-    shift = 0 if nibbles else ZERO_OF_BYTES
-    zero_points = stored.zero - shift
-    shared = float(zero_points.flatten()[0])
-    alike = bool((zero_points == shared).all())
-    made = make_weight(
-        codes if nibbles else (codes.short() - shift).to(torch.int8),
-        stored.scale,
-        group=inputs // groups,
-        numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
-        zero_point=int(shared) if alike else 0,
-        zero_points=None if alike else zero_points,
-    )
-    return GpuWeight(made, order)
-
-
-def _blocks(stored: Blocks) -> GpuWeight:
-    own, fields = stored.format, stored.fields()
-    codes = fields.codes.flatten(1)
-    nibbles = own.bits == 4
-    zero_point = 0 if own.has_min or own.bits == 8 else 1 << (own.bits - 1)
-    scale, offset, outer = fields.scale, fields.least, None
-    if fields.scales is not None:
-        small = fields.scales.view(torch.int8) if own.bits == 6 else fields.scales
-        least = None if fields.least is None else -fields.least
-        outer = (fields.scale, least)
-        scale = small.flatten(1)
-        offset = None if fields.mins is None else fields.mins.flatten(1)
-    made = make_weight(
-        codes if nibbles else codes.view(torch.int8),
-        scale,
-        group=own.group,
-        numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
-        zero_point=zero_point,
-        offset=offset,
-        outer=outer,
-    )
-    return GpuWeight(made)
 
 
 def quantize_on_gpu(
@@ -170,7 +34,7 @@ def quantize_on_gpu(
     device: torch.device,
     round_weight: Callable[[Tensor, bool], GpuWeight | None],
 ) -> None:
-    """Replace a model's linear layers by quantized ones.
+    """Replace a model's linear layers and experts by quantized ones.
 
     Args:
         model: Changed in place.
@@ -188,6 +52,9 @@ def quantize_on_gpu(
         found = [one for one in weights if one is not None]
         if len(found) == len(group):
             share(group, _make(group, found, device, is_head=is_head))
+    for layer in find_experts(model):
+        if made := round_experts(layer, device, lambda weight: round_weight(weight, False)):
+            layer.replace(made)
 
 
 def pack_checkpoint_on_gpu(
@@ -218,6 +85,10 @@ def pack_checkpoint_on_gpu(
                 tolerance = FP8_TOLERANCE
             packed += sum(located.layer.weight.numel() for located in group)
             share(group, made)
+    for layer in find_experts(model):
+        if experts := pack_experts(layer, checkpoint, device):
+            packed += layer.elements
+            layer.replace(experts)
     log_widened(checkpoint, packed, model.dtype)
     return tolerance
 

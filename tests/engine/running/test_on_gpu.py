@@ -11,17 +11,20 @@ from itertools import pairwise
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 from octavo.engine import startup
 from octavo.engine.models import load_model
-from octavo.engine.models.quantization.on_gpu import round_to_fp8, round_to_int4, round_to_int8
+from octavo.engine.models.quantization.gpu_weight import round_to_fp8, round_to_int4, round_to_int8
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import build
 from octavo.kernels.quantized import dequantize
+from tests.engine.models.quantization.checkpoints import packers
+from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
 from tests.engine.oracle import Oracle
+from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 
 pytest.importorskip("triton")
@@ -43,12 +46,12 @@ def engine(tiny_model, request):
     if INTERPRETED:
         request.getfixturevalue("on_triton")
 
-    def make(*, async_scheduling=False, **settings):
+    def make(*, async_scheduling=False, model=tiny_model, **settings):
         settings = {"compile": "off", "num_blocks": 64, "swap_space": 0.01} | settings
         return Stepper(
             build(
                 EngineSettings(
-                    model=str(tiny_model),
+                    model=str(model),
                     dtype="float32",
                     max_num_seqs=4,
                     max_num_batched_tokens=24,
@@ -97,14 +100,32 @@ def dequantized(model, scheme):
     return model
 
 
-@pytest.mark.parametrize("scheme", ROUNDED)
-def test_quantized_weights(tiny_model, engine, monkeypatch, scheme):
+@pytest.fixture
+def packs_as_on_a_gpu(monkeypatch):
     if INTERPRETED:
         cpu = torch.device("cpu")
         monkeypatch.setattr(
             load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
         )
         monkeypatch.setattr(load_model, "_check_quantizable", lambda *_: None)
+
+
+@pytest.mark.usefixtures("packs_as_on_a_gpu")
+def test_experts_in_mxfp4(tmp_path, engine):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 256}
+    config = GptOssConfig(**sizes, **heads, **own, eos_token_id=2, pad_token_id=0)
+    save_random_model(config, tmp_path / "model", std=0.1)
+    exact = quantize(tmp_path / "model", {"quant_method": "mxfp4"}, packers.mxfp4)
+    reference_logits(config, exact, torch.arange(9), torch.float32, tmp_path / "exact")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=torch.float32)
+    assert run(engine(model=tmp_path / "model")) == greedy(model)
+
+
+@pytest.mark.parametrize("scheme", ROUNDED)
+@pytest.mark.usefixtures("packs_as_on_a_gpu")
+def test_quantized_weights(tiny_model, engine, scheme):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     expected = greedy(dequantized(model, scheme))
     assert run(engine(quantization=scheme)) == expected

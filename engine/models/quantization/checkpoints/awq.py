@@ -65,8 +65,8 @@ class Awq(Format):
         """Return the bits per weight that kernels store."""
         return nibble_bits(inputs, self._size)
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store, rounded up."""
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store."""
         return group_bits(BITS, inputs, self._size)
 
     def covers(self, layer: str) -> bool:

@@ -179,8 +179,12 @@ class Format(ABC):
             inputs: The number of its inputs.
         """
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store; as `kernel_bits`."""
+    def permutes_inputs(self, layer: str) -> bool:  # noqa: ARG002
+        """Return whether a layer's inputs are in another order than groups are."""
+        return False
+
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store, with scales; as `kernel_bits`."""
         return None
 
     @abstractmethod
@@ -360,8 +364,8 @@ def nibble_bits(inputs: int, size: int) -> int | None:
     return NIBBLE_BITS if in_groups(inputs, size) else None
 
 
-def group_bits(bits: int, inputs: int, size: int) -> int | None:
-    """Return the bits per weight that a GPU's kernels store, rounded up; as `kernel_bits`.
+def group_bits(bits: int, inputs: int, size: int) -> float | None:
+    """Return the bits per weight that a GPU's kernels store, with scales; as `kernel_bits`.
 
     Args:
         bits: Of a number.
@@ -369,7 +373,7 @@ def group_bits(bits: int, inputs: int, size: int) -> int | None:
         size: Inputs that share a scale; -1 for all.
     """
     group = inputs if size == -1 else size
-    return (4 if bits <= 4 else 8) + -(-32 // group) if takes_group(group, inputs) else None
+    return (4 if bits <= 4 else 8) + 32 / group if takes_group(group, inputs) else None
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:

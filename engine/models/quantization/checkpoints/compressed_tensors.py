@@ -138,8 +138,13 @@ class CompressedTensors(Format):
             return nibble_bits(inputs, scheme.group_size)
         return 8 if scheme.rounds_inputs and scheme.symmetric and scheme.group_size == -1 else None
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:
-        """Return the bits per weight that a GPU's kernels store, rounded up."""
+    def permutes_inputs(self, layer: str) -> bool:
+        """Return whether inputs are in another order than groups are."""
+        scheme = self._find(layer)
+        return scheme is not None and scheme.permuted
+
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:
+        """Return the bits per weight that a GPU's kernels store."""
         scheme = self._find(layer)
         if scheme is None or (scheme.block is not None and not scheme.is_float):
             return None

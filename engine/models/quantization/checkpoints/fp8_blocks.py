@@ -54,8 +54,8 @@ class Fp8(Format):
         """Return None: no kernel reads this format."""
         return None
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store, rounded up."""
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store."""
         return group_bits(8, inputs, -1 if self._blocks is None else self._blocks[1])
 
     def covers(self, layer: str) -> bool:

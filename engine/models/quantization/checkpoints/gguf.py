@@ -77,8 +77,8 @@ class Gguf(Format):
         own = self._kinds.get(layer)
         return None if own is None else -(-own.unit_bytes * 8 // own.unit)
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store, rounded up."""
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store."""
         own = self._kinds.get(layer)
         if own is None:
             return None

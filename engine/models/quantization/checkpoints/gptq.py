@@ -72,8 +72,12 @@ class Gptq(Format):
         """Return the bits per weight that kernels store; none take 8 bits without more."""
         return nibble_bits(inputs, self._size) if self._bits < 8 else None
 
-    def gpu_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store, rounded up."""
+    def permutes_inputs(self, layer: str) -> bool:  # noqa: ARG002
+        """Return whether inputs are in another order than groups are."""
+        return self._act_order and self._size != -1
+
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store."""
         return group_bits(self._bits, inputs, self._size)
 
     def covers(self, layer: str) -> bool:

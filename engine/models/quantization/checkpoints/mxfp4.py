@@ -47,6 +47,10 @@ class Mxfp4(Format):
         """Return the bits per weight that kernels store, rounded up."""
         return NIBBLE_BITS
 
+    def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
+        """Return the bits per weight that a GPU's kernels store."""
+        return 4 + 8 / GROUP
+
     def covers(self, layer: str) -> bool:
         """Return whether a layer is one of experts: no others are quantized."""
         return ".experts." in layer

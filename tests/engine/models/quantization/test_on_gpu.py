@@ -12,6 +12,7 @@ from octavo.common.models.resolve import resolve
 from octavo.engine.adapters.adapted_model import adapt
 from octavo.engine.compilation.jit import JitStep
 from octavo.engine.models import load_model
+from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.linear.wide_linear import WideLinear
 from octavo.engine.models.load_model import load
@@ -22,9 +23,11 @@ from octavo.engine.models.step import EagerStep
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
 from octavo.kernels.quantized import Numbers
+from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints import test_gguf as gguf_files
 from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
 from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
+    AWQ,
     CASES,
     CONFIGS,
     error,
@@ -84,6 +87,56 @@ def test_a_checkpoint_runs_as_it_is_stored(tmp_path, case):
     assert abs(size_of(narrow.model) / counted - 1) < 0.1
 
 
+EXPERTS = {
+    name: CASES[name] for name in ("gptq", "gptq order", "w4a16 zeros", "w8a8", "fp8 blocks")
+}
+EXPERTS |= {"awq": (AWQ | {"modules_to_not_convert": ["gate"]}, *CASES["awq"][1:])}
+EXPERTS |= {"mxfp4": ({"quant_method": "mxfp4"}, packers.mxfp4, None)}
+WHOLE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
+"""Inputs that are not padded in 4 bits, so that memory is what is counted."""
+
+
+def mixture(family):
+    config = CONFIGS[family]()
+    for name in WHOLE.keys() & config.to_dict().keys():
+        setattr(config, name, WHOLE[name])
+    return config
+
+
+def saved_mixture(tmp_path, family, case):
+    """Save a quantized model; return what a GPU makes of it in float32, and the right logits."""
+    settings, pack, _ = EXPERTS[case]
+    config = mixture(family)
+    save_random_model(config, tmp_path / "model", std=0.1)
+    exact = quantize(tmp_path / "model", settings, pack)
+    wide = read(tmp_path / "model", "float32")
+    expected = reference_logits(config, exact, TOKENS, torch.float32, tmp_path / "exact")
+    assert error(served_logits(wide, TOKENS), expected) < 1e-5
+    return wide, expected
+
+
+def check_size(path, loaded, config):
+    plain = AutoModelForCausalLM.from_config(config, dtype=loaded.dtype)
+    counted = weight_bytes(plain, "none", GPU, find_format(path))
+    assert abs(size_of(loaded.model) / counted - 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("case", "family"),
+    [(case, {"awq": "mixtral", "mxfp4": "gpt_oss"}.get(case, "qwen3_moe")) for case in EXPERTS],
+)
+def test_experts_run_as_they_are_stored(tmp_path, family, case):
+    with capture_logs() as logs:
+        wide, expected = saved_mixture(tmp_path, family, case)
+    told = next(entry for entry in logs if entry["event"] == "quantized weights")
+    in_order = "order" not in case
+    assert (told["as_stored_percent"] == 100) == in_order
+    assert len(layers_of(wide.model, QuantizedExperts)) == 2 * in_order
+    narrow = read(tmp_path / "model", "bfloat16")
+    assert 1e-4 < error(served_logits(narrow, TOKENS), expected) < 0.03
+    check_size(tmp_path / "model", narrow, mixture(family))
+
+
 @pytest.mark.parametrize("case", [*gguf_files.FORMATS, "Q4_K_M", "with others"])
 def test_a_gguf_file_runs_from_its_blocks(tmp_path, monkeypatch, case):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
@@ -140,6 +193,23 @@ def test_a_model_is_quantized_at_load(tmp_path, monkeypatch, scheme, products, l
     assert abs(size_of(loaded.model) / counted - 1) < 0.1
     targets = adapt(loaded.model, config, torch.bfloat16)
     assert len(targets.layers) == 2 * 7 + 1
+
+
+@pytest.mark.parametrize(
+    ("scheme", "least", "most"), [("int8", 1e-3, 0.03), ("int4", 0.02, 0.4), ("fp8", 0.01, 0.1)]
+)
+def test_experts_are_quantized_at_load(tmp_path, scheme, least, most):
+    config = mixture("qwen3_moe")
+    save_random_model(config, tmp_path, std=0.1)
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.inference_mode():
+        expected = exact(TOKENS[None]).logits[0]
+    loaded = read(tmp_path, "bfloat16", scheme)
+    assert len(layers_of(loaded.model, QuantizedExperts)) == 2
+    assert least < error(served_logits(loaded, TOKENS), expected) < most
+    assert not unquantized_shares(loaded.model)
+    counted = weight_bytes(exact.to(torch.bfloat16), scheme, GPU)
+    assert abs(size_of(loaded.model) / counted - 1) < 0.1
 
 
 @pytest.mark.parametrize(("free", "where"), [(1 << 30, "cuda"), (1 << 17, "cpu")])

@@ -1,0 +1,86 @@
+"""Finds the experts of a layer in a quantized checkpoint."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.engine.models.experts.expert_layer import ExpertLayer
+from octavo.engine.models.quantization.checkpoints.base import ScaledE2m1, StoredWeight
+from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
+
+NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+"""What checkpoints call an expert's products."""
+
+StoredExpert = tuple[Sequence[StoredWeight], StoredWeight]
+"""An expert's weights of its first product, the gates before the up projections, and of its
+second."""
+
+
+def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
+    """Yield the experts of a layer as they are stored, in order.
+
+    There are fewer than the layer has from where one is not in the checkpoint, or dequantizes to
+    other weights than the layer's.
+
+    Args:
+        checkpoint: The checkpoint.
+        layer: The layer, whose weights are the dequantized ones.
+    """
+    if layer.activation.gated:
+        for number, found in enumerate(_read(checkpoint, layer)):
+            if number == layer.count or not _same(layer, number, *found):
+                return
+            yield found
+
+
+def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
+    whole = [f"{layer.path}.{name}" for name in ("gate_up_proj", "down_proj")]
+    if all(name in checkpoint.shapes for name in whole):
+        up, down = map(checkpoint.read, whole)
+        if isinstance(up, ScaledE2m1) and isinstance(down, ScaledE2m1):
+            for number in range(len(up.codes)):
+                own = up.expert(number)
+                first = (layer.gates_first(part, 1) for part in (own.codes, own.exponents))
+                yield [ScaledE2m1(*first)], down.expert(number)
+        return
+    for gate, up_name, down_name in expert_names(checkpoint, layer.path):
+        yield [checkpoint.read(gate), checkpoint.read(up_name)], checkpoint.read(down_name)
+
+
+def _same(layer: ExpertLayer, number: int, ups: Sequence[StoredWeight], down: StoredWeight) -> bool:
+    """Return whether an expert's weights are those of the layer."""
+    first = torch.cat([_dequantized(own) for own in ups]).to(layer.dtype)
+    second = _dequantized(down).to(layer.dtype)
+    return torch.equal(first, layer.up(number).cpu()) and torch.equal(
+        second, layer.down(number).cpu()
+    )
+
+
+def _dequantized(own: StoredWeight) -> Tensor:
+    """Return an expert's weights, `[outputs, inputs]` float32."""
+    found = own.dequantize()
+    return found[0].t() if isinstance(own, ScaledE2m1) else found
+
+
+def expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:
+    """Return the names of the weights of a layer's experts, in order.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: The layer's name in the model. Its block may have another name in the checkpoint.
+    """
+    number = re.search(r"\.(\d+)\.", path)
+    if number is None:
+        return []
+    for names in NAMES:
+        own = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
+        for prefix in {found[1] for name in checkpoint.shapes if (found := own.fullmatch(name))}:
+            experts: list[tuple[str, str, str]] = []
+            while f"{prefix}.{len(experts)}.{names[0]}.weight" in checkpoint.shapes:
+                gate, up, down = (f"{prefix}.{len(experts)}.{name}.weight" for name in names)
+                experts.append((gate, up, down))
+            if all(name in checkpoint.shapes for expert in experts for name in expert):
+                return experts
+    return []

@@ -1,0 +1,85 @@
+"""Quantization of layers of experts on a GPU: at load, and of checkpoints that are quantized.
+
+Experts are laid out one by one where the model was loaded, and moved to the GPU layer by layer.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.engine.models.experts.expert_layer import ExpertLayer
+from octavo.engine.models.experts.quantized_experts import QuantizedExperts
+from octavo.engine.models.quantization.checkpoints.base import ScaledE2m1, StoredWeight
+from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
+from octavo.engine.models.quantization.checkpoints.stored_experts import stored_experts
+from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
+from octavo.kernels.quantized import QuantizedWeight, join, make_e2m1, widen_scales
+
+
+def round_experts(
+    layer: ExpertLayer, device: torch.device, round_weight: Callable[[Tensor], GpuWeight | None]
+) -> QuantizedExperts | None:
+    """Return a layer's experts with rounded weights; None if they are not to be rounded.
+
+    Args:
+        layer: The layer.
+        device: Where they are to be.
+        round_weight: Rounds a weight, `[outputs, inputs]`.
+    """
+    ups, downs = (
+        [own.weight for number in range(layer.count) if (own := round_weight(weight(number)))]
+        for weight in (layer.up, layer.down)
+    )
+    return _make(layer, ups, downs, device) if len(ups) == len(downs) == layer.count else None
+
+
+def pack_experts(
+    layer: ExpertLayer, checkpoint: QuantizedCheckpoint, device: torch.device
+) -> QuantizedExperts | None:
+    """Return a layer's experts as they are stored; None if kernels do not take them all so.
+
+    Args:
+        layer: The layer, with the weights dequantized.
+        checkpoint: Its checkpoint.
+        device: Where they are to be.
+    """
+    ups: list[QuantizedWeight] = []
+    downs: list[QuantizedWeight] = []
+    count = 0
+    for first, second in stored_experts(checkpoint, layer):
+        parts = [_unordered(own) for own in (*first, second)]
+        known = [own for own in parts if own is not None]
+        if len(known) < len(parts):
+            return None
+        ups += known[:-1]
+        downs.append(known[-1])
+        count += 1
+    return _make(layer, ups, downs, device) if count == layer.count else None
+
+
+def _unordered(stored: StoredWeight) -> QuantizedWeight | None:
+    """Return an expert's weight as the kernels take it; None if its inputs would be permuted."""
+    if isinstance(stored, ScaledE2m1):
+        return make_e2m1(stored.codes[0], stored.exponents[0])
+    own = stored_weight(stored)
+    return None if own is None or own.order is not None else own.weight
+
+
+def _make(
+    layer: ExpertLayer,
+    ups: Sequence[QuantizedWeight],
+    downs: Sequence[QuantizedWeight],
+    device: torch.device,
+) -> QuantizedExperts | None:
+    up, down = _joined(ups), _joined(downs)
+    if up is None or down is None:
+        return None
+    return QuantizedExperts(layer, up, down).to(device)
+
+
+def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
+    """Return the weights as one; None if they are of different kinds."""
+    if not all(map(weights[0].fits, weights)):  # perhaps because scales fit into 16 bits in some
+        weights = list(map(widen_scales, weights))
+    return join(weights) if all(map(weights[0].fits, weights)) else None

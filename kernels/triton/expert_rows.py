@@ -1,0 +1,107 @@
+"""The rows of experts: sorted by expert, found by programs, and added up.
+
+Rows are sorted once. Products are of the rows of an expert; what they leave is added up row by row.
+That sum is not made by atomic additions, as a token's result must not depend on their order.
+
+Nothing here depends on the numbers of rows that experts have, which only the GPU knows: a grid has
+a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and those of no
+expert end at once.
+"""
+
+# Triton compiles its kernels' source, where types are its own.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUM_COLUMNS = 512
+
+
+def sort_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Sort the pairs of a row and an expert by their experts, without waiting for the GPU.
+
+    Returns:
+        `[pairs]` int64, the pairs in the order of their experts, then those whose expert does not
+        exist; and `[num_experts + 1]` int32, where each expert's begin.
+    """
+    flat = expert_ids.flatten()
+    known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    counts = torch.zeros(num_experts + 2, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, known + 1, torch.ones_like(known))
+    return known.argsort(stable=True), counts[:-1].cumsum(0).to(torch.int32)
+
+
+def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """Return how many tiles of rows of one expert there are at most.
+
+    Args:
+        num_pairs: The pairs of a row and an expert.
+        num_experts: The experts.
+        rows: The rows of a tile.
+    """
+    return num_pairs // rows + min(num_experts, num_pairs)
+
+
+def add_up(pairs: Tensor, expert_ids: Tensor, num_experts: int, out: Tensor) -> None:
+    """Add up each row's experts.
+
+    Args:
+        pairs: `[rows * chosen, hidden]` float32, what a row's experts computed, weighted.
+        expert_ids: `[rows, chosen]` int64; what those left that do not exist may be NaN.
+        num_experts: The experts.
+        out: `[rows, hidden]`.
+    """
+    num_rows, hidden = out.shape
+    _sum_kernel[(num_rows, triton.cdiv(hidden, SUM_COLUMNS))](
+        *(pairs, expert_ids, out, hidden, num_experts),
+        CHOSEN=expert_ids.shape[1],
+        COLUMNS=SUM_COLUMNS,
+    )
+
+
+@triton.jit
+def find_rows(starts, tile, NUM_EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Return a tile's expert, its first sorted row and the end of the expert's rows."""
+    expert = tl.arange(0, PADDED)
+    exists = expert < NUM_EXPERTS
+    first = tl.load(starts + expert, mask=exists, other=0)
+    after = tl.load(starts + expert + 1, mask=exists, other=0)
+    tiles = (after - first + ROWS - 1) // ROWS
+    ends = tl.cumsum(tiles, 0)
+    chosen = tl.sum((exists & (ends <= tile)).to(tl.int32), 0)
+    own = expert == chosen
+    begin = tl.sum(tl.where(own, first + (tile - ends + tiles) * ROWS, 0), 0)
+    end = tl.sum(tl.where(own, after, 0), 0)
+    return chosen, begin, end
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
+    """Apply an activation of octavo.kernels.activation."""
+    if KIND == 0:
+        return x * tl.sigmoid(ALPHA * x)
+    if KIND == 1:
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if KIND == 2:
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    positive = tl.maximum(x, 0.0)
+    return positive if KIND == 3 else positive * positive
+
+
+@triton.jit
+def _sum_kernel(  # noqa: PLR0917
+    pairs, expert_ids, out, hidden, num_experts, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add up a row's weighted experts; what those left that do not exist may be NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = column < hidden
+    total = tl.zeros([COLUMNS], tl.float32)
+    for choice in range(CHOSEN):
+        pair = row * CHOSEN + choice
+        expert = tl.load(expert_ids + pair)
+        if (expert >= 0) & (expert < num_experts):
+            total += tl.load(pairs + pair * hidden + column, mask=real, other=0.0)
+    tl.store(out + row * hidden + column, total.to(out.dtype.element_ty), mask=real)
