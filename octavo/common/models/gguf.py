@@ -15,14 +15,15 @@ from typing import Any
 
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.common.models.gguf_blocks import keep_blocks, packed_types
-from octavo.common.models.gguf_config import complete_config, read_fields
+from octavo.common.models.gguf_blocks import WEIGHT, keep_blocks, packed_types
+from octavo.common.models.gguf_config import FACTORS, complete_config, read_fields
 from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
+HEAD = f"output{WEIGHT}"
 PACKED = "-packed"
 """What follows the name of the form with blocks in the cache."""
-REVISION = 2
+REVISION = 3
 """Increased when the conversion changes, to invalidate older caches."""
 
 SAMPLES = 64
@@ -185,7 +186,29 @@ def _load(source: Path, reader: Any, dtype: Any) -> tuple[Any, Any]:  # noqa: AN
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"{source} lacks {len(missing)} of the model's weights, as {missing[0]}")
+    _check_all_taken(source, reader, model)
     return model, tokenizer
+
+
+def _check_all_taken(source: Path, reader: Any, model: Any) -> None:  # noqa: ANN401
+    """Refuse a file with numbers that no weight takes: transformers leaves them out silently.
+
+    Raises:
+        UnsupportedModelError: There are some, such as biases that the model's class does not have.
+    """
+    weights = {weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}
+    sizes = {
+        tensor.name: int(tensor.n_elements)
+        for tensor in reader.tensors
+        if tensor.name.removesuffix(WEIGHT) not in FACTORS
+    }
+    if model.config.tie_word_embeddings:  # some files have the head, too
+        sizes.pop(HEAD, None)
+    if (left := sum(sizes.values()) - sum(weights.values())) > 0:
+        raise UnsupportedModelError(
+            f"{source} cannot be served: {left:,} of its numbers are weights, such as biases, that"
+            f" {type(model).__name__} of transformers does not have"
+        )
 
 
 def _check_magic(path: Path) -> None:

@@ -24,6 +24,10 @@ SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 the width over the heads; that of the others is by the width of a head."""
 FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of factors that rotary frequencies are divided by, `[dimensions / 2]`."""
+EXPERT_WIDTHS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -66,6 +70,9 @@ def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -
         UnsupportedModelError: The file says something that no config can.
     """
     _set_heads(config, architecture, fields)
+    for field, name in EXPERT_WIDTHS.items():
+        if field in fields and hasattr(config, name):
+            setattr(config, name, fields[field])
     if architecture == "phi3":
         config.sliding_window = fields.get("attention.sliding_window") or None
     for cap in CAPS:
