@@ -2,15 +2,19 @@
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 
+from octavo.common.models.cache import cache_dir
 from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.compilation import Recipe, artifact, background, export, locate
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.experts import FALLBACK, call_grouped_products
 from octavo.engine.compilation.export import UncallableOperatorError, compile_graph
 from octavo.engine.models.load_model import load
 from octavo.engine.models.step import EagerStep
 from tests.engine.compilation.test_compilation import check, engine, outputs
+from tests.engine.models.quantization.checkpoints import packers
+from tests.engine.models.quantization.checkpoints.quantize import quantize
 from tests.engine.random_model import save_random_model
 
 
@@ -80,6 +84,40 @@ def test_experts_are_compiled(request, kind, dtype, quantization, tolerance, tmp
     compiled = engine(path, "wait", dtype, quantization)
     assert compiled.parts.executor.compiled
     check(outputs(compiled), expected, tolerance)
+
+
+def test_mxfp4_is_translated(tmp_path, monkeypatch):
+    """The C function tells it from other 4-bit weights."""
+    config = GptOssConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    path = tmp_path / "model"
+    save_random_model(config, path, std=0.1)
+    quantize(path, {"quant_method": "mxfp4"}, packers.mxfp4)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/kernels").symlink_to(cache_dir() / "kernels")
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
+    for module in (artifact, background, export):
+        monkeypatch.setattr(module, "has_compiler", lambda: False)
+    expected = outputs(engine(path, "off", "bfloat16", "none"))
+    recipe = Recipe(str(path), "bfloat16", "none", 16)
+    made = locate(recipe)
+    made.path.mkdir(parents=True)
+    export.compile_step(recipe, made.path, tmp_path)
+    stepper = engine(path, "auto", "bfloat16", "none")
+    assert stepper.parts.executor.compiled
+    check(outputs(stepper), expected, 0.05)
 
 
 @torch.library.custom_op("tests::only_in_python", mutates_args=())

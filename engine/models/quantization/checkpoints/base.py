@@ -123,7 +123,7 @@ class ScaledE2m1:
         experts, outputs, inputs = self.codes.shape
         values = torch.empty(experts, inputs, outputs)
         for own, codes, exponents in zip(values, self.codes, self.exponents, strict=True):
-            numbers = torch.tensor(E2M1)[codes.int()].unflatten(-1, (exponents.shape[-1], -1))
+            numbers = torch.tensor(E2M1)[codes.int()].reshape(*exponents.shape, -1)
             powers = exponents.int()[..., None] - E8M0_BIAS
             own.copy_(torch.ldexp(numbers, powers).flatten(-2).t())
         return values

@@ -40,7 +40,7 @@ def _packed_product(
 
     def panels(number: int) -> Tensor:
         assert kernels is not None
-        codes = stored.codes[number].unflatten(-1, (-1, GROUP))
+        codes = stored.codes[number].reshape(*stored.exponents[number].shape, GROUP)
         parts = (_ordered(layer, name, own) for own in (codes, stored.exponents[number]))
         return kernels.pack_e2m1(*(arranged(layer, name, part) for part in parts))
 
