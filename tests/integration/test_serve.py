@@ -61,7 +61,7 @@ def test_drains_then_ends(tiny, launch):
 
 
 def test_engine_dies_with_a_killed_parent(tiny, launch):
-    server = launch("serve", *tiny).wait_ready()
+    server = launch("serve", *tiny, program=False).wait_ready()
     children = server.children()
     assert children
     server.kill()
