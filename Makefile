@@ -11,6 +11,9 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
+# Bytecode is kept from the first import on: pip would compile every module that no one imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format \
 	protos contracts contracts-release docs lock clean
@@ -84,8 +87,8 @@ clean: ## Remove everything that is made, .venv included
 	find engine kernels octavo router tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard protos/*.py protos/octavo/v1/*.proto) | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 $(BIN)/pip:

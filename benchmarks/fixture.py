@@ -39,6 +39,7 @@ PRELOAD = [
     "octavo.router.server",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
+    "benchmarks.freeze_imports",
 ]
 READY_SECONDS = 120.0
 STOP_SECONDS = 10.0

@@ -31,10 +31,7 @@ missing() { # those of the given packages that are not installed
 }
 
 known() { # those of the given packages that this Debian has
-    local package
-    for package in "$@"; do
-        if apt-cache show "$package" >/dev/null 2>&1; then echo "$package"; fi
-    done
+    apt-cache show "$@" 2>/dev/null | sed -n 's/^Package: //p' | sort -u
 }
 
 install_debian() {

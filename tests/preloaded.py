@@ -42,7 +42,7 @@ class Process:
         output.touch()  # it may be read before the process writes
         variables = dict(os.environ if environment is None else environment)
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload([*PRELOAD, "octavo.cli.engine_group"])
+        server.set_forkserver_preload(["octavo.cli.engine_group", *PRELOAD])
         self._process = server.Process(
             target=_run, args=(module, list(arguments), output, errors, variables)
         )

@@ -1,8 +1,6 @@
 """What compose.yaml starts, as processes here: same commands and environment, other addresses."""
 
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ import octavo
 from benchmarks.fixture import make_model
 from benchmarks.metrics import Metrics
 from octavo.common.ports import free_port
+from tests import preloaded
 from tests.deployment import dashboard
 from tests.deployment.composed import DOCKER, Image, here, process, services
 from tests.deployment.prometheus import Prometheus
@@ -46,12 +45,10 @@ class Container:
         self.metrics_port = int(own["OCTAVO_METRICS_PORT"])
         self._process = self._start(self._command)
 
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
-        assert command[0] == "octavo"
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", *command], env=self._environment, stdout=log, stderr=log
-            )
+    def _start(self, command: list[str]) -> preloaded.Process:
+        program, *arguments = command
+        assert program == "octavo"
+        return preloaded.Process(program, arguments, self._log, environment=self._environment)
 
     def probe(self) -> int:
         """The exit code of its image's HEALTHCHECK."""

@@ -43,7 +43,7 @@ async def test_requests_without_an_engine_then_with_one_then_while_it_drains(lau
         assert (await client.generate("Hello", max_tokens=1).complete()).usage.output_tokens == 1
         assert engine.metric("octavo_engine_output_tokens_total") == 1
         assert router.metric("octavo_router_output_tokens_total") == 1
-        options = {"max_tokens": 800, "ignore_eos": True, "temperature": 0}
+        options = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
         tasks = [
             asyncio.create_task(client.generate(f"{i} times", **options).complete())
             for i in range(8)
@@ -52,7 +52,7 @@ async def test_requests_without_an_engine_then_with_one_then_while_it_drains(lau
             await asyncio.sleep(0.02)
         ended = asyncio.to_thread(engine.terminate)
         completions = await asyncio.gather(*tasks)
-        assert [c.usage.output_tokens for c in completions] == [800] * 8
+        assert [c.usage.output_tokens for c in completions] == [400] * 8
         assert await ended == 0, engine.logs()
     assert router.terminate() == 0, router.logs()
 

@@ -42,7 +42,7 @@ def test_drains_then_ends(tiny, launch):
     server = launch("serve", *tiny).wait_ready()
     texts = []
     with octavo.Client(server.address) as client:
-        stream = client.generate("Once upon a time", max_tokens=1500, ignore_eos=True)
+        stream = client.generate("Once upon a time", max_tokens=700, ignore_eos=True)
         thread = threading.Thread(target=lambda: texts.append(stream.complete()))
         thread.start()
         wait_until(lambda: stream.accepted is not None)
@@ -55,13 +55,13 @@ def test_drains_then_ends(tiny, launch):
         assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()  # the router's
         assert server.terminate() == 0, server.logs()
         thread.join(10)
-    assert texts[0].usage.output_tokens == 1500
+    assert texts[0].usage.output_tokens == 700
     assert not engine.is_running()
     assert not Path(socket).parent.exists()
 
 
 def test_engine_dies_with_a_killed_parent(tiny, launch):
-    server = launch("serve", *tiny).wait_ready()
+    server = launch("serve", *tiny, program=False).wait_ready()
     children = server.children()
     assert children
     server.kill()
@@ -69,7 +69,7 @@ def test_engine_dies_with_a_killed_parent(tiny, launch):
 
 
 def test_ends_when_the_engine_dies(tiny, launch):
-    server = launch("serve", *tiny).wait_ready()
+    server = launch("serve", *tiny, program=False).wait_ready()
     engine_of(server).send_signal(signal.SIGKILL)
     assert server.process.wait(30) == 1
     assert "the engine ended by itself (killed by SIGKILL" in server.logs()
@@ -99,7 +99,7 @@ def test_says_in_a_line_why_a_model_cannot_be_served(demo_model, tmp_path, launc
     config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     LlamaConfig(**config, num_attention_heads=2, vocab_size=50).save_pretrained(tmp_path)
     save_file({"lm_head.weight": torch.ones(50, 64)}, tmp_path / "model.safetensors")
-    server = launch(*command, "--model", str(tmp_path))
+    server = launch(*command, "--model", str(tmp_path), program=False)
     assert server.process.wait(READY_SECONDS) == 1
     (line,) = [line for line in server.logs().splitlines() if line.startswith("error: ")]
     assert f"{tmp_path} lacks 11 of the model's weights, such as model.embed_tokens.weight" in line

@@ -151,7 +151,7 @@ async def test_a_request(collector, model):
 async def test_a_request_that_loses_its_engine(collector, model):
     busy = None
     async with traced(collector, model, engines=2) as (client, engines):
-        async for _ in client.generate(PROMPT, max_tokens=1000, min_tokens=1000):
+        async for _ in client.generate(PROMPT, max_tokens=500, min_tokens=500):
             if busy is None:
                 busy = await busy_one(engines)
                 await busy.kill()

@@ -27,7 +27,7 @@ FLAGS = (
     *("--swap-space", "0", "--served-model-name", "tiny", "--enable-lora"),
 )
 CONNECTIONS = 64
-LONG = {"max_tokens": 1000, "ignore_eos": True}
+LONG = {"max_tokens": 600, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +193,7 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_comes_back(cluste
     failed = [result for result in results if isinstance(result, Exception)]
     assert 0 < len(failed) < 16
     assert {error.code for error in failed} == {grpc.StatusCode.UNAVAILABLE}
-    assert all(c.usage.output_tokens == 1000 for c in results if c not in failed)
+    assert all(c.usage.output_tokens == LONG["max_tokens"] for c in results if c not in failed)
     assert workers_of(router, ended) == {1: 16 - len(failed)}
     assert router.metric("octavo_router_output_tokens_total") >= counted
     await complete(router.address, 8)  # the other one serves
@@ -235,7 +235,7 @@ async def test_a_router_drains_all_workers(launch, cluster):
             await clients[0].generate("Hi", max_tokens=1).complete()
         assert refused.value.code is grpc.StatusCode.UNAVAILABLE
         completions = await asyncio.gather(*tasks)
-        assert {c.usage.output_tokens for c in completions} == {1000}
+        assert {c.usage.output_tokens for c in completions} == {LONG["max_tokens"]}
         assert await ended == 0, router.logs()
 
 

@@ -240,7 +240,7 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
         harness.check_attention(kernels, case, DEVICE, splits)
 
 
-@pytest.mark.parametrize("window", [None, 3, 40])
+@pytest.mark.parametrize("window", [None, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_fewer_queries_than_are_planned_for(harness, kernels, window):
     """As in a CUDA graph of steps with drafts: the last sequence is the padding."""
     lengths = [(9, 140), (1, 200), (1, 128), (3, 9), (0, 0), (31, 0)]

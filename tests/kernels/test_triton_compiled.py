@@ -206,7 +206,9 @@ def test_quantized_experts_widely(tmp_path, gpu, kind, rows):
 
 # Before the rest: up to Triton 3.6, how a process converts to fp8 is settled by the first GPU that
 # it compiles for, and what the A100 does all do.
-@pytest.mark.parametrize("gpu", [A100, H100], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize(
+    "gpu", [A100, pytest.param(H100, marks=pytest.mark.slow)], ids=lambda gpu: gpu.name
+)
 def test_the_others(gpu, tmp_path):
     made = compile_merges(gpu) + compile_merges(gpu, 512)
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]

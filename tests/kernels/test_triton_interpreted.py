@@ -36,13 +36,9 @@ def run_interpreted(*tests, marks="not slow"):
 def test_kernels():
     run_interpreted(
         *("kernels/test_triton.py", "kernels/test_triton_experts.py"),
-        "kernels/test_triton_low_rank.py",
-        "kernels/test_triton_quantized.py",
+        *("kernels/test_triton_low_rank.py", "kernels/test_triton_quantized.py"),
+        "kernels/test_triton_states.py",
     )
-
-
-def test_kernels_of_states():
-    run_interpreted("kernels/test_triton_states.py")
 
 
 @pytest.mark.slow
@@ -54,4 +50,4 @@ def test_engine():
 @pytest.mark.timeout(7200)
 def test_kernels_widely():
     run_interpreted("kernels/test_triton.py", marks="slow")
-    run_interpreted("kernels/test_triton_states.py", "slow")
+    run_interpreted("kernels/test_triton_states.py", marks="slow")

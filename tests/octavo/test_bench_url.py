@@ -229,8 +229,11 @@ def test_a_server_that_goes_away(bench, server):
 
     class Leaving(Handler):
         def do_GET(self):
-            serve_models(self)
+            # First, or a request might come before; a socket that is only closed listens on
+            # until the server's thread is done waiting for it.
+            self.server.socket.shutdown(socket.SHUT_RDWR)
             self.server.socket.close()
+            serve_models(self)
             self.close_connection = True
 
     server.RequestHandlerClass = Leaving

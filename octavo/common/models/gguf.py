@@ -8,7 +8,9 @@ import hashlib
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     reader = _read(source)
     packed = packed and bool(packed_types(reader))
     dtype = _dtype(reader)
-    with redirect_stderr(StringIO()):  # progress bars over the spinner
+    with redirect_stderr(StringIO()), _sharing(reader):  # progress bars over the spinner
         # In float32, a weight can be told to be exactly one of the file's.
         model, tokenizer = _load(source, reader, _float32() if packed else dtype)
         _set_end_tokens(model, reader)
@@ -116,6 +118,18 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     del model
     if packed:
         keep_blocks(target, reader, dtype)
+
+
+@contextmanager
+def _sharing(reader: Any) -> Iterator[None]:  # noqa: ANN401
+    """Have transformers use this reader: to parse a vocabulary takes it seconds, three times."""
+    gguf: Any = import_module("gguf")
+    given = gguf.GGUFReader
+    gguf.GGUFReader = lambda *_: reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = given
 
 
 def _convert_elsewhere(source: Path, target: Path, *, packed: bool) -> None:
