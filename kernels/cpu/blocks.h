@@ -11,6 +11,7 @@
 
 #include "linear.h"
 #include "prepare_rows.h"
+#include "streams.h"
 
 constexpr int kBlock = 32;                  // inputs
 constexpr int kBlockWords = kBlock / 4;     // of four codes
@@ -36,6 +37,10 @@ struct Blocks {
   // Codes of 8 bits have a sign in the file.
   static constexpr bool kSigned = kBits == 8 && kSignedCodes;
   static constexpr float kOffset = kHasMin || kSigned ? 0 : 1 << (kBits - 1);
+
+  // Whether a few rows stream panels: on a Zen 4 this takes 6 to 27% less time, and up to 36% more
+  // with the other formats.
+  static constexpr bool kStreams = kBits == 4 || (kBits == 5 && kSuper);
 
   // Of a panel's unit, in bytes: the scales and minima in float16, then the blocks. A block has its
   // whole numbers, one byte each, then for each of the panel's vectors of outputs kBits vectors.
@@ -218,7 +223,7 @@ void prepare_row(const uint16_t* from, int64_t groups, uint32_t* words, float* s
   }
 }
 
-template <class K, int kRows, class Store>
+template <class K, Locality kLocality, int kRows, class Store>
 void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
   using Sum = CodeSum<K>;
   Floats total[kRows][kPanelVectors] = {};
@@ -228,7 +233,7 @@ void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahe
     for (int b = 0; b < K::kUnitBlocks; b++) {
       const uint8_t* const block = scales + K::kUnitScales + b * K::kBlockBytes;
       for (int line = 0; line < K::kBlockBytes; line += 64)
-        __builtin_prefetch(ahead + (block - panel) + line, 0, 2);
+        __builtin_prefetch(ahead + (block - panel) + line, 0, kLocality);
 #pragma GCC unroll 2
       for (int group = 0; group < K::kGroups; group++, number++) {
         Sum sums[kRows][kPanelVectors];
@@ -276,14 +281,14 @@ void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahe
 }
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewBlockRows rows.
-template <class K, class Store>
+template <class K, Locality kLocality, class Store>
 void multiply_blocks(int rows, const FewRows& few, const uint8_t* panel, const uint8_t* ahead,
                      Store store) {
   switch (rows) {
-    case 1: return multiply_units<K, 1>(few, panel, ahead, store);
-    case 2: return multiply_units<K, 2>(few, panel, ahead, store);
-    case 3: return multiply_units<K, 3>(few, panel, ahead, store);
-    case 4: return multiply_units<K, 4>(few, panel, ahead, store);
+    case 1: return multiply_units<K, kLocality, 1>(few, panel, ahead, store);
+    case 2: return multiply_units<K, kLocality, 2>(few, panel, ahead, store);
+    case 3: return multiply_units<K, kLocality, 3>(few, panel, ahead, store);
+    case 4: return multiply_units<K, kLocality, 4>(few, panel, ahead, store);
   }
 }
 

@@ -42,7 +42,7 @@ HEADERS = (
         "nibbles.h",
     ),
     *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),
-    *("state_calls.h", "states.h", "vector.h", "widened.h", "words.h"),
+    *("state_calls.h", "states.h", "streams.h", "vector.h", "widened.h", "words.h"),
 )
 FLAGS = (
     "-O2",  # compiles twice as fast as -O3, to equally fast code

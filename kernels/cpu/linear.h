@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "low_rank.h"
+#include "streams.h"
 #include "words.h"
 
 constexpr int kPanelVectors = 2;
@@ -114,6 +115,15 @@ class PanelProducts {
     }
   }
 
+  // As `run`, for a single row; prefetches what follows in memory.
+  template <class Store>
+  void stream(const Rows& rows, const uint32_t* panel, int64_t depth, Store store) {
+    typename T::Sum sums[1][kPanelVectors];
+    multiply_tile<T, 1, kLines>(rows.words, rows.stride, panel, depth,
+                                panel + kStreamBytes / sizeof *panel, sums);
+    store(0, sums[0]);
+  }
+
  private:
   static constexpr int kLines = kPanel > kLineWords ? kPanel / kLineWords : 1;
 
@@ -146,7 +156,9 @@ class PanelProducts {
 
 // Calls store(row, panel, sums) with each row's sums of each panel.
 //
-// The next free thread takes the next panel, as other processes may slow some threads.
+// The next free thread takes the next panel, as other processes may slow some threads. A single row
+// of bfloat16 streams panels: a step of Qwen3-0.6B took 7 to 30% less time so on a Zen 4. A row of
+// bytes did not gain every time.
 template <class T, class Store>
 class Linear {
  public:
@@ -157,6 +169,8 @@ class Linear {
   // Calls prepare(row) for each row before any product.
   template <class Prepare>
   void run(int threads, Prepare prepare) {
+    const bool single = std::is_same_v<T, Pairs> && rows_.count == 1;
+    Streams streams(num_panels_, threads);
     std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
     {
@@ -165,15 +179,25 @@ class Linear {
 #pragma omp for  // ends when all rows are prepared
         for (int64_t row = 0; row < rows_.count; row++) prepare(row);
       }
-      for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
-        next = free++;
-        products.run(rows_, at(panel), depth_, at(std::min(next, num_panels_ - 1)),
-                     [&](int64_t row, const auto* sums) { store_(row, panel, sums); });
-      }
+      if (single)
+        streams.run(omp_get_thread_num(), [&](int64_t panel) {
+          products.stream(rows_, at(panel), depth_, store_of(panel));
+        });
+      else
+        take_panels(products, free);
     }
   }
 
  private:
+  void take_panels(PanelProducts<T>& products, std::atomic<int64_t>& free) const {
+    for (int64_t panel = free++, next; panel < num_panels_; panel = next) {
+      next = free++;
+      products.run(rows_, at(panel), depth_, at(std::min(next, num_panels_ - 1)), store_of(panel));
+    }
+  }
+  auto store_of(int64_t panel) const {
+    return [this, panel](int64_t row, const auto* sums) { store_(row, panel, sums); };
+  }
   const uint32_t* at(int64_t panel) const { return panels_ + panel * depth_ * kPanel; }
 
   const Rows rows_;

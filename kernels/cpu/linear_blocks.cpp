@@ -10,6 +10,7 @@
 
 #include "blocks.h"
 #include "outputs.h"
+#include "streams.h"
 #include "widened.h"
 
 namespace {
@@ -44,6 +45,14 @@ void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride,
   const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
   const Outputs<Element> out{y, layer};
+  if constexpr (K::kStreams)
+    if (rows <= kFewBlockRows)
+      return stream_panels(panels, threads, [&](int64_t panel) {
+        const uint8_t* const at = weights + panel * panel_bytes;
+        multiply_blocks<K, kFirstCache>(
+            rows, few, at, at + kStreamBytes,
+            [&](int row, const Floats* values) { out.write(row, panel, values); });
+      });
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
   for (int64_t panel = free++, next; panel < panels; panel = next) {
@@ -54,9 +63,9 @@ void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride,
       const FewRows own{few.words + row * few.stride, few.stride, few.sums + row * few.groups,
                         few.steps + row * few.groups, few.groups};
       const int count = std::min<int64_t>(kFewBlockRows, rows - row);
-      multiply_blocks<K>(count, own, at, row ? at : ahead, [&](int i, const Floats* values) {
-        out.write(row + i, panel, values);
-      });
+      multiply_blocks<K, kSecondCache>(
+          count, own, at, row ? at : ahead,
+          [&](int i, const Floats* values) { out.write(row + i, panel, values); });
     }
   }
 }

@@ -148,3 +148,17 @@ def test_fused(kernels, own, rows, tail):
         *(own.number, int(gated), norm, 1e-5, None if gated else added),
     )
     assert (found.double() - expected).norm() <= 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_threads_share_the_outputs(kernels, monkeypatch, own, rows):
+    """One thread computes an output, whichever it is, so their number changes no result."""
+    blocks, linear = kernels
+    weight = random_bytes(own, outputs := 289, 1, 3)
+    x = torch.randn(rows, meaning(own, weight).shape[1]).bfloat16()
+    layer = (blocks.pack(weight, own), linear.pad_outputs(torch.zeros(outputs)), own.number)
+    expected = blocks.linear(x, outputs, *layer)
+    for threads in (3, 70):  # 70: more than there are panels
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert blocks.linear(x, outputs, *layer).equal(expected)

@@ -274,6 +274,18 @@ def test_fused(kernels, make, rows, groups, outputs, normed, tail, seed):
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 20])
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits, in_4_bits_alone])
+def test_threads_share_the_outputs(kernels, monkeypatch, make, rows):
+    """One thread computes an output, whichever it is, so their number changes no result."""
+    x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0)
+    operator, layer = make(kernels, weight, bias)
+    expected = operator(x, len(bias), *layer)
+    for threads in (3, 70):  # 70: more than there are panels
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert operator(x, len(bias), *layer).equal(expected)
+
+
 def test_gates_far_from_zero(kernels):
     """Where silu's exponential would overflow."""
     weight = torch.eye(GROUP).bfloat16()

@@ -1,0 +1,58 @@
+// Panels that are read once, for a single row or a few.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+// Bytes by which prefetching is ahead of a thread that reads adjacent panels.
+constexpr int kStreamBytes = 4096;
+
+// The cache that __builtin_prefetch brings a line to. Panels that are read again do not fit the first.
+enum Locality { kSecondCache = 2, kFirstCache = 3 };
+
+// Divides panels among threads. Each has a range of adjacent ones, so that it reads one long stream
+// and can prefetch a few KiB ahead of itself. A thread that is done takes panels of the others, as
+// other processes may slow some threads.
+class Streams {
+ public:
+  Streams(int64_t panels, int threads) : panels_(panels), ranges_(std::min(threads, kMostRanges)) {
+    for (int i = 0; i < ranges_; i++) next_[i].panel = begin(i);
+  }
+
+  // Calls run(panel) until all panels are taken; `thread` is the caller's number.
+  template <class Run>
+  void run(int thread, Run run) {
+    for (int i = 0; i < ranges_; i++) {
+      const int range = (thread + i) % ranges_;
+      const int64_t end = begin(range + 1);
+      std::atomic<int64_t>& next = next_[range].panel;
+      while (next.load(std::memory_order_relaxed) < end) {
+        const int64_t panel = next.fetch_add(1, std::memory_order_relaxed);
+        if (panel < end) run(panel);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kMostRanges = 64;
+  struct alignas(64) Next {  // a line of its own, which one thread alone writes until it is done
+    std::atomic<int64_t> panel;
+  };
+
+  int64_t begin(int range) const { return panels_ * range / ranges_; }
+
+  const int64_t panels_;
+  const int ranges_;
+  Next next_[kMostRanges];
+};
+
+// Calls run(panel) for all panels, in several threads.
+template <class Run>
+void stream_panels(int64_t panels, int threads, Run run) {
+  Streams streams(panels, threads);
+#pragma omp parallel num_threads(threads)
+  streams.run(omp_get_thread_num(), run);
+}
