@@ -71,7 +71,8 @@ def choose_unpacked_tiles(
     each = weight.numbers.tile * own * dtype.itemsize + columns * WORDS * WORD_BYTES
     room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
     stages = room // each + (not gpu.multiplies_in_place)
-    stages = 2 if gpu.is_amd else max(2, min(stages, MOST_STAGES))
+    most = MOST_STAGES if dtype.itemsize < WORD_BYTES else MOST_STAGES - 1
+    stages = 2 if gpu.is_amd else max(2, min(stages, most))
     warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
     return UnpackedTiles(own, columns, warps, stages)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from octavo.common.models import cache as model_cache
@@ -28,6 +29,8 @@ PACKED = "-packed"
 REVISION = 3
 """Increased when the conversion changes, to invalidate older caches."""
 
+_one_at_a_time = Lock()
+"""For what is changed in gguf meanwhile."""
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 SINGLE_DIGITS = frozenset(
@@ -107,7 +110,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     reader = _read(source)
     packed = packed and bool(packed_types(reader))
     dtype = _dtype(reader)
-    with redirect_stderr(StringIO()), _sharing(reader):  # progress bars over the spinner
+    with redirect_stderr(StringIO()), _sharing(source, reader):  # progress bars over the spinner
         # In float32, a weight can be told to be exactly one of the file's.
         model, tokenizer = _load(source, reader, _float32() if packed else dtype)
         _set_end_tokens(model, reader)
@@ -121,15 +124,20 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
 
 
 @contextmanager
-def _sharing(reader: Any) -> Iterator[None]:  # noqa: ANN401
-    """Have transformers use this reader: to parse a vocabulary takes it seconds, three times."""
+def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
+    """Have transformers use a file's reader: it would parse the vocabulary three times more."""
     gguf: Any = import_module("gguf")
-    given = gguf.GGUFReader
-    gguf.GGUFReader = lambda *_: reader
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = given
+    with _one_at_a_time:
+        given = gguf.GGUFReader
+
+        def read(path: str, *options: Any) -> Any:  # noqa: ANN401
+            return reader if source.samefile(path) else given(path, *options)
+
+        gguf.GGUFReader = read
+        try:
+            yield
+        finally:
+            gguf.GGUFReader = given
 
 
 def _convert_elsewhere(source: Path, target: Path, *, packed: bool) -> None:

@@ -10,7 +10,6 @@ All others are widened to the model's dtype, as transformers loads them here. A 
 only if it dequantizes to the very weight that transformers has: no other is taken for it.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,8 +45,12 @@ from octavo.engine.models.quantization.checkpoints.block_layers import (
     block_weights,
     embedding_factor,
 )
-from octavo.engine.models.quantization.checkpoints.e2m1_experts import pack_e2m1_experts
+from octavo.engine.models.quantization.checkpoints.e2m1_experts import pack_e2m1
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
+from octavo.engine.models.quantization.checkpoints.stored_experts import (
+    StoredExpert,
+    stored_experts,
+)
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.kernels.cpu import experts as expert_kernels
@@ -60,8 +63,6 @@ Join = Callable[[list[Tensor]], Tensor]
 
 MIDDLE = 8
 """What the kernels subtract from a code of 4 bits."""
-EXPERT_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What checkpoints call an expert's products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,19 +261,12 @@ class _Packing:
         for layer in find_experts(self._model):
             if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
                 continue  # the kernel would round rows in float32
-            if (in_e2m1 := pack_e2m1_experts(layer, self._checkpoint)) is not None:
+            experts = list(stored_experts(self._checkpoint, layer))
+            if len(experts) < layer.count:
+                continue
+            if made := pack_e2m1(layer, experts) or _pack_nibbles(layer, experts):
                 self.packed += layer.elements
-                layer.replace(in_e2m1)
-                continue
-            if not layer.activation.gated:
-                continue
-            names = _expert_names(self._checkpoint, layer.path)
-            found = [self._find_expert(layer, number, own) for number, own in enumerate(names)]
-            own = [one for one in found if one is not None]
-            if not own or len(own) < layer.count:
-                continue
-            self.packed += layer.elements
-            layer.replace(_packed_experts(layer, own))
+                layer.replace(made)
 
     def _find_blocks(self, name: str, weight: Tensor) -> BlockWeights | None:
         """Return a weight in blocks; None if it is not so in the file."""
@@ -295,25 +289,6 @@ class _Packing:
         weight = located.layer.weight.detach()
         same = torch.equal(stored.dequantize().to(weight.dtype), weight)
         return for_kernels(stored) if same else None
-
-    def _find_expert(
-        self, layer: ExpertLayer, number: int, names: Sequence[str]
-    ) -> tuple[Nibbles, Nibbles] | None:
-        """Return an expert's weights of both products; None if they are not so in the file."""
-        if number >= layer.count:
-            return None
-        stored = [self._checkpoint.read(name) for name in names]
-        gate, up, down = (one.dequantize().to(layer.dtype) for one in stored)
-        if not (
-            torch.equal(torch.cat([gate, up]), layer.up(number))
-            and torch.equal(down, layer.down(number))
-        ):
-            return None
-        gates, ups, downs = map(for_kernels, stored)
-        nibbles = [one for one in (gates, ups, downs) if isinstance(one, Nibbles)]
-        if len(nibbles) < len(stored) or any(one.order is not None for one in nibbles):
-            return None
-        return nibbles[0].joined([nibbles[1]], torch.cat), nibbles[2]
 
     def _convert(self, linear: nn.Linear) -> PackedLayer:
         return self._found[linear].layer(linear)
@@ -352,39 +327,26 @@ def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights, factor: floa
     return PackedBlocksEmbedding(weight.shape[1], weight.dtype, own.pack(), number, factor)
 
 
-def _expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:
-    """Return the names of the weights of a layer's experts, in order.
+def _pack_nibbles(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExperts | None:
+    """Return a layer's experts in 4 bits; None if they are stored otherwise."""
+    ups, downs = [], []
+    for stored, own_down in experts:
+        up, *others, down = map(for_kernels, (*stored, own_down))
+        if not isinstance(up, Nibbles) or not isinstance(down, Nibbles):
+            return None
+        if not all(map(up.fits, others)) or up.order is not None or down.order is not None:
+            return None
+        ups.append(up.joined(others, torch.cat))  # type: ignore[arg-type]
+        downs.append(down)
 
-    Args:
-        checkpoint: The checkpoint.
-        path: The layer's name in the model. Its block may have another name in the checkpoint.
-    """
-    number = re.search(r"\.(\d+)\.", path)
-    if number is None:
-        return []
-    for names in EXPERT_NAMES:
-        own = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
-        for prefix in {found[1] for name in checkpoint.shapes if (found := own.fullmatch(name))}:
-            experts: list[tuple[str, str, str]] = []
-            while f"{prefix}.{len(experts)}.{names[0]}.weight" in checkpoint.shapes:
-                gate, up, down = (f"{prefix}.{len(experts)}.{name}.weight" for name in names)
-                experts.append((gate, up, down))
-            if all(name in checkpoint.shapes for expert in experts for name in expert):
-                return experts
-    return []
-
-
-def _packed_experts(
-    layer: ExpertLayer, experts: Sequence[tuple[Nibbles, Nibbles]]
-) -> PackedExperts:
-    def product(name: str, place: int, bias: Callable[[int], Tensor]) -> PackedProduct:
+    def product(name: str, weights: list[Nibbles], bias: Callable[[int], Tensor]) -> PackedProduct:
         return PackedProduct(
-            stacked(layer.count, lambda number: _panels(layer, name, experts[number][place])),
+            stacked(layer.count, lambda number: _panels(layer, name, weights[number])),
             stacked(layer.count, lambda number: padded(layer, name, bias(number))),
         )
 
-    up, down = product("up", 0, layer.up_bias), product("down", 1, layer.down_bias)
-    return PackedExperts(layer.activation, up, down)
+    first, second = product("up", ups, layer.up_bias), product("down", downs, layer.down_bias)
+    return PackedExperts(layer.activation, first, second)
 
 
 def _panels(layer: ExpertLayer, name: str, weight: Nibbles) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from structlog.testing import capture_logs
-from transformers import AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from octavo.common.models.checkpoint import check_checkpoint
@@ -42,6 +42,12 @@ SHAPES = {
     "ffn_gate": (INNER, WIDTH),
     "ffn_up": (INNER, WIDTH),
     "ffn_down": (WIDTH, INNER),
+}
+EXPERTS, EXPERT_INNER = 4, 256  # not the width of transformers' default
+EXPERT_SHAPES = {
+    "ffn_gate_exps": (EXPERTS, EXPERT_INNER, WIDTH),
+    "ffn_up_exps": (EXPERTS, EXPERT_INNER, WIDTH),
+    "ffn_down_exps": (EXPERTS, WIDTH, EXPERT_INNER),
 }
 SCALES = {
     "Q4_0": (0.02,),
@@ -89,17 +95,17 @@ def random_matrix(draw, kind, shape):
     if kind == "F16":
         return (0.1 * draw.normal(size=shape)).astype(np.float16)
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    units = draw.integers(0, 256, (shape[0], shape[1] // block, size), dtype=np.uint8)
+    units = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
     places = (208,) if kind == "Q6_K" else (0, 2)
     for at, scale in zip(places, SCALES.get(kind, (0.001,)), strict=False):
-        scales = (scale * draw.uniform(0.5, 1.5, (*units.shape[:2], 1))).astype(np.float16)
+        scales = (scale * draw.uniform(0.5, 1.5, (*units.shape[:-1], 1))).astype(np.float16)
         units[..., at : at + 2] = scales.view(np.uint8)
-    return units.reshape(shape[0], -1)
+    return units.reshape(*shape[:-1], -1)
 
 
-def write(path, family, kind_of, untied=False):
+def write(path, family, kind_of, untied=False, architecture=None):
     draw = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, architecture or family)
     writer.add_name("tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(WIDTH)
@@ -113,6 +119,12 @@ def write(path, family, kind_of, untied=False):
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
     tiny_gguf._add_tokenizer(writer)
+    shapes = SHAPES
+    if family == "qwen3moe":
+        shapes = {name: SHAPES[name] for name in SHAPES if "ffn" not in name} | EXPERT_SHAPES
+        writer.add_expert_count(EXPERTS)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(EXPERT_INNER)
 
     def matrix(name, shape):
         kind = kind_of(name)
@@ -127,13 +139,15 @@ def write(path, family, kind_of, untied=False):
         matrix("output", (VOCABULARY, WIDTH))
     vector("output_norm.weight", WIDTH)
     for layer in range(LAYERS):
-        for name, shape in SHAPES.items():
+        for name, shape in shapes.items():
             matrix(f"blk.{layer}.{name}", shape)
             if family == "qwen2" and name in {"attn_q", "attn_k", "attn_v"}:
                 vector(f"blk.{layer}.{name}.bias", shape[0], 0.0)
         vector(f"blk.{layer}.attn_norm.weight", WIDTH)
         vector(f"blk.{layer}.ffn_norm.weight", WIDTH)
-        if family == "qwen3":
+        if family == "qwen3moe":
+            vector(f"blk.{layer}.ffn_gate_inp.weight", (EXPERTS, WIDTH), 0.0)
+        if "qwen3" in family:
             vector(f"blk.{layer}.attn_q_norm.weight", HEAD)
             vector(f"blk.{layer}.attn_k_norm.weight", HEAD)
     writer.write_header_to_file()
@@ -148,10 +162,14 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def transformers_logits(file, tokens, dtype):
+def transformers_logits(file, tokens, dtype, **changes):
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for name, value in changes.items():
+        setattr(config, name, value)
     model = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
+        config=config,
         dtype=dtype,
         quantization_config=GgufConfig(dequantize=True),
     )
@@ -190,6 +208,25 @@ def test_served_logits_are_those_of_the_dequantized_weights(tmp_path, family, ca
     few = error(served_logits(narrow, tokens[:8]), expected[:8])
     assert 0 < many < 1.5 * rounding + 1e-3
     assert 0 < few < 0.04  # inputs in bytes
+
+
+def test_experts_are_read_whatever_their_width(tmp_path):
+    file = write(tmp_path / "tiny.gguf", "qwen3moe", q4_k_m)
+    tokens = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
+    expected = transformers_logits(
+        file, tokens, torch.float32, moe_intermediate_size=EXPERT_INNER, head_dim=HEAD
+    )
+    found = served_logits(loaded_as("float32", resolve(str(file), packed=True)), tokens)
+    assert error(found, expected) < 1e-2  # experts are bfloat16 in the cache
+
+
+def test_weights_that_the_models_class_lacks_are_refused(tmp_path):
+    """transformers leaves them out, and what it computes then is no reference for a self-check."""
+    biased = write(tmp_path / "tiny.gguf", "qwen2", q4_k_m, architecture="llama")
+    with pytest.raises(UnsupportedModelError, match=r"1,024 of its numbers are weights, such as b"):
+        resolve(str(biased), packed=True)
+    with pytest.raises(UnsupportedModelError, match="that LlamaForCausalLM of transformers does"):
+        resolve(str(biased))
 
 
 def weight_bytes(model):
