@@ -16,13 +16,13 @@ from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.linear.wide_linear import WideLinear
 from octavo.engine.models.load_model import load
-from octavo.engine.models.quantization import SCHEMES
+from octavo.engine.models.quantization import SCHEMES, experts_on_gpu
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.step import EagerStep
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
-from octavo.kernels.quantized import Numbers
+from octavo.kernels.quantized import Numbers, dequantize, make_e2m1, make_weight
 from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints import test_gguf as gguf_files
 from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
@@ -135,6 +135,28 @@ def test_experts_run_as_they_are_stored(tmp_path, family, case):
     narrow = read(tmp_path / "model", "bfloat16")
     assert 1e-4 < error(served_logits(narrow, TOKENS), expected) < 0.03
     check_size(tmp_path / "model", narrow, mixture(family))
+
+
+@pytest.mark.parametrize("points", [False, True])
+def test_experts_whose_scales_have_other_widths_are_joined(points):
+    draw = torch.Generator().manual_seed(0)
+    weights = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        codes = torch.randint(16, (24, 64), generator=draw).to(torch.uint8)
+        scale = torch.rand((24, 2), generator=draw).to(dtype)
+        zeros = torch.randint(16, (24, 2), generator=draw) if points else None
+        options = {"group": 32, "numbers": Numbers.NIBBLES, "zero_points": zeros}
+        weights.append(make_weight(codes, scale, **options))
+    joined = experts_on_gpu._joined(weights)
+    assert torch.equal(dequantize(joined), torch.cat(list(map(dequantize, weights))))
+    other = make_weight(codes, scale, group=64, numbers=Numbers.NIBBLES)
+    assert experts_on_gpu._joined([*weights, other]) is None
+
+
+def test_a_scale_that_kernels_cannot_multiply_leaves_a_weight_as_it_was():
+    codes = torch.zeros((2, 32), dtype=torch.uint8)
+    assert make_e2m1(codes, torch.tensor([[128], [0]], dtype=torch.uint8)) is not None
+    assert make_e2m1(codes, torch.tensor([[129], [0]], dtype=torch.uint8)) is None
 
 
 @pytest.mark.parametrize("case", [*gguf_files.FORMATS, "Q4_K_M", "with others"])
