@@ -32,10 +32,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 E2M1_GROUP = 32
 """Inputs that share a scale in MXFP4."""
 E8M0_BIAS = 127
-"""What exponents of powers of two in e8m0 are more."""
+"""What e8m0 adds to an exponent to store it."""
 LARGEST_EXPONENT = E8M0_BIAS + 1
-"""Of scales in e8m0 that kernels take: float32 must have those times 2^126. A weight is at most 6
-times its scale, and hardly a model's are above 12."""
+"""The largest of a scale in e8m0 that kernels take: they multiply scales by 2^126 in float32. A
+weight is at most 6 times its scale, and hardly any model's are above 12."""
 
 FP8_MULTIPLE = 16
 """Products in fp8 take inputs and outputs whose numbers are multiples of it."""
@@ -230,7 +230,7 @@ def widen_scales(weight: QuantizedWeight) -> QuantizedWeight:
     """
     if weight.scale_type in {None, E8M0} or weight.outer is not None:
         return weight
-    scale, second = _halves(weight.scale, weight.scale_type)
+    scale, second = _unpack_scales(weight.scale, weight.scale_type)
     more = None if weight.second == Second.NOTHING else second.contiguous()
     return weight._replace(scale=scale.contiguous(), scale_type=None, more=more)
 
@@ -247,11 +247,11 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
     elif numbers != Numbers.NIBBLES:
         codes = codes.view(torch.int8 if numbers == Numbers.BYTES else torch.float8_e4m3fn)
     groups = torch.arange(weight.inputs, device=words.device) // weight.group
-    scale, second = _halves(weight.scale, weight.scale_type)
+    scale, second = _unpack_scales(weight.scale, weight.scale_type)
     second = second if weight.more is None else weight.more
     if weight.outer is not None:
         units = torch.arange(len(scale), device=words.device) // weight.unit
-        outer, outer_offset = _halves(weight.outer, torch.float16)
+        outer, outer_offset = _unpack_scales(weight.outer, torch.float16)
         scale, second = scale * outer[units], second * outer_offset[units]
     found = codes[:, : weight.inputs].float()
     found -= second[groups].t() if weight.second == Second.ZERO_POINT else weight.zero_point
@@ -335,7 +335,7 @@ def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
     return halves.view(torch.int32).squeeze(-1)
 
 
-def _halves(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Tensor]:
+def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return scales, and zero points or offsets, `[groups, outputs]` float32, of words or not."""
     if kind is None:
         return words, torch.zeros_like(words)

@@ -162,6 +162,7 @@ def check_unpacked(gpu, made, tiles, path, dtype):
     assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two programs side by side
     assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
     code = made.asm["ptx"]
+    assert ".ftz" not in code, "numbers of e2m1 are subnormal before they are scaled"
     if dtype != FP32:
         assert IN_PLACE.get(gpu, "mma.sync") in code
     assert not [own for own in loop if own.startswith("LDG.")], "waits for memory in the loop"

@@ -36,6 +36,7 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_low_rank,
     compile_masks,
     compile_merges,
+    compile_quantized_experts,
     compile_rotation,
     compile_sum,
     compile_wide_writes,
@@ -245,6 +246,19 @@ def test_quantized_linear(gpu, kind, rows, record_property):
     assert [code.spilled for code in codes] == [0] * len(codes)
     assert made.metadata.shared <= gpu.shared_bytes
     assert PRODUCTS[gpu] in made.asm["amdgcn"]
+    assert "denorm_mode_32 3" in made.asm["amdgcn"]  # e2m1's are subnormal before they are scaled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("kind", ["e2m1", "points", "e4m3"])
+@pytest.mark.parametrize("gpu", ONE_IS_FAST, ids=name_of)
+def test_quantized_experts(gpu, kind, rows):
+    weight = random_weight(kind, 64, 4096, 32, torch.Generator().manual_seed(0))
+    for made, _ in compile_quantized_experts(gpu, weight, rows):
+        assert read(made).spilled == 0
+        assert made.metadata.shared <= gpu.shared_bytes
+        assert PRODUCTS[gpu] in made.asm["amdgcn"]
 
 
 def test_a_spill_in_a_loop_is_found():
