@@ -340,7 +340,7 @@ def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Ten
     if kind is None:
         return words, torch.zeros_like(words)
     if kind == E8M0:
-        # Exponents are where float32 has them; that of 2^-127 is 0, and a bit says it.
+        # The exponent's bits are float32's; only 2^-127 is subnormal there.
         bits = (words.unsqueeze(-1).view(torch.uint8).int() << 23).clamp(min=1 << 22)
         scale = bits.view(torch.float32).movedim(-1, 1).flatten(0, 1)
         return scale, torch.zeros_like(scale)

@@ -58,7 +58,7 @@ struct Int4 {
 };
 
 // Numbers of e2m1, in ascending order, so that the first is 0 as a whole number; the scale is a
-// power of two, by its exponent plus 127 (e8m0). Doubled, they are whole.
+// power of two, by its exponent plus 127 (e8m0). Twice a number is an integer.
 struct E2m1 {
   static constexpr int kScaleBytes = 1;
   static constexpr float kShift = 12;

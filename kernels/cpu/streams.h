@@ -1,4 +1,4 @@
-// Panels that are read once, for a single row or a few.
+// Divides panels among threads so that each thread reads memory in order.
 #pragma once
 
 #include <omp.h>
@@ -7,22 +7,22 @@
 #include <atomic>
 #include <cstdint>
 
-// Bytes by which prefetching is ahead of a thread that reads adjacent panels.
+// How far ahead of its reads a thread prefetches, in bytes.
 constexpr int kStreamBytes = 4096;
 
 // The cache that __builtin_prefetch brings a line to. Panels that are read again do not fit the first.
 enum Locality { kSecondCache = 2, kFirstCache = 3 };
 
-// Divides panels among threads. Each has a range of adjacent ones, so that it reads one long stream
-// and can prefetch a few KiB ahead of itself. A thread that is done takes panels of the others, as
-// other processes may slow some threads.
+// Gives each thread a range of adjacent panels. A thread that has finished its range takes panels of
+// the other ranges, because other processes may slow some threads.
 class Streams {
  public:
   Streams(int64_t panels, int threads) : panels_(panels), ranges_(std::min(threads, kMostRanges)) {
     for (int i = 0; i < ranges_; i++) next_[i].panel = begin(i);
   }
 
-  // Calls run(panel) until all panels are taken; `thread` is the caller's number.
+  // Calls run(panel) for each panel that no other thread has taken. `thread` is the number of the
+  // calling thread.
   template <class Run>
   void run(int thread, Run run) {
     for (int i = 0; i < ranges_; i++) {

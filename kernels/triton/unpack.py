@@ -1,4 +1,4 @@
-"""Weights of few bits, unpacked in registers and multiplied there.
+"""Products with quantized weights, which are dequantized in registers.
 
 A program multiplies the weights by the transposed rows: so the weights, which were just computed,
 are the operand that matrix units take from registers.
@@ -21,11 +21,11 @@ from octavo.kernels.quantized import SCALE_TYPES, WORDS, Numbers, QuantizedWeigh
 MOST_STAGES = 4
 WORD_BYTES = 4
 SCALES_BYTES = 8 << 10
-"""Of shared memory, that scales take at most."""
+"""The most shared memory that scales take."""
 _BIAS = {Numbers.NIBBLES: 128}
-"""What `_numbers` returns is so much more."""
+"""`_numbers` returns a number plus this."""
 _FACTOR = {Numbers.E4M3: 2.0**8, Numbers.E2M1: 2.0**126}
-"""By what it is to be multiplied."""
+"""`_numbers` returns a number divided by this."""
 
 
 class UnpackedTiles(NamedTuple):
@@ -119,7 +119,8 @@ def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
         pair = ((words >> (4 * (PLACE // 2))) & 0x000F000F) | 0x43004300
         own = pair & -65536 if PLACE % 2 else pair << 16
         return own.to(tl.float32, bitcast=True)
-    # The bits of a float, two at a time, where a longer one has them: a number less by a factor.
+    # The bits of two small floats, moved to where a longer type has them. The exponent's bias is
+    # not changed, so the number is smaller by a constant factor.
     if KIND == -8:
         shift: tl.constexpr = 6 - 4 * (PLACE // 2)
         magnitude = words << shift if shift > 0 else words >> -shift
@@ -133,9 +134,9 @@ def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _halves(words, PAIR: tl.constexpr):
+def _halves(words, SCALES: tl.constexpr):
     """Return the halves of words, of float16 (1) or bfloat16 (2), in float32."""
-    if PAIR == 1:
+    if SCALES == 1:
         low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
@@ -169,7 +170,7 @@ def scales_at(  # noqa: PLR0917
     if SCALES == 3:  # e8m0, of which a step has a word
         words = tl.load(scale + step * outputs + column, mask=exists, other=0)
         bits = (words >> (8 * (PLACE * WORDS // GROUP))) & 0xFF
-        # Exponents are where float32 has them; that of 2^-127 is 0, and a bit says it.
+        # The exponent's bits are float32's; only 2^-127 is subnormal there.
         own = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
         second = own
     elif SCALES == 0:

@@ -107,11 +107,11 @@ class ExpertLayer:
         return torch.zeros(len(self.down(expert))) if biases is None else biases[expert].float()
 
     def gates_first(self, values: Tensor, dim: int) -> Tensor:
-        """Return the first product's outputs, along a dimension, with the gates first.
+        """Put the gates before the up projections, as the kernels need them.
 
         Args:
-            values: Of any shape, with outputs in the order that the layer has them.
-            dim: Theirs.
+            values: Of any shape; one dimension has the outputs in the layer's order.
+            dim: That dimension.
         """
         if not self.activation.gated or self.module.is_concatenated:
             return values

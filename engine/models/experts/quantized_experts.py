@@ -40,10 +40,6 @@ class QuantizedExperts(nn.Module):
         self.register_buffer("up_bias", layer.up_biases())
         self.register_buffer("down_bias", layer.down_biases())
 
-    def quantized(self, product: str) -> QuantizedWeight:
-        """Return the weights of a product, "up" or "down", where the layer is."""
-        return weight_of(*self._tensors(product), self._layouts[product])
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
         own = self._activation

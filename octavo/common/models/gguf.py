@@ -30,7 +30,7 @@ REVISION = 3
 """Increased when the conversion changes, to invalidate older caches."""
 
 _one_at_a_time = Lock()
-"""For what is changed in gguf meanwhile."""
+"""Held while `gguf.GGUFReader` is replaced."""
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 SINGLE_DIGITS = frozenset(
