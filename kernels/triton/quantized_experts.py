@@ -77,13 +77,11 @@ def _up_kernel(  # noqa: PLR0917
         else:
             exists = output < inner
             column = expert * inner + output
-        word = tl.arange(0, WORDS)
-        from_codes = codes + column.to(tl.int64)[:, None] * (depth * WORDS) + word[None, :]
-        from_rows = x + token.to(tl.int64)[None, :] * row_stride + word[:, None]
+        from_rows = x + token.to(tl.int64) * row_stride
         total = multiply_unpacked(
-            *(from_codes, from_rows, scale, more, outer, column, exists, real, hidden, outputs),
-            *(0, depth, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES, SECOND),
-            *(ZERO_POINT, FACTOR, ADDS, UPCAST),
+            *(from_rows, codes, scale, more, outer, column, exists, real, hidden, outputs),
+            *(depth, 0, depth, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES),
+            *(SECOND, ZERO_POINT, FACTOR, ADDS, UPCAST),
         )
         if HAS_BIAS:
             total += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)[:, None]
@@ -145,13 +143,11 @@ def _down_kernel(  # noqa: PLR0917
         output = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         exists = output < hidden
         column = expert * hidden + output
-        word = tl.arange(0, WORDS)
-        from_codes = codes + column.to(tl.int64)[:, None] * (depth * WORDS) + word[None, :]
-        from_rows = between + row.to(tl.int64)[None, :] * inner + word[:, None]
+        from_rows = between + row.to(tl.int64) * inner
         total = multiply_unpacked(
-            *(from_codes, from_rows, scale, more, outer, column, exists, real, inner, outputs),
-            *(0, depth, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES, SECOND),
-            *(ZERO_POINT, FACTOR, ADDS, UPCAST),
+            *(from_rows, codes, scale, more, outer, column, exists, real, inner, outputs),
+            *(depth, 0, depth, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES),
+            *(SECOND, ZERO_POINT, FACTOR, ADDS, UPCAST),
         )
         if HAS_BIAS:
             total += tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)[:, None]

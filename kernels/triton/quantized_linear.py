@@ -93,14 +93,11 @@ def _linear_kernel(  # noqa: PLR0917
     split = tl.program_id(2)
     begin = split * per_split
     end = tl.minimum(begin + per_split, depth)
-    word = tl.arange(0, WORDS)
-    from_codes = codes + column.to(tl.int64)[:, None] * (depth * WORDS) + word[None, :]
-    from_rows = x + row[None, :] * row_stride + word[:, None]
     exists, real = column < outputs, row < rows
     total = multiply_unpacked(
-        *(from_codes, from_rows, scale, more, outer, column, exists, real, inputs, outputs),
-        *(begin, end, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES, SECOND),
-        *(ZERO_POINT, FACTOR, ADDS, UPCAST),
+        *(x + row * row_stride, codes, scale, more, outer, column, exists, real, inputs, outputs),
+        *(depth, begin, end, ROWS, COLUMNS, WORDS, PLACES, KIND, GROUP, SHARED, UNIT, SCALES),
+        *(SECOND, ZERO_POINT, FACTOR, ADDS, UPCAST),
     )
     if HAS_BIAS:
         own_bias = tl.load(bias + column, mask=exists, other=0.0).to(tl.float32)

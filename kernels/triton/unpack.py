@@ -205,16 +205,17 @@ def unpack(  # noqa: PLR0917
 
 @triton.jit
 def multiply_unpacked(  # noqa: PLR0917
-    from_codes,  # `[COLUMNS, WORDS]`
-    from_rows,  # `[WORDS, ROWS]`
+    from_rows,  # `[ROWS]`
+    codes,
     scale,
     more,
     outer,
-    column,  # of the scales
+    column,  # `[COLUMNS]`, of the outputs that the weight has
     exists,  # which columns do
     real,  # which rows exist
     inputs,
-    outputs,  # that scales have
+    outputs,
+    depth,  # steps that all inputs take
     begin,
     end,
     ROWS: tl.constexpr,
@@ -234,6 +235,8 @@ def multiply_unpacked(  # noqa: PLR0917
 ):
     """Return the products of some steps of inputs, `[COLUMNS, ROWS]` float32."""
     word = tl.arange(0, WORDS)
+    from_codes = codes + column.to(tl.int64)[:, None] * (depth * WORDS) + word[None, :]
+    from_elements = from_rows[None, :] + word[:, None]
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for step in range(begin, end):
         words = tl.load(from_codes + step * WORDS, mask=exists[:, None], other=0)
@@ -246,7 +249,7 @@ def multiply_unpacked(  # noqa: PLR0917
                 )
             weights = unpack(words, place, KIND, factor, addend, ADDS)
             known = real[None, :] & (first + word < inputs)[:, None]
-            these = tl.load(from_rows + first, mask=known, other=0.0)
+            these = tl.load(from_elements + first, mask=known, other=0.0)
             weights = weights.to(these.dtype)
             if UPCAST:
                 these, weights = these.to(tl.float32), weights.to(tl.float32)
