@@ -234,9 +234,11 @@ class EngineCore:
             with _step_errors(batch):
                 inputs = self._executor.prepare(batch, previous)
                 self._publish()  # now: the event loop has the interpreter while the model runs
+                late = None
                 if not self._async_scheduling:
                     self._await_masks()  # the cores that compute them are those of the model
-                model = self._executor.launch(batch, inputs, masks_ready=not self._async_scheduling)
+                    late = _late_masks(batch)
+                model = self._executor.launch(batch, inputs, late)
         if model is not None and not batch.constrained:
             launched = self._sample(model)
         output = None if previous is None else self._take(previous)
@@ -258,11 +260,8 @@ class EngineCore:
     def _sample(self, model: LaunchedModel) -> PendingStep:
         """Sample a step's tokens, of those sequences whose masks are ready."""
         batch = model.batch
-        late = {
-            scheduled.sequence.id
-            for scheduled in batch.ruled
-            if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
-        }
+        # A mask is late if it was when it was read: here, or by the model that took the tokens.
+        late = _late_masks(batch) if model.token_ids is None else model.late
         with _step_errors(batch):
             launched = self._executor.sample(model, late)
         self._scheduler.advance(batch, late)
@@ -661,6 +660,15 @@ def _scores_to_report(group: SequenceGroup, sequence: Sequence) -> list[TokenLog
     """Return the prompt's log-probabilities with the first token of the first output, else none."""
     first = group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0
     return group.prompt_logprobs if first else []
+
+
+def _late_masks(batch: Batch) -> set[int]:
+    """Return the ids of the sequences whose masks are not ready."""
+    return {
+        scheduled.sequence.id
+        for scheduled in batch.ruled
+        if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
+    }
 
 
 def _output_event(

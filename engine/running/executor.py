@@ -51,12 +51,14 @@ class LaunchedModel:
         inputs: the model's inputs; None for a batch that only copies blocks.
         logits: `[num_rows, vocab_size]`; None if the model gave tokens.
         token_ids: the most likely token of each row, if the model gave these.
+        late: if it did, the sequences whose masks it did not have, so that their tokens are wrong.
     """
 
     batch: Batch
     inputs: StepInputs | None
     logits: torch.Tensor | None = None
     token_ids: list[int] | None = None
+    late: Collection[int] = ()
 
 
 class Executor:
@@ -124,7 +126,7 @@ class Executor:
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
             self._leader.switch(self._loaded)
-            wants_tokens = self._wants_tokens(batch, inputs, masks_ready=False)
+            wants_tokens = inputs.take_greatest and not batch.constrained
             self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
         self.cache.apply(batch.transfers)
         if previous is not None:
@@ -133,7 +135,7 @@ class Executor:
 
     @torch.inference_mode()
     def launch(
-        self, batch: Batch, inputs: StepInputs | None, *, masks_ready: bool = True
+        self, batch: Batch, inputs: StepInputs | None, late: Collection[int] | None = ()
     ) -> LaunchedModel:
         """Run the model; `sample` must follow before the next launch.
 
@@ -143,15 +145,18 @@ class Executor:
         Args:
             batch: what to compute.
             inputs: what `prepare` made of it.
-            masks_ready: whether its constraints' masks are those of the next tokens already;
-                else they are when `sample` is called, as those of sequences left out are never.
+            late: ids of sequences whose masks are not ready; None: `sample` reads all masks. A mask
+                that is ready once the model has run is late all the same, if the model itself
+                takes the tokens.
         """
         if inputs is None:
             return LaunchedModel(batch, None)
-        if self._wants_tokens(batch, inputs, masks_ready=masks_ready):
-            token_ids = self._most_likely(inputs)
+        # With several ranks, rank 0 tells the others before the masks are ready.
+        masked = late is not None and self._leader is None
+        if inputs.take_greatest and (masked or not batch.constrained):
+            token_ids = self._most_likely(inputs, late or ())
             if token_ids is not None:
-                return LaunchedModel(batch, inputs, token_ids=token_ids)
+                return LaunchedModel(batch, inputs, token_ids=token_ids, late=late or ())
         return LaunchedModel(batch, inputs, self._forward(inputs))
 
     @torch.inference_mode()
@@ -335,15 +340,7 @@ class Executor:
         with self._attending(inputs):
             return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
-    def _wants_tokens(self, batch: Batch, inputs: StepInputs, *, masks_ready: bool) -> bool:
-        """Return whether a step computes greedy tokens instead of logits.
-
-        With several ranks, rank 0 says so before the masks are ready; the others have no masks.
-        """
-        masked = masks_ready and self._leader is None
-        return inputs.take_greatest and (masked or not batch.constrained)
-
-    def _most_likely(self, inputs: StepInputs) -> list[int] | None:
+    def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""
         step = self._loaded.step
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
@@ -351,7 +348,8 @@ class Executor:
             if isinstance(step, RankStep):
                 return step.most_likely(*arguments)
             if isinstance(step, CompiledStep):
-                return step.most_likely(*arguments, masks_of(inputs.sampled))
+                masked = [row for row in inputs.sampled if row.sequence.id not in late]
+                return step.most_likely(*arguments, masks_of(masked))
         return None
 
     @contextmanager
