@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -23,6 +23,7 @@ from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Generate, Vocabularies
+from octavo.router.http.bodies import Open
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatLayout
 from octavo.router.http.completions import CompletionLayout
@@ -37,6 +38,9 @@ from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+IGNORED = "X-Ignored-Arguments"
+"""The header that names a body's members that are passed over."""
 
 
 class Api:
@@ -79,7 +83,7 @@ class Api:
                     allow_origins=self._settings.http_cors_origin,
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
-                    expose_headers=["X-Request-Id", "Retry-After", "Retry-After-Ms"],
+                    expose_headers=["X-Request-Id", "Retry-After", "Retry-After-Ms", IGNORED],
                 )
             )
         if self._settings.max_calls_per_peer:
@@ -140,6 +144,7 @@ class Api:
         layout: ChatLayout | CompletionLayout,
     ) -> Response:
         answer = Answer(body, layout, self._vocabularies)
+        ignored = _ignored(body)
         generate = functools.partial(
             self._generator.generate,
             tenant=tenant,
@@ -147,19 +152,19 @@ class Api:
             metadata=headers.metadata(request),
         )
         if body.stream:
-            return EventStream(request, answer, generate)
+            return EventStream(request, answer, generate, ignored)
         whole = await while_connected(request, answer.whole(generate))
-        return JSONResponse(whole, headers={"X-Request-Id": answer.id})
+        return JSONResponse(whole, headers={"X-Request-Id": answer.id, **ignored})
 
     async def _tokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.TokenizeRequest)
         answer = await self._generator.tokenize(body.message(), tenant)
-        return JSONResponse(tokens.answer(answer))
+        return JSONResponse(tokens.answer(answer), headers=_ignored(body))
 
     async def _detokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.DetokenizeRequest)
         answer = await self._generator.detokenize(body.message(), tenant)
-        return JSONResponse({"prompt": answer.text})
+        return JSONResponse({"prompt": answer.text}, headers=_ignored(body))
 
     async def _models(self, request: Request) -> Response:
         data = [self._card(card) for card in self._list_models(request)]
@@ -231,7 +236,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, request: Request, answer: Answer, generate: Generate) -> None:
+    def __init__(
+        self, request: Request, answer: Answer, generate: Generate, headers: Mapping[str, str]
+    ) -> None:
         self._request = request
         self._answer = answer
         self._generate = generate
@@ -240,6 +247,7 @@ class EventStream(Response):
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # else nginx gathers what should flow
                 "X-Request-Id": answer.id,
+                **headers,
             }
         )
         del self.headers["content-length"]
@@ -281,6 +289,12 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             return _refusal(error)
 
     return call
+
+
+def _ignored(body: Open) -> dict[str, str]:
+    """Return the header that names the arguments which are passed over, if there are any."""
+    names = body.ignored()
+    return {IGNORED: ", ".join(names)} if names else {}
 
 
 def _refusal(error: ApiError | ClientLeftError) -> Response:

@@ -6,9 +6,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from octavo.client import Message, ToolCall
+from octavo.router.http.bodies import Open
 from octavo.router.http.errors import WRONG_TYPE
 from octavo.router.http.no_ops import Never, only
-from octavo.router.http.strict import Strict
 
 
 def _parts(content: object) -> object:
@@ -22,43 +22,41 @@ def _parts(content: object) -> object:
     raise PydanticCustomError(WRONG_TYPE, "must be a string or a list of parts")
 
 
-class TextPart(Strict):
+class TextPart(Open):
     """A piece of a message; of the kinds there are, text is served."""
 
     type: Annotated[str, only("text")]
     text: str = ""
-    # Of other kinds: refused by `type`, and named here so that it is what is complained of.
-    image_url: Any = None
-    input_audio: Any = None
-    video_url: Any = None
-    audio_url: Any = None
-    file: Any = None
-    refusal: Any = None
+    # Of other kinds, which `type` is refused for.
+    image_url: Never = None
+    image: Never = None
+    input_audio: Never = None
+    video_url: Never = None
+    audio_url: Never = None
+    file: Never = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(Open):
     """What is called, with the arguments as JSON in a string."""
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # OpenAI's client adds it: the same once more
 
 
-class MessageCall(Strict):
-    """A call of a tool, as an assistant's message has it; a stream's pieces have an index too."""
+class MessageCall(Open):
+    """A call of a tool, as an assistant's message has it."""
 
     type: Annotated[str, only("function")] = "function"
     id: str
     function: FunctionCall
-    index: int | None = None
-    custom: Any = None
+    custom: Never = None
 
     def call(self) -> ToolCall:
         """Return the call as the contract has it."""
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
-class ChatMessage(Strict):
+class ChatMessage(Open):
     """One message. An answer's message may be sent back as it was received."""
 
     role: str
@@ -69,10 +67,12 @@ class ChatMessage(Strict):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: Never = None
-    annotations: Annotated[Any, only([])] = None
     audio: Never = None
-    function_call: Never = None
-    parsed: Any = None  # OpenAI's client adds it: the content once more
+    function_call: Annotated[Any, only({})] = None
+    images: Annotated[Any, only([])] = None
+    # The answer would go on with this message.
+    prefix: Annotated[Any, only(False)] = None
+    partial: Annotated[Any, only(False)] = None
 
     def message(self) -> Message:
         """Return the message as the contract has it."""

@@ -1,7 +1,8 @@
 """Arguments that are taken only with values that change nothing.
 
 OpenAI's clients and vLLM's users send many of them with their default. Any other value is refused,
-never passed over: an answer that ignores `bad_words` is a wrong answer.
+never passed over: an answer that ignores `bad_words` is a wrong answer. So are other servers' names
+of a grammar.
 """
 
 import json
@@ -35,13 +36,17 @@ BOTH: Harmless = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "detokenize": (True,),
+    "ebnf": (),
     "ec_transfer_params": (),
+    "grammar": (),
     "guided_decoding_backend": ("auto", "guidance"),
     "guided_whitespace_pattern": (),
+    "json_schema": (),
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
     "prompt_logprobs": (),
+    "regex": (),
     "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -57,6 +62,7 @@ BOTH: Harmless = {
 CHAT: Harmless = {
     "add_special_tokens": (False,),
     "audio": (),
+    "best_of": (1,),
     "chat_template": (),
     "documents": ([],),
     "echo": (False,),
@@ -67,9 +73,9 @@ CHAT: Harmless = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
+    "prompt": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
-    "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "verbosity": (),
@@ -77,8 +83,11 @@ CHAT: Harmless = {
 }
 COMPLETION: Harmless = {
     "add_special_tokens": (True,),
+    "messages": (),
     "prompt_embeds": (),
     "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
 }
 
 

@@ -9,9 +9,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions
+from octavo.router.http.bodies import Open, Strict
 from octavo.router.http.errors import WRONG_TYPE, ApiError
 from octavo.router.http.no_ops import Never, only
-from octavo.router.http.strict import Strict
 
 
 def _schema(value: object) -> object:
@@ -26,7 +26,7 @@ def _schema(value: object) -> object:
 SchemaText: TypeAlias = Annotated[str | None, BeforeValidator(_schema)]
 
 
-class JsonSchema(Strict):
+class JsonSchema(Open):
     """A named JSON Schema. Outputs keep to it whether it is `strict` or not."""
 
     name: str
@@ -35,16 +35,19 @@ class JsonSchema(Strict):
     strict: bool | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(Open):
     """OpenAI's way to say which form outputs must have."""
 
     type: Annotated[str, only("text", "json_object", "json_schema")]
     json_schema: JsonSchema | None = None
-    # Of other kinds: refused by `type`.
-    format: Any = None
-    grammar: Any = None
-    structures: Any = None
-    triggers: Any = None
+    # Of other kinds, and of other servers.
+    format: Never = None
+    grammar: Never = None
+    regex: Never = None
+    schema_: Never = Field(None, alias="schema")
+    structures: Never = None
+    triggers: Never = None
+    value: Never = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -88,7 +91,7 @@ class Form:
     value: object
 
 
-class FormArguments(Strict):
+class FormArguments(Open):
     """The form that outputs must have."""
 
     response_format: ResponseFormat | None = None

@@ -1,12 +1,13 @@
 """Schemas of requests to the OpenAI API.
 
-An argument that Octavo does not serve is refused, never passed over; `no_ops.py` has those that
-are taken with a value that changes nothing.
+An argument of OpenAI's or vLLM's that Octavo does not serve is refused, never passed over;
+`no_ops.py` has those that are taken with a value that changes nothing. Arguments that neither has
+are passed over as vLLM does, and a header of the answer names them.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import (
     BeforeValidator,
@@ -20,11 +21,11 @@ from pydantic_core import PydanticCustomError
 from octavo.client import GenerateOptions, Prompt
 from octavo.common.sampling_parameters import PARAMETERS, TYPES, ChatOptions
 from octavo.router.http import no_ops
+from octavo.router.http.bodies import Open
 from octavo.router.http.errors import WRONG_TYPE, ApiError
 from octavo.router.http.messages import ChatMessage
 from octavo.router.http.no_ops import only
 from octavo.router.http.output_forms import FormArguments
-from octavo.router.http.strict import Strict
 from octavo.router.http.tool_arguments import ToolArguments
 
 COMPLETION_TOKENS = 16
@@ -61,7 +62,7 @@ def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(part) is int for part in value)
 
 
-class StreamOptions(Strict):
+class StreamOptions(Open):
     """Options of a stream.
 
     Attributes:
@@ -88,21 +89,24 @@ def _declared(names: Iterable[str]) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    Declared = Strict
-    DeclaredChatOptions = Strict
-    DeclaredChat = Strict
-    DeclaredCompletion = Strict
+    Declared = Open
+    DeclaredChatOptions = Open
+    DeclaredChat = Open
+    DeclaredCompletion = Open
 else:
     # One member for each parameter that HTTP has; those that need more are declared below.
     Declared = create_model(
-        "Declared", __base__=Strict, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
+        "Declared", __base__=Open, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
     )
     DeclaredChatOptions = create_model(
-        "DeclaredChatOptions", __base__=Strict, **_declared(CHAT_NAMES)
+        "DeclaredChatOptions", __base__=Open, **_declared(CHAT_NAMES)
     )
-    DeclaredChat = create_model("DeclaredChat", __base__=Strict, **no_ops.members(no_ops.CHAT))
+    DeclaredChat = create_model("DeclaredChat", __base__=Open, **no_ops.members(no_ops.CHAT))
     DeclaredCompletion = create_model(
-        "DeclaredCompletion", __base__=Strict, **no_ops.members(no_ops.COMPLETION)
+        "DeclaredCompletion",
+        __base__=Open,
+        **dict.fromkeys(CHAT_NAMES, (no_ops.Never, None)),
+        **no_ops.members(no_ops.COMPLETION),
     )
 
 
@@ -232,13 +236,44 @@ class Parameters(FormArguments, Declared):
         return {**self.form_params(), **other}
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""How much a model reasons, for templates that ask."""
+
+
+class Reasoning(Open):
+    """OpenRouter's and Responses' form of `reasoning_effort`."""
+
+    effort: Effort | None = None
+
+
 class ChatLayoutOptions(ToolArguments, DeclaredChatOptions):
-    """How the model's template lays out a chat."""
+    """How the model's template lays out a chat.
+
+    Attributes:
+        reasoning_effort: A variable of the template, unless `chat_template_kwargs` sets it.
+        reasoning: The same.
+    """
+
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+
+    @model_validator(mode="after")
+    def _check_effort(self) -> Self:
+        within = None if self.reasoning is None else self.reasoning.effort
+        if len({self.reasoning_effort, within} - {None}) > 1:
+            raise ApiError(
+                400, "reasoning_effort and reasoning.effort differ", param="reasoning_effort"
+            )
+        return self
 
     def chat_options(self) -> ChatOptions:
         """Return the options as the client's `tokenize` takes them."""
-        given = {name: getattr(self, name) for name in CHAT_NAMES}
-        return {**cast("ChatOptions", given), **self.tool_options()}
+        given = cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
+        effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        if effort is not None:
+            own = given.get("chat_template_kwargs") or {}
+            given["chat_template_kwargs"] = {"reasoning_effort": effort, **own}
+        return {**given, **self.tool_options()}
 
 
 class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
@@ -251,11 +286,7 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
     top_logprobs: int | None = None
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise ApiError(
-                400, "max_tokens and max_completion_tokens exclude each other", param="max_tokens"
-            )
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         return self
@@ -268,7 +299,7 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
     @property
     def params(self) -> dict[str, str]:
         """The HTTP names of fields of GenerateRequest that have another name there."""
-        length = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
+        length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {
             **super().params,
             "stop.max_tokens": length,
@@ -279,7 +310,9 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
 
     def options(self) -> GenerateOptions:
         """Return the options as the client's `generate` takes them."""
-        length = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        length = self.max_completion_tokens  # OpenAI's later name wins
+        if length is None:
+            length = self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return {
             **super().options(),

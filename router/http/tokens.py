@@ -6,11 +6,11 @@ from pydantic import Field, model_validator
 
 from octavo.client import Prompt
 from octavo.client.requests import detokenize_request, tokenize_request
+from octavo.router.http.bodies import Open
 from octavo.router.http.errors import ApiError
 from octavo.router.http.messages import ChatMessage
 from octavo.router.http.no_ops import Never
 from octavo.router.http.schema import ChatLayoutOptions
-from octavo.router.http.strict import Strict
 from octavo.v1 import generation_pb2
 
 
@@ -48,7 +48,7 @@ class TokenizeRequest(ChatLayoutOptions):
         return tokenize_request(prompt, self.model, self.chat_options())
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(Open):
     """The body of POST /detokenize."""
 
     model: str = ""

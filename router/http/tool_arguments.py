@@ -6,25 +6,26 @@ from pydantic import Discriminator, Tag
 
 from octavo.client import Tool
 from octavo.common.sampling_parameters import ChatOptions
-from octavo.router.http.no_ops import only
-from octavo.router.http.strict import Strict
+from octavo.router.http.bodies import Open
+from octavo.router.http.no_ops import Never, only
 
 
-class Function(Strict):
+class Function(Open):
     """What a tool is for the model."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    input_schema: Never = None  # Anthropic's name of `parameters`
 
 
-class FunctionTool(Strict):
+class FunctionTool(Open):
     """A tool; of the kinds there are, functions are served."""
 
     type: Annotated[str, only("function")]
     function: Function
-    custom: Any = None  # another kind's: refused by `type`
+    custom: Never = None
 
     def tool(self) -> Tool:
         """Return the tool as the contract has it."""
@@ -37,19 +38,19 @@ class FunctionTool(Strict):
         )
 
 
-class FunctionName(Strict):
+class FunctionName(Open):
     """The name of a tool's function."""
 
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(Open):
     """A tool that must be called."""
 
     type: Annotated[str, only("function")]
     function: FunctionName
-    allowed_tools: Any = None  # another kind's: refused by `type`
-    custom: Any = None
+    allowed_tools: Never = None
+    custom: Never = None
 
 
 def _kind_of_choice(value: object) -> str:
@@ -64,7 +65,7 @@ ToolChoice: TypeAlias = Annotated[
 """A rule, or the tool that must be called."""
 
 
-class ToolArguments(Strict):
+class ToolArguments(Open):
     """The tools of a chat."""
 
     tools: list[FunctionTool] | None = None

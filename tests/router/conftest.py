@@ -27,6 +27,7 @@ EOS = 256
 HEARTBEAT_SECONDS = 0.1
 CHAT_TEMPLATE = (
     "{% if mood %}mood {{ mood.level }}{% endif %}"
+    "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}"
     "{% for m in messages %}"
     "{% if m.role == 'tool' %}{{ raise_exception('tools are not spoken to') }}{% endif %}"
     "<s>{{ m.role }}:{{ m.content }}{% endfor %}"

@@ -45,7 +45,9 @@ CHAT = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
     ({"store": True}, "store"),
-    ({"extra_body": {"best_off": 1}}, "best_off"),
+    ({"extra_body": {"grammar": "root ::= x"}}, "grammar"),
+    ({"extra_body": {"reasoning_effort": "most"}}, "reasoning_effort"),
+    ({"extra_body": {"reasoning": {"effort": 3}}}, "reasoning.effort"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"temperature": -1}, "temperature"),
@@ -58,7 +60,8 @@ CHAT = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 513}, "max_tokens"),
     ({"max_completion_tokens": 513}, "max_completion_tokens"),
-    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": 513}, "max_completion_tokens"),
     ({"stop": 5}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"logit_bias": {"260": 1}}, "logit_bias"),
@@ -106,7 +109,10 @@ CHAT = [
     ({"function_call": {"name": "f"}}, "function_call"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]}, "tools[0].function.x"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "input_schema": {}}}]},
+        "tools[0].function.input_schema",
+    ),
     ({"tool_choice": "always"}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
@@ -115,6 +121,19 @@ CHAT = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "image_url": {"url": "x"}}]}]},
+        "messages[0].content[0].image_url",
+    ),
+    ({"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, "messages[0].images"),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "prefix": True}]},
+        "messages[0].prefix",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {"type": "object"}}},
+        "response_format.schema",
     ),
 ]
 COMPLETIONS = [
