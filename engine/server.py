@@ -13,8 +13,9 @@ import grpc
 import structlog
 
 from octavo.common.background import OneThread, first_to_end, joined, shielded
-from octavo.common.listening import is_loopback, listen
+from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
+from octavo.common.proxies import is_loopback
 from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.topology import format_list

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from octavo.common.listening import is_loopback
+from octavo.common.proxies import is_loopback
 from octavo.router.settings import RouterSettings
 
 

@@ -7,8 +7,9 @@ from typing import ClassVar, Self
 from pydantic import Field, field_validator, model_validator
 
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
-from octavo.common.listening import TlsSettings, is_loopback
+from octavo.common.listening import TlsSettings
 from octavo.common.ports import NO_PORT, Listener, metrics_listener
+from octavo.common.proxies import is_loopback
 from octavo.common.settings import flag
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings

@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2
 from octavo.cli.connection import Server, with_server
 from octavo.cli.output import fail, out
 from octavo.client.channel import HEALTH_CHECK, secure
+from octavo.common.proxies import NO_PROXY
 from octavo.common.rpc import LIVENESS
 from octavo.common.tls import TlsError
 
@@ -66,7 +67,8 @@ def _check(server: Server, *, live: bool, timeout: float) -> str:
 
 
 def _connect(server: Server) -> grpc.Channel:
-    credentials, options = secure(server.tls, None)
+    credentials, options = secure(server.address, server.tls, None)
+    options = (*options, NO_PROXY)
     if credentials is None:
         return grpc.insecure_channel(server.address, options)
     return grpc.secure_channel(server.address, credentials, options)

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from octavo.client import Delta, Error, UnauthenticatedError, UnavailableError
 from octavo.client.address import DEFAULT_PORT
+from octavo.common.proxies import proxy_variable
 from octavo.common.stopping import INTERRUPTED
 
 out = Console(highlight=False)
@@ -63,6 +64,12 @@ def report(error: Error, address: str) -> None:
         err.print(f"  try again in {error.retry_after:.1f} s")
     if isinstance(error, UnauthenticatedError):
         err.print("  set the API key in OCTAVO_API_KEY or with --api-key")
+    elif isinstance(error, UnavailableError) and (variable := proxy_variable(address)):
+        err.print(
+            f"  {variable} is set, so its proxy was asked for {escape(address)}; name the host in "
+            "no_proxy if the proxy cannot reach it",
+            soft_wrap=True,
+        )
     elif isinstance(error, UnavailableError) and "handshake failed" in error.message:
         err.print(
             f"  {escape(address)} does not use TLS, or its certificate has another authority "

@@ -4,6 +4,7 @@ import grpc
 
 from octavo.client.address import parse_address
 from octavo.common import tls
+from octavo.common.proxies import NO_PROXY, is_loopback
 
 OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Log-probabilities of a long prompt outgrow grpc's 4 MiB.
@@ -31,19 +32,24 @@ def locate(address: str, files: tls.Tls | None) -> tuple[str, tls.Tls | None]:
 
 
 def secure(
-    files: tls.Tls | None, credentials: grpc.ChannelCredentials | None
+    target: str, files: tls.Tls | None, credentials: grpc.ChannelCredentials | None
 ) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
     """Return a channel's credentials, None for plaintext, and its options.
+
+    No proxy is asked for a server on this machine.
 
     Raises:
         TlsError: The files cannot be used.
         ValueError: Both are given.
     """
+    options = OPTIONS
+    if is_loopback(target.rpartition(":")[0]):
+        options = (*options, NO_PROXY)
     if files is None:
-        return credentials, OPTIONS
+        return credentials, options
     if credentials is not None:
         raise ValueError("tls and credentials are two ways to say the same: give one of them")
-    return tls.channel_credentials(files), (*OPTIONS, *tls.channel_options(files))
+    return tls.channel_credentials(files), (*options, *tls.channel_options(files))
 
 
 def with_key(metadata: Metadata, api_key: str | None) -> Metadata:

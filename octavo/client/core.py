@@ -89,7 +89,7 @@ class BaseClient:
             address, _ = parse_address(address)
         self.address = address
         self._metadata = with_key(metadata, api_key)
-        credentials, options = secure(tls, credentials)
+        credentials, options = secure(address, tls, credentials)
         self._channel = (
             self._secure_channel(address, credentials, options=options)
             if credentials

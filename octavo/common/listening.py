@@ -1,6 +1,5 @@
 """A server's listening address and TLS files."""
 
-import ipaddress
 from pathlib import Path
 from typing import Self
 
@@ -42,14 +41,6 @@ class TlsSettings(Settings):
         if self.tls_cert is None:
             return None
         return Tls(self.tls_client_ca, self.tls_cert, self.tls_key)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or name."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def listen(

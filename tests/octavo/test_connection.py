@@ -127,3 +127,13 @@ def test_a_report_of_bench_has_no_key(service):
     assert result.exit_code == 0
     assert '"address"' in result.stdout
     assert "secret-key" not in result.output
+
+
+def test_a_proxy_of_the_environment_is_named_where_it_is_asked(service, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+    with octavo.Client(service.address) as client:
+        assert client.generate("a b").text() == "a b "
+    found = runner.invoke(app, ["generate", "x", "--address", "octavo.invalid:50051"])
+    assert found.exit_code == 1
+    assert "http_proxy is set" in found.output
+    assert "secret" not in found.output

@@ -68,3 +68,10 @@ async def test_over_tls_with_a_certificate(authority):
         code, said = await ask(address, "--ca", "/nowhere.pem")
         assert code == 1
         assert "cannot read /nowhere.pem" in said
+
+
+async def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    async with listening() as (servicer, address):
+        await set_serving(servicer, [""], serving=True)
+        assert await ask(address) == (0, "SERVING")

@@ -6,6 +6,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
+from octavo.common.proxies import NO_PROXY
 from octavo.common.rpc.handlers import Guard, RpcInterceptor
 
 LIVENESS = "liveness"
@@ -53,6 +54,7 @@ def channel_options(*, keepalive_time: float, keepalive_timeout: float) -> list[
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.use_local_subchannel_pool", 1),  # share no other channel's backoff
+        NO_PROXY,  # one for the world cannot reach an engine
     ]
 
 
