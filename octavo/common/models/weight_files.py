@@ -1,8 +1,9 @@
 """Check a checkpoint's safetensors files by their names, sizes and headers; read no weights."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from octavo.common.models.errors import ModelError
 from octavo.common.models.git_lfs import check_no_pointer
@@ -20,17 +21,43 @@ def tensor_types(directory: Path) -> dict[str, str]:
     """Return the type of each tensor by its name, after a check of all weight files.
 
     Raises:
-        ModelError: A file is absent, truncated, damaged, a pickle or a Git LFS pointer; the
-            message names it and says what to do.
+        ModelError: A file is absent, truncated, damaged, a pickle or a Git LFS pointer, or files
+            disagree on which has a tensor; the message names them and says what to do.
     """
     files = weight_files(directory)
     if not files:
         names = [file.name for file in directory.iterdir()]
         raise ModelError(f"{directory} {no_weights(names)}")
-    types: dict[str, str] = {}
-    for file in files:
-        types |= check_file(file)
-    return types
+    held = {file.name: check_file(file) for file in files}
+    if files[0].name != WHOLE:
+        _check_index(directory / INDEX, held)
+    return {name: dtype for types in held.values() for name, dtype in types.items()}
+
+
+def _check_index(index: Path, held: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse shards that do not have what their index says: a copy elsewhere may be a stale one.
+
+    transformers reads all tensors of all shards, and the last one of a name wins.
+
+    Args:
+        index: The index.
+        held: The tensors of each shard, by the shard's name.
+    """
+    where = read_index(index)
+    for shard, tensors in held.items():
+        for name in tensors:
+            if where.setdefault(name, shard) != shard:
+                raise ModelError(
+                    f"{index.parent} has {name} in {shard} as well as in {where[name]}, which"
+                    f" {index.name} names: the two may differ. Download the model again, or write"
+                    " it anew with save_pretrained()"
+                )
+    for name, shard in where.items():
+        if name not in held[shard]:
+            raise ModelError(
+                f"{index.parent / shard} lacks {name}, which {index.name} says it has: download"
+                " both again"
+            )
 
 
 def no_weights(names: Iterable[str]) -> str:
@@ -52,13 +79,24 @@ def no_weights(names: Iterable[str]) -> str:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that transformers would load."""
+    """Return the safetensors files that transformers would load.
+
+    Raises:
+        ModelError: One is absent, or there are both one whole file and several.
+    """
     whole, index = directory / WHOLE, directory / INDEX
-    if whole.is_file():
-        return [whole]
     if not index.is_file():
-        return []
-    files = [directory / name for name in names_in_index(index)]
+        return [whole] if whole.is_file() else []
+    names = names_in_index(index)
+    if whole.is_file():
+        shards = [name for name in names if name != WHOLE and (directory / name).is_file()]
+        if shards:  # else the index is what is left of an older download
+            raise ModelError(
+                f"{directory} has its weights twice, in {WHOLE} and in {len(shards)} files of"
+                f" {INDEX}, such as {shards[0]}: remove {WHOLE}, or the others with their index"
+            )
+        return [whole]
+    files = [directory / name for name in names]
     if gone := [file for file in files if not file.is_file()]:
         raise ModelError(
             f"{gone[0]} is missing, one of {len(files)} files in {index.name}: download it"
@@ -70,13 +108,45 @@ def names_in_index(index: Path) -> list[str]:
     """Return the names of the files that an index lists.
 
     Raises:
-        ModelError: It is not an index of safetensors files.
+        ModelError: As `read_index`.
+    """
+    return sorted(set(read_index(index).values()))
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Return the name of the file that has each tensor, by the tensor's name.
+
+    Raises:
+        ModelError: It is not an index of safetensors files in its own directory, or lists a tensor
+            twice.
     """
     check_no_pointer(index)
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(index.read_bytes(), object_pairs_hook=_unique)
+        files = {str(name): str(file) for name, file in content["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is not an index of safetensors files: {error!r}") from error
+    for file in files.values():
+        if not file.endswith(".safetensors") or Path(file).name != file:
+            raise ModelError(
+                f"{index} is not an index of safetensors files beside it: it has {file!r}"
+            )
+    if not files:
+        raise ModelError(f"{index} is not an index of safetensors files: it lists none")
+    return files
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: A name is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"{name!r} is there twice")
+    return found
 
 
 def check_file(file: Path) -> dict[str, str]:
@@ -108,11 +178,13 @@ def check_file(file: Path) -> dict[str, str]:
 def _entries(file: Path, header: bytes) -> dict[str, tuple[str, int]]:
     """Return each tensor's type, and where its data ends after the header."""
     try:
-        entries = json.loads(header)
+        entries = json.loads(header, object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
         return {
             name: (str(entry["dtype"]), int(entry["data_offsets"][1]))
             for name, entry in entries.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ModelError(f"{file} is not a safetensors file: its header cannot be read") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ModelError(
+            f"{file} is not a safetensors file: its header cannot be read ({error!r})"
+        ) from error
