@@ -15,7 +15,9 @@ from octavo.common.layer_groups import BlockBudget
 from octavo.common.limits import Limits
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
+from octavo.common.models.files import CONFIG, read_json
 from octavo.common.models.resolve import resolve
+from octavo.common.models.rope_context import first_context
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.common.topology import format_list, read_nodes
@@ -131,6 +133,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     with mapping_large():
         model = resolve(settings.model, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
+    _warn_of_rope(settings, Path(model))
     has_tokenizer = _has_tokenizer(Path(model))
     world = None if place is None else join_ranks(settings, place)
     leader = None if world is None else Leader(world)
@@ -354,6 +357,22 @@ def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation |
         raise StartupError(f"--speculation must be off or auto; got {settings.speculation}: {why}")
     log.info("no tokens are drafted", why=why)
     return None
+
+
+def _warn_of_rope(settings: EngineSettings, model: Path) -> None:
+    """Say that short texts get other logits, if `--max-model-len` asks for a stretched context.
+
+    A cache cannot change the frequencies of keys that it holds, so all lengths have the same ones.
+    """
+    first = first_context(read_json(model / CONFIG))
+    if first is not None and (settings.max_model_len or 0) > first:
+        log.warning(
+            "all lengths have the rotary frequencies of long ones, which transformers has beyond"
+            " the original context alone",
+            original_context=first,
+            max_model_len=settings.max_model_len,
+            hint=f"set --max-model-len to {first} or less for its logits of short texts",
+        )
 
 
 def _has_tokenizer(model: Path) -> bool:

@@ -3,10 +3,13 @@
 import threading
 
 import pytest
+import structlog.testing
 import torch
 from pydantic import ValidationError
 
 from octavo.common import resources
+from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.rope_context import first_context
 from octavo.common.resources import Memory
 from octavo.engine.capacity import StartupError
 from octavo.engine.compilation import Compiler, load_step
@@ -15,6 +18,8 @@ from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build, largest_batch
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
 from tests.plain import shape
 
 LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192), 16, torch.float32, torch.float32)
@@ -119,3 +124,13 @@ def test_the_largest_step_has_all_the_logits_that_a_step_may_have():
     assert sorted(block for each in batch.sequences for block in each.tables[0]) == list(range(512))
     small = largest_batch(100, 8, LAYOUT)
     assert (small.num_tokens, len(small.sequences[0].scored)) == (100, 100)
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_a_stretched_context_is_said_once(tmp_path, beyond):
+    save(next(e for e in entries() if e.name == "phi3, longrope"), tmp_path)
+    first = first_context(read_json(tmp_path / CONFIG))
+    with structlog.testing.capture_logs() as logs:
+        build(settings(tmp_path, max_model_len=first + 8 if beyond else first, num_blocks=64))
+    said = [entry for entry in logs if "rotary frequencies" in entry["event"]]
+    assert [entry["original_context"] for entry in said] == [first] * beyond

@@ -5,6 +5,7 @@ that does so, the self-check must refuse it: it is what stands between a new kin
 model and a wrong answer.
 """
 
+import json
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -13,8 +14,10 @@ from itertools import product
 import pytest
 import structlog.testing
 import torch
+from transformers import AutoModelForCausalLM
 
 from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.rope_context import first_context
 from octavo.engine.attention import state_functions
 from octavo.engine.attention.interface import number_calls
 from octavo.engine.models import load_model as model_module
@@ -156,6 +159,21 @@ def test_longrope_has_one_set_of_frequencies(beyond, tmp_path):
         alone = rope(x, torch.tensor([[position]]))
         for found, expected in zip(alone, at_once, strict=True):
             assert torch.equal(found[0, 0], expected[0, position])
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope", "llama, longrope", "llama, dynamic rope"])
+@pytest.mark.parametrize("beyond", [False, True])
+def test_within_its_first_context_a_stretched_model_is_transformers(name, beyond, tmp_path):
+    save(BY_NAME[name], tmp_path)
+    first = first_context(json.loads((tmp_path / "config.json").read_text()))
+    served = load_tiny(tmp_path, max_model_len=first + 8 if beyond else first).model
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    positions = torch.arange(first)[None]
+    found, expected = (
+        torch.stack(m.base_model.rotary_emb(torch.zeros(1, 1, 1), positions))
+        for m in (served, model)
+    )
+    assert torch.equal(found, expected) == (not beyond)
 
 
 def test_logits_that_are_no_numbers_are_refused(tmp_path):
