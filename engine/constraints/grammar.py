@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
+from octavo.engine.constraints.markers import hide_references, shown
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-WHITESPACE = r"[ \t\n\r]{1,40}"
-"""Whitespace between the parts of a JSON document. Its length is bounded, because many models,
-small ones above all, go on with it for ever once they have begun."""
+WHITESPACE = r"[ \t\n\r]{1,8}"
+"""Whitespace between two parts of a JSON document; there is none at its end. It is bounded, because
+many models, small ones above all, go on with it for ever once they have begun."""
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 """Characters that mean something in a regular expression."""
 DEFAULT_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": WHITESPACE}
@@ -77,7 +78,7 @@ def to_grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(expression)
         case ConstraintKind.GRAMMAR:
             (grammar,) = constraint.texts
-            return LLMatcher.grammar_from_lark(_with_options(grammar))
+            return LLMatcher.grammar_from_lark(hide_references(_with_options(grammar)))
         case ConstraintKind.CHOICES:
             return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.texts)))
 
@@ -157,4 +158,4 @@ def shorten(message: str) -> str:
         message = message.partition(mark)[0]
     if "NoExtension" in message:
         message = "no text continues it as the constraint says"
-    return message.strip()[:MAX_ERROR]
+    return shown(message).strip()[:MAX_ERROR]

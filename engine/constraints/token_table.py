@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from llguidance import LLTokenizer
 
+from octavo.engine.constraints.markers import hide_markers
+
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
@@ -20,5 +22,9 @@ class TokenTable:
     eos_token_ids: tuple[int, ...]
 
     def build(self) -> LLTokenizer:
-        """Return the table as llguidance uses it; it takes about a second."""
-        return LLTokenizer(self.json, n_vocab=self.size, eos_token=list(self.eos_token_ids))
+        """Return the table as llguidance uses it; it takes about a second.
+
+        Grammars for it go through `hide_references` of `markers.py`.
+        """
+        tokenizer = hide_markers(self.json, self.eos_token_ids)
+        return LLTokenizer(tokenizer, n_vocab=self.size, eos_token=list(self.eos_token_ids))

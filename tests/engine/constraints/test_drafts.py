@@ -108,10 +108,12 @@ def run(runner):
 @pytest.fixture(scope="module")
 def expected(engine):
     outputs = run(engine)
-    for ((kind, *texts), _), (tokens, reasons, _) in zip(asked(), outputs, strict=True):
+    for ((kind, *texts), way), (tokens, reasons, _) in zip(asked(), outputs, strict=True):
+        before = {i: one.token_ids for i, one in way.get("resume", {}).items()}
         for index, reason in reasons.items():
             if kind == "json_schema" and reason == "EOS":
-                check(decode(tokens[index]), json.loads(texts[0]))
+                whole = [*before.get(index, ()), *tokens[index]]
+                check(decode(whole), json.loads(texts[0]))
     return outputs
 
 

@@ -1,0 +1,101 @@
+"""Keep control tokens out of text: what a grammar asks for as text is spelt in ordinary tokens.
+
+llguidance never matches text with a control token, but it has the tokenizer spell the text that a
+grammar forces, and a tokenizer takes `<|im_end|>` in it for the token. So llguidance gets a
+tokenizer that has another name for each control token: one that no text has, as it is random.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Collection
+from typing import Any
+
+SECRET = secrets.token_hex(8)
+"""Part of the control tokens' names; every process has its own."""
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""A token of one byte, in tokenizers that spell unknown characters so."""
+_REFERENCES = re.compile(
+    r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><(?!\[)[^<>\s]+>)', re.DOTALL
+)
+"""What may hold a name that is none in a Lark grammar, or a token's name."""
+
+
+def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
+    """Return a tokenizer that takes no text for a control token.
+
+    Control tokens are those that are special, those in angle brackets, as llguidance has it, and
+    those that end an output. Other added tokens are text.
+
+    Args:
+        tokenizer: As a tokenizer.json has it.
+        eos_token_ids: The tokens that end an output.
+    """
+    found = json.loads(tokenizer)
+    model = found["model"]
+    names, added = {}, []
+    known = _pieces(model["vocab"])
+    for token in found["added_tokens"]:
+        content = token["content"]
+        is_byte = bool(model.get("byte_fallback")) and _BYTE.fullmatch(content) is not None
+        is_control = token["special"] or (content[:1] == "<" and content[-1:] == ">")
+        if not is_byte and (is_control or token["id"] in eos_token_ids):
+            names[content] = hidden(content)
+        elif content in known:
+            continue  # an ordinary token, which the model of the tokenizer spells
+        elif not content.isascii():
+            names[content] = hidden(content)  # decoders read its characters as bytes, or as spaces
+        added.append(
+            {
+                **token,
+                "content": names.get(content, content),
+                "special": content in names,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+        )
+    found["added_tokens"] = added
+    found["post_processor"] = None  # it names control tokens, and text needs none
+    _rename(model, names)
+    return json.dumps(found, ensure_ascii=False)
+
+
+def hidden(name: str) -> str:
+    """Return what a control token is called in the tokenizer that llguidance gets."""
+    return f"<{SECRET}{name[1:]}" if name.startswith("<") else f"{SECRET}{name}"
+
+
+def hide_references(grammar: str) -> str:
+    """Return a Lark grammar that calls control tokens what they are called in the tokenizer."""
+    return _REFERENCES.sub(lambda one: hidden(one[0]) if one["name"] else one[0], grammar)
+
+
+def shown(message: str) -> str:
+    """Return a message with the control tokens' own names."""
+    return message.replace(SECRET, "")
+
+
+def _pieces(vocabulary: dict[str, int] | list[list[Any]]) -> Collection[str]:
+    """Return the pieces of a vocabulary: by name, or in a list with their scores."""
+    return vocabulary if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename pieces of a tokenizer's model, and leave out the merges that make one."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [one for one in model["merges"] if not _makes(one, names)]
+
+
+def _makes(merge: str | list[str], names: dict[str, str]) -> bool:
+    """Return whether a merge makes one of some pieces, or is made of one."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first in names or second in names or first + second in names
