@@ -1,11 +1,10 @@
 """Load the model's tokenizer for grammars, which speak of text."""
 
 from collections.abc import Sequence
-from copy import copy
 from pathlib import Path
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.tokenizer_files import check_tokenizer_files
+from octavo.common.models.tokenizer import load_tokenizer
 from octavo.engine.constraints.token_table import TokenTable
 
 
@@ -22,17 +21,15 @@ def read_tokens(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> T
         OSError: A file cannot be read.
     """
     # Imported here because an engine starts without it if its model was compiled before.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    check_tokenizer_files(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = load_tokenizer(model)
+    except (ModelError, OSError):
+        raise
     except Exception as error:  # transformers raises what it likes
         raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer {type(tokenizer).__name__} has no fast version")
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
     size = max(vocab_size, len(tokenizer))
-    return TokenTable(backend.to_str(), size, tuple(eos_token_ids))
+    return TokenTable(tokenizer.backend_tokenizer.to_str(), size, tuple(eos_token_ids))

@@ -20,7 +20,7 @@ def measure_kv_scales(
     Args:
         model: The model as loaded.
         shape: Its dimensions.
-        path: Directory or hub name of its tokenizer.
+        path: The model's directory.
         dtype: Of the cache.
     """
     largest = torch.finfo(dtype).max

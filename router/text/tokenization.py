@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from octavo.common import background, limits, rpc
 from octavo.common.background import Workers
 from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
-from octavo.common.models.tokenizer_files import check_tokenizer_files, tokenizer_files
+from octavo.common.models.tokenizer import load_tokenizer
+from octavo.common.models.tokenizer_files import tokenizer_files
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
 from octavo.router.text.chat_messages import lay_out
@@ -270,9 +271,7 @@ class Tokenizers:
 
 
 def _load(source: str) -> Tokenizer:
-    directory = Path(models.resolve_tokenizer(source))
-    check_tokenizer_files(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = load_tokenizer(Path(models.resolve_tokenizer(source)))
     _check_vocabulary(tokenizer)
     return Tokenizer(tokenizer)
 

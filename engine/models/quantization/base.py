@@ -92,7 +92,7 @@ class Scheme(ABC):
         Args:
             model: Changed in place.
             shape: The model's dimensions.
-            path: Directory or hub name of the model's tokenizer.
+            path: The model's directory.
         """
         experts = find_experts(model)
         inputs = calibrate(model, shape, path, [layer.path for layer in experts])

@@ -8,9 +8,10 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from octavo.common.models.errors import first_line
+from octavo.common.models.tokenizer import load_tokenizer
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import layer_caches, state_caches
@@ -88,7 +89,7 @@ def calibrate(
     Args:
         model: A model on a CPU.
         shape: The model's dimensions.
-        path: Directory or hub name of the model's tokenizer.
+        path: The model's directory.
         experts: The names of layers of experts.
     """
     tokens = calibration_tokens(path, shape)
@@ -140,7 +141,7 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
     count = min(MAX_TOKENS, shape.max_position)
     text = Path(__file__).with_name("calibration.txt").read_text()
     try:
-        ids = AutoTokenizer.from_pretrained(path, trust_remote_code=False)(text)["input_ids"]
+        ids = load_tokenizer(Path(path))(text, verbose=False)["input_ids"]
         known = [token for token in ids if 0 <= token < shape.vocab_size][:count]
     except Exception as error:  # noqa: BLE001 - tokenizers raise many types
         known = []
