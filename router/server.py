@@ -79,7 +79,7 @@ class Router:
         self.authenticator = Authenticator(
             settings.tenants, self.registry, workers=settings.workers
         )
-        self._tokenizers = Tokenizers()
+        self._tokenizers = Tokenizers(allow_special_tokens=settings.allow_special_tokens)
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(
             settings,

@@ -111,6 +111,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Form in which models mark their reasoning; auto: by the chat template and "
         "the vocabulary, none: reasoning is part of the text.",
     )
+    allow_special_tokens: bool = Field(
+        False,
+        description="Let texts of chats spell control tokens, such as the end of a turn. Default: "
+        "only the chat template writes them, and texts that spell them stay text.",
+    )
     balancing: PolicyName = Field(
         "prefix_aware",
         description="Load balancing policy. prefix_aware: the engine with the least work before "

@@ -99,6 +99,14 @@ class ChatOptions(TypedDict, total=False):
             flags=(),
         ),
     ]
+    allow_special_tokens: Annotated[
+        bool | None,
+        Parameter(
+            "chat.allow_special_tokens",
+            "Let texts of the chat spell control tokens; the server must allow it.",
+            flags=(),
+        ),
+    ]
     tools: Annotated[
         Sequence[Tool | Mapping[str, Any]] | None,
         Parameter(

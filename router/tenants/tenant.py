@@ -40,6 +40,7 @@ class Tenant:
         share_prefixes: Cached prefixes are shared with the tenants that name
             the same group; None: with nobody.
         admin: Whether it may call AdminService.
+        allow_special_tokens: Whether its requests may ask that texts of chats spell control tokens.
     """
 
     name: str = ""
@@ -53,6 +54,7 @@ class Tenant:
     models: frozenset[str] | None = None
     share_prefixes: Name | None = None
     admin: bool = False
+    allow_special_tokens: bool = False
 
     def may_use(self, model: str) -> bool:
         """Return whether it may use a model."""

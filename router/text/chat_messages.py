@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.router.text.chat_template import changed
+from octavo.router.text.control_tokens import Change
 from octavo.router.text.model_text import ModelText
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
@@ -49,18 +51,23 @@ class Layout:
     template: str | None = None
 
 
-def lay_out(chat: generation_pb2.ChatPrompt, model: ModelText, *, objects: bool) -> Layout:
+def lay_out(
+    chat: generation_pb2.ChatPrompt, model: ModelText, change: Change = str, *, objects: bool
+) -> Layout:
     """Return a valid chat as a model's template takes it.
 
     Args:
         chat: The chat.
         model: The model's template.
+        change: Changes each text of the caller.
         objects: Whether the arguments of calls are objects, as most templates want them, or text.
     """
     shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
-    tools = [_tool(tool) for tool in chat.tools] if shown else []
+    tools = [_tool(tool, change) for tool in chat.tools] if shown else []
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
-    messages = [_message(message, names, model, objects=objects) for message in chat.messages]
+    messages = [
+        _message(message, names, model, change, objects=objects) for message in chat.messages
+    ]
     if not model.has_tools:
         return Layout(_in_text(messages, tools), None)
     empty = any(message["content"] is None for message in messages)
@@ -72,12 +79,12 @@ def text_of(message: generation_pb2.ChatMessage) -> str:
     return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
-def _tool(tool: generation_pb2.Tool) -> dict[str, Any]:
+def _tool(tool: generation_pb2.Tool, change: Change) -> dict[str, Any]:
     parameters = json.loads(tool.parameters) if tool.parameters else {}
     function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": parameters or {"type": "object", "properties": {}},
+        "name": change(tool.name),
+        "description": change(tool.description),
+        "parameters": changed(parameters, change) or {"type": "object", "properties": {}},
     }
     return {"type": "function", "function": function}
 
@@ -86,30 +93,35 @@ def _message(
     message: generation_pb2.ChatMessage,
     names: Mapping[str, str],
     model: ModelText,
+    change: Change,
     *,
     objects: bool,
 ) -> dict[str, Any]:
     role = message.role
     if role == "developer" and "developer" not in model.template:
         role = "system"
-    laid_out: dict[str, Any] = {"role": role, "content": text_of(message)}
+    laid_out: dict[str, Any] = {"role": role, "content": change(text_of(message))}
     if message.tool_calls:
-        laid_out["tool_calls"] = [_call(call, objects=objects) for call in message.tool_calls]
+        laid_out["tool_calls"] = [
+            _call(call, change, objects=objects) for call in message.tool_calls
+        ]
         if not laid_out["content"] and _CONTENT_MAY_BE_NONE.search(model.template):
             laid_out["content"] = None  # by which some templates know a message with calls
     if message.tool_call_id:
-        laid_out["tool_call_id"] = message.tool_call_id
+        laid_out["tool_call_id"] = change(message.tool_call_id)
     if name := message.name or (role == "tool" and names.get(message.tool_call_id)):
-        laid_out["name"] = name
+        laid_out["name"] = change(name)
     if message.reasoning:
-        laid_out |= {key: message.reasoning for key in _REASONING if key in model.template}
+        reasoning = change(message.reasoning)
+        laid_out |= {key: reasoning for key in _REASONING if key in model.template}
     return laid_out
 
 
-def _call(call: generation_pb2.ToolCall, *, objects: bool) -> dict[str, Any]:
+def _call(call: generation_pb2.ToolCall, change: Change, *, objects: bool) -> dict[str, Any]:
     arguments = call.arguments or "{}"
-    function = {"name": call.name, "arguments": json.loads(arguments) if objects else arguments}
-    return {"id": call.id, "type": "function", "function": function}
+    given = changed(json.loads(arguments) if objects else arguments, change)
+    function = {"name": change(call.name), "arguments": given}
+    return {"id": change(call.id), "type": "function", "function": function}
 
 
 def _in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The variables that a request gives to its model's chat template."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
@@ -25,8 +26,14 @@ TEMPLATE_ERRORS = (
 """What a template may fail with, as variables may have any type."""
 
 
-def template_variables(chat: generation_pb2.ChatPrompt) -> dict[str, Any]:
+def template_variables(
+    chat: generation_pb2.ChatPrompt, change: Callable[[str], str] = str
+) -> dict[str, Any]:
     """Return a chat's `chat_template_kwargs`.
+
+    Args:
+        chat: The chat.
+        change: Changes each text in them.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT: a name is not free to be set.
@@ -37,7 +44,19 @@ def template_variables(chat: generation_pb2.ChatPrompt) -> dict[str, Any]:
             "chat.chat_template_kwargs",
             f"chat.chat_template_kwargs may not have {taken[0]!r}, which the server sets itself",
         )
-    return {name: _plain(value) for name, value in fields.items()}
+    return {name: changed(_plain(value), change) for name, value in fields.items()}
+
+
+def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - any JSON
+    """Return a JSON value with its texts and names changed."""
+    match value:
+        case str():
+            return change(value)
+        case list():
+            return [changed(one, change) for one in value]
+        case dict():
+            return {change(name): changed(one, change) for name, one in value.items()}
+    return value
 
 
 def _plain(value: struct_pb2.Value) -> Any:  # noqa: ANN401 - any JSON

@@ -17,10 +17,10 @@ from octavo.common.models.tokenizer import load_tokenizer
 from octavo.common.models.tokenizer_files import tokenizer_files
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
-from octavo.router.text.chat_messages import lay_out
-from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
+from octavo.router.text.control_tokens import ControlTokens
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.model_text import model_text
+from octavo.router.text.rendering import ChatRenderer
 from octavo.router.text.turns import Turn, Turns
 from octavo.v1 import generation_pb2
 
@@ -54,6 +54,9 @@ class Tokenizer:
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
         self.model = model_text(tokenizer)
+        self._renderer = ChatRenderer(tokenizer, self.model)
+        added = self._backend and self._backend.get_added_tokens_decoder()
+        self._control = ControlTokens(added or tokenizer.added_tokens_decoder, self._backend)
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
 
     def check_length(self, text: str, max_tokens: int) -> None:
@@ -70,21 +73,45 @@ class Tokenizer:
         self,
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
         max_tokens: int | None,
+        *,
+        allow_special_tokens: bool = False,
     ) -> list[int]:
         """Return the tokens of a request's text or chat.
 
+        Args:
+            request: One with a prompt that is not in tokens.
+            max_tokens: What it may have; None: any number.
+            allow_special_tokens: Whether a chat's own texts may spell special tokens.
+
         Raises:
-            rpc.RpcError: As `render`; INVALID_ARGUMENT if it is clear that they are more
-                than `max_tokens`, before all are counted.
+            rpc.RpcError: As `ChatRenderer.render` and `ControlTokens.encode`;
+                INVALID_ARGUMENT if it is clear that they are more than `max_tokens`, before
+                all are counted.
         """
-        chat = request.WhichOneof("prompt") == "chat"
-        text = self.render(request.chat) if chat else request.text
-        if max_tokens is not None:
-            self.check_length(text, max_tokens)
-            if not prompt_length.may_fit(text, max_tokens, self._count):
-                raise limits.prompt_too_long(max_tokens)
-        # A chat's template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=not chat)
+        if request.WhichOneof("prompt") != "chat":
+            self._check_fits(request.text, max_tokens)
+            return self.encode(request.text)
+        texts: list[str] = []
+
+        def keep(text: str) -> str:
+            texts.append(text)
+            return text
+
+        text = self._renderer.render(request.chat, keep)
+        self._check_fits(text, max_tokens)
+        if allow_special_tokens or not self._control.may_be_in(texts):
+            # A chat's template writes the special tokens itself.
+            return self.encode(text, add_special_tokens=False)
+        return self._control.encode(
+            text, texts, lambda change: self._renderer.render(request.chat, change)
+        )
+
+    def _check_fits(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None:
+            return
+        self.check_length(text, max_tokens)
+        if not prompt_length.may_fit(text, max_tokens, self._count):
+            raise limits.prompt_too_long(max_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of `text`, with those that the tokenizer adds by default."""
@@ -99,46 +126,8 @@ class Tokenizer:
         return ids
 
     def render(self, chat: generation_pb2.ChatPrompt) -> str:
-        """Return a chat laid out by the model's template, by default with the answer begun.
-
-        Raises:
-            rpc.RpcError: FAILED_PRECONDITION if the model has no template,
-                INVALID_ARGUMENT with the template's message if it refuses the chat, or as
-                `template_variables`.
-        """
-        if not self._tokenizer.chat_template:
-            raise rpc.precondition(
-                "chat", "the model has no chat template; send the prompt as text or tokens"
-            )
-        goes_on = chat.continue_final_message
-        opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        variables = template_variables(chat)
-
-        def fill(*, objects: bool) -> str:
-            layout = lay_out(chat, self.model, objects=objects)
-            text: str = self._tokenizer.apply_chat_template(
-                layout.messages,
-                tools=layout.tools,
-                chat_template=layout.template,
-                tokenize=False,
-                add_generation_prompt=opens and not goes_on,
-                continue_final_message=goes_on,
-                **variables,
-            )
-            return text
-
-        try:
-            try:
-                return fill(objects=True)
-            except TypeError:
-                # Some templates join arguments to texts, instead of writing them as JSON.
-                if not any(message.tool_calls for message in chat.messages):
-                    raise
-                return fill(objects=False)
-        except TEMPLATE_ERRORS as error:
-            raise rpc.invalid(
-                "chat.messages", f"the model's chat template refuses chat.messages: {error}"
-            ) from error
+        """Return a chat as the model's template writes it; errors as `ChatRenderer.render`."""
+        return self._renderer.render(chat)
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
@@ -189,7 +178,13 @@ class Tokenizers:
     Tenants take turns, so that none waits for more than what others have begun.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_special_tokens: bool = False) -> None:
+        """Load none yet.
+
+        Args:
+            allow_special_tokens: Whether texts of chats may spell control tokens.
+        """
+        self._allow_special_tokens = allow_special_tokens
         # One more than there are turns: a tokenizer is loaded while others are used.
         self._threads = Workers(THREADS + 1, "tokenizer")
         self._turns = Turns(THREADS, LONG, MAX_WAITING)
@@ -228,15 +223,31 @@ class Tokenizers:
                 its end. None: any number.
 
         Raises:
-            rpc.RpcError: As `Tokenizer.encode_prompt` and `Turns.take`.
+            rpc.RpcError: As `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED: the
+                tenant may not have texts spell control tokens.
         """
+        allowed = self._allows_special_tokens(request.chat, tenant)
         size = len(request.text)
         if request.WhichOneof("prompt") == "chat":
             size = sum(len(message.content) for message in request.chat.messages)
             size += request.chat.chat_template_kwargs.ByteSize()
         elif max_tokens is not None:
             tokenizer.check_length(request.text, max_tokens)
-        return await self._run(tenant, size, lambda: tokenizer.encode_prompt(request, max_tokens))
+        return await self._run(
+            tenant,
+            size,
+            lambda: tokenizer.encode_prompt(request, max_tokens, allow_special_tokens=allowed),
+        )
+
+    def _allows_special_tokens(self, chat: generation_pb2.ChatPrompt, tenant: Tenant) -> bool:
+        asked = chat.allow_special_tokens if chat.HasField("allow_special_tokens") else None
+        if asked and not (self._allow_special_tokens or tenant.allow_special_tokens):
+            raise rpc.denied(
+                "chat.allow_special_tokens is not allowed: it needs the router's"
+                " --allow-special-tokens, or a tenant with allow_special_tokens = true",
+                "chat.allow_special_tokens",
+            )
+        return self._allow_special_tokens if asked is None else asked
 
     async def decode(
         self,

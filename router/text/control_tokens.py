@@ -1,0 +1,218 @@
+"""Control tokens: those that a tokenizer marks special, and that a chat's template alone writes.
+
+A text of the caller may spell one, such as `<|im_end|>`. It stays text, and becomes ordinary
+tokens. To tell the caller's from the template's, the chat is rendered once more, with marks around
+what the caller's texts spell.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.common import rpc
+from octavo.router.text.respelt import Respelt
+
+Change = Callable[[str], str]
+"""Returns a caller's text as the template is to see it."""
+PRIVATE_USE = range(0xE000, 0xF900)
+"""Characters without a meaning, so that a text hardly ever has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is put around the spelling of a control token; one of them may be empty."""
+
+    before: str
+    after: str
+
+
+class ControlTokens:
+    """Encodes chats so that no text of a caller becomes a control token.
+
+    Args:
+        added: The tokenizer's added tokens by id.
+        backend: Its `tokenizers.Tokenizer`; None: it has none, and texts that spell control
+            tokens are refused.
+    """
+
+    def __init__(self, added: Mapping[int, Any], backend: Any) -> None:  # noqa: ANN401 - tokenizers has no types
+        self._added = {token.content: token for token in added.values() if token.content}
+        self._backend = backend
+        # Templates and callers write white space as text, whatever the tokenizer says of it.
+        self._control = frozenset(
+            text for text, token in self._added.items() if token.special and not text.isspace()
+        )
+        self._lowered = sorted({text.lower() for text in self._control})
+        self._beginnings = frozenset(
+            text[:end]
+            for text in self._lowered
+            for end in range(1, len(text))
+            if not text[:end].isalnum()  # a word's end is no beginning
+        )
+        # A normalizer may make control tokens of texts that do not spell them.
+        self._normalized = any(self._added[text].normalized for text in self._control)
+        self._respelt: Respelt | None = None
+
+    def may_be_in(self, texts: Iterable[str]) -> bool:
+        """Return whether texts may become control tokens, or end as some begin."""
+        return (self._normalized and self._backend is not None) or any(
+            any(text in lowered for text in self._lowered) or self._beginning(lowered)
+            for lowered in map(_lower, texts)
+        )
+
+    def encode(self, text: str, texts: Sequence[str], render: Callable[[Change], str]) -> list[int]:
+        """Return the tokens of a rendered chat; no text of the caller becomes a control token.
+
+        Args:
+            text: The rendered chat.
+            texts: The caller's texts in it.
+            render: Renders it with changed texts of the caller.
+
+        Raises:
+            rpc.RpcError: INVALID_ARGUMENT: there is no telling what the caller wrote.
+        """
+        if self._backend is None:
+            raise _refused("the model's tokenizer cannot encode them as text")
+        before, after = private_characters(2, [text, *texts])
+        # A template may ask how a text begins or ends, where a mark would be in the way.
+        for marks in (Marks(before, after), Marks(before, ""), Marks("", after)):
+            marked = Marked(render(self._marking(marks)), marks)
+            if marked.text == text:
+                return self._encode(marked)
+        raise _refused("the model's chat template writes other prompts where it meets them")
+
+    def _encode(self, marked: "Marked") -> list[int]:
+        if self._respelt is None:
+            self._respelt = Respelt(self._backend, self._added, self._control)
+        text, pieces, end = marked.text, [], 0
+        callers = set()
+        for match in self._matches(text):
+            if match[0] in self._control:
+                if marked.has(*match.span()):
+                    callers.add(match[0])
+                else:
+                    pieces += [text[end : match.start()], self._respelt.spellings[match[0]]]
+                    end = match.end()
+        ids = self._respelt.encode("".join([*pieces, text[end:]]))
+        if made := self._respelt.made_of_text(ids, callers):
+            raise _refused(f"the model's tokenizer makes {made!r} of ordinary text")
+        return self._respelt.own_ids(ids)
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Find added tokens as tokenizers does: always the first, and of those the longest."""
+        present = sorted((one for one in self._added if one in text), key=len, reverse=True)
+        if not present:
+            return iter(())
+        return re.finditer(
+            "|".join(
+                rf"(?<!\w){re.escape(one)}(?!\w)"
+                if self._added[one].single_word
+                else re.escape(one)
+                for one in present
+            ),
+            text,
+        )
+
+    def _marking(self, marks: Marks) -> Change:
+        """Return what puts marks around what spells a control token, or ends as one begins.
+
+        Letters of either case count, as a template may change it.
+        """
+
+        def mark(text: str) -> str:
+            lowered = _lower(text)
+            starts, ends = set(), set()
+            for spelling in self._lowered:
+                start = lowered.find(spelling)
+                while start >= 0:
+                    starts.add(start)
+                    ends.add(start + len(spelling))
+                    start = lowered.find(spelling, start + 1)
+            if beginning := self._beginning(lowered):
+                starts.add(len(text) - beginning)
+                ends.add(len(text))
+            pieces, last = [], 0
+            for place in sorted(starts | ends):
+                pieces.append(text[last:place])
+                pieces += [marks.after] * (place in ends) + [marks.before] * (place in starts)
+                last = place
+            return "".join([*pieces, text[last:]])
+
+        return mark
+
+    def _beginning(self, lowered: str) -> int:
+        """Return the length of the longest end of a text with which a control token begins."""
+        longest = max(map(len, self._lowered), default=0)
+        lengths = range(min(longest, len(lowered)), 0, -1)
+        return next((n for n in lengths if lowered[-n:] in self._beginnings), 0)
+
+
+class Marked:
+    """A text that was rendered with marks, which this takes out.
+
+    Attributes:
+        text: The text without them.
+    """
+
+    def __init__(self, rendered: str, marks: Marks) -> None:
+        self._starts: set[int] | None = set() if marks.before else None
+        self._ends: set[int] | None = set() if marks.after else None
+        places = {marks.before: self._starts, marks.after: self._ends}
+        places |= {_in_json(mark): found for mark, found in places.items() if mark}
+        places.pop("", None)
+        self._all: list[int] = []
+        pieces, last, length = [], 0, 0
+        for match in re.finditer("|".join(map(re.escape, places)), rendered):
+            pieces.append(rendered[last : match.start()])
+            length += len(pieces[-1])
+            last = match.end()
+            found = places[match[0]]
+            assert found is not None
+            found.add(length)
+            self._all.append(length)
+        self.text = "".join([*pieces, rendered[last:]])
+
+    def has(self, start: int, end: int) -> bool:
+        """Return whether what is there was marked, or has marks within: a template joined it."""
+        following = bisect_right(self._all, start)
+        if following < len(self._all) and self._all[following] < end:
+            return True
+        return (self._starts is None or start in self._starts) and (
+            self._ends is None or end in self._ends
+        )
+
+
+def private_characters(count: int, texts: Iterable[str]) -> list[str]:
+    """Return characters that are not in any of some texts, nor escaped as JSON has them.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT: the texts have them all.
+    """
+    texts = list(texts)
+    found = set().union(*texts)
+    free = (chr(code) for code in PRIVATE_USE if chr(code) not in found)
+    chosen = []
+    for one in free:
+        if not any(_in_json(one) in text for text in texts):
+            chosen.append(one)
+        if len(chosen) == count:
+            return chosen
+    raise _refused("they have all characters of Unicode's private use area")
+
+
+def _in_json(character: str) -> str:
+    return f"\\u{ord(character):04x}"
+
+
+def _lower(text: str) -> str:
+    """Return a text in lower case, no character longer than it was."""
+    return text.replace("\u0130", "i").lower()
+
+
+def _refused(why: str) -> rpc.RpcError:
+    return rpc.invalid(
+        "chat.messages",
+        f"chat.messages or tools spell control tokens, but {why}; leave them out",
+    )

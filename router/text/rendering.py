@@ -1,0 +1,124 @@
+"""Chats as a model's template writes them."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from octavo.common import rpc
+from octavo.router.text.chat_messages import lay_out, text_of
+from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
+from octavo.router.text.control_tokens import Change, private_characters
+from octavo.router.text.model_text import ModelText
+from octavo.v1 import generation_pb2
+
+
+class ChatRenderer:
+    """Renders chats by a model's template.
+
+    Args:
+        tokenizer: The model's.
+        model: Its template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelText) -> None:
+        self._tokenizer: Any = tokenizer
+        self._model = model
+
+    def render(self, chat: generation_pb2.ChatPrompt, change: Change = str) -> str:
+        """Return a chat laid out by the model's template, by default with the answer begun.
+
+        Args:
+            chat: The chat.
+            change: Changes each text of the caller before the template sees it.
+
+        Raises:
+            rpc.RpcError: FAILED_PRECONDITION if the model has no template,
+                INVALID_ARGUMENT with the template's message if it refuses the chat, if its
+                last message cannot be continued, or as `template_variables`.
+        """
+        if not self._tokenizer.chat_template:
+            raise rpc.precondition(
+                "chat", "the model has no chat template; send the prompt as text or tokens"
+            )
+        if chat.continue_final_message:
+            return self._opened(chat, change) + change(text_of(chat.messages[-1]))
+        opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+        return self._fill(chat, change, opens=opens)
+
+    def _opened(self, chat: generation_pb2.ChatPrompt, change: Change) -> str:
+        """Return a chat up to where the text of its last message begins.
+
+        A template may trim that text, which is to be continued as it is; so it gets another.
+        """
+        last = chat.messages[-1]
+        if last.tool_calls:
+            raise rpc.invalid(
+                "chat.continue_final_message",
+                "chat.continue_final_message cannot continue a message with tool_calls: leave"
+                " them out",
+            )
+        text = text_of(last)
+        given = chat.SerializeToString().decode(errors="replace")
+        (end,) = private_characters(1, [given, self._model.template])
+
+        def before_end(content: str, change: Change) -> str:
+            before, *others = self._fill(_ending(chat, content), change, opens=False).split(end)
+            if len(others) != 1:
+                raise _endless(f"writes its text {len(others)} times")
+            return before
+
+        # White space apart, which templates trim, the text must be where it is put.
+        if _solid(before_end(text + end, str)) != _solid(before_end(end, str) + text):
+            raise _endless(
+                "writes its text in another way, or elsewhere; reasoning has a field of its own"
+            )
+        return before_end(end, change)
+
+    def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
+        variables = template_variables(chat, change)
+
+        def fill(*, objects: bool) -> str:
+            layout = lay_out(chat, self._model, change, objects=objects)
+            text: str = self._tokenizer.apply_chat_template(
+                layout.messages,
+                tools=layout.tools,
+                chat_template=layout.template,
+                tokenize=False,
+                add_generation_prompt=opens,
+                **variables,
+            )
+            return text
+
+        try:
+            try:
+                return fill(objects=True)
+            except TypeError:
+                # Some templates join arguments to texts, instead of writing them as JSON.
+                if not any(message.tool_calls for message in chat.messages):
+                    raise
+                return fill(objects=False)
+        except TEMPLATE_ERRORS as error:
+            raise rpc.invalid(
+                "chat.messages", f"the model's chat template refuses chat.messages: {error}"
+            ) from error
+
+
+def _ending(chat: generation_pb2.ChatPrompt, text: str) -> generation_pb2.ChatPrompt:
+    """Return a chat whose last message has another text."""
+    other = generation_pb2.ChatPrompt()
+    other.CopyFrom(chat)
+    other.messages[-1].ClearField("parts")
+    other.messages[-1].content = text
+    return other
+
+
+def _solid(text: str) -> str:
+    return "".join(text.split())
+
+
+def _endless(why: str) -> rpc.RpcError:
+    return rpc.invalid(
+        "chat.continue_final_message",
+        "chat.continue_final_message cannot continue the last message: the model's chat template "
+        f"{why}",
+    )
