@@ -2,12 +2,13 @@
 
 import secrets
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.parsers.parser import Kind as PieceKind
 from octavo.router.requests.parsers.parser import Piece
+from octavo.router.requests.spelled_markers import SpelledMarkers, mended
 from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
 from octavo.router.text.stop_strings import StopStrings
 from octavo.v1 import generation_pb2, sampling_pb2
@@ -50,12 +51,14 @@ class Output:
         "_detokenizer",
         "_finish_sent",
         "_include",
+        "_markers",
         "_min_tokens",
         "_parser",
         "_pieces",
         "_reasoning",
         "_reasoning_tokens",
         "_reported",
+        "_spelled",
         "_stop_strings",
         "_stopped",
         "_taken",
@@ -91,12 +94,15 @@ class Output:
         self._pieces = pieces
         self._parser = None if plan is None else plan.parser()
         self._visible: frozenset[int] = frozenset()
+        self._markers: Mapping[int, str] = {}  # that count as tokens alone
         if plan is not None and self._parser is not None:
             self._visible = plan.visible(self._parser)
+            self._markers = plan.markers(self._parser)
         self._detokenizer = Detokenizer(
             pieces, keep_special=options.keep_special_tokens, visible=self._visible
         )
         self._stop_strings = StopStrings(stop.strings, include=stop.include_in_output)
+        self._spelled = SpelledMarkers(self._markers.values()) if self._markers else None
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens
         self._verbatim = self._parser is None and not stop.strings
@@ -205,9 +211,20 @@ class Output:
     def _take_text(self, token_id: int) -> None:
         """Show a token's text; count the token if it is within reasoning."""
         reasoned = self._parser is not None and self._parser.reasons
-        self._show(self._detokenizer.feed(token_id))
+        text = self._detokenizer.feed(token_id)
+        if self._spelled is not None:
+            text = self._told_apart(self._spelled, token_id, text)
+        self._show(text)
         if reasoned and self._parser is not None and self._parser.reasons:
             self._reasoning_tokens += 1
+
+    def _told_apart(self, spelled: SpelledMarkers, token_id: int, text: str) -> str:
+        """Return a token's text for the parser, told from a marker that is spelt like it."""
+        marker = self._markers.get(token_id, "")
+        marker = marker if text.endswith(marker) else ""
+        if not marker and self._parser is not None and self._parser.calls:
+            return spelled.flush() + text
+        return spelled.feed(text, marker)
 
     def _show(self, text: str) -> None:
         """Show text, up to a stop string, which ends the output unless it is too early."""
@@ -219,7 +236,8 @@ class Output:
             self._show_pieces(self._parser.feed(text))
 
     def _show_pieces(self, pieces: Iterable[Piece]) -> None:
-        for kind, text in pieces:
+        for kind, piece in pieces:
+            text = piece if self._spelled is None else mended(piece)
             if kind == PieceKind.CONTENT:
                 self._show_content(text)
                 if self.ended:
@@ -253,10 +271,10 @@ class Output:
         self._stopped = reason in STOPPING_TOKEN
         last = self.token_ids[-1] if self._stopped and self._include else None
         special = last is not None and self._pieces.kind(last) == Kind.SKIPPED
+        rest = "" if self._spelled is None else self._spelled.flush()
         if last is not None and not special:
-            self._show(self._detokenizer.feed(last))
-        if not self.ended:
-            self._show(self._detokenizer.flush())
+            rest += self._detokenizer.feed(last)
+        self._show(rest + self._detokenizer.flush())
         if not self.ended and self._parser is not None:
             self._show_pieces(self._parser.flush())
         if self.ended:  # a stop string was complete in it

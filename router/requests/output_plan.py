@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.common import rpc
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
+from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
 from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, either, sequence
@@ -32,15 +33,23 @@ class OutputPlan:
         context: What the outputs go on with.
         tools: How they call tools; None: they call none.
         reasoning: How they mark reasoning; None: they have none.
+        answers: Whether they are calls alone, or an answer in the form that the client wants.
+        lark: Says which markers are tokens, where a grammar tells these from text; None: a marker
+            counts however it is spelt.
     """
 
     context: Context
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+    answers: bool = False
+    lark: Lark | None = None
 
     def parser(self) -> Parser | None:
         """Return what reads one output; None: all of it is content."""
         parser = None if self.tools is None else self.tools.parser(self.context)
+        if parser is not None and self.tools is not None and self.answers:
+            starts = self.tools.starts(self.context.tools)
+            parser = AnswerOrCalls(starts, parser) if starts else parser
         if self.reasoning is not None:
             parser = self.reasoning.parser(self.context, parser)
         return parser
@@ -48,6 +57,13 @@ class OutputPlan:
     def visible(self, parser: Parser) -> frozenset[int]:
         """Return the special tokens that a parser must see."""
         return self.context.model.ids(parser.visible)
+
+    def markers(self, parser: Parser) -> Mapping[int, str]:
+        """Return the markers that count as tokens alone, by their ids."""
+        if self.lark is None:
+            return {}
+        parts = {part for marker in parser.visible for part in self.lark.parts(marker)}
+        return {i: part for part in parts if (i := self.lark.token(part)) is not None}
 
 
 class OutputFormats:
@@ -121,13 +137,15 @@ class OutputFormats:
         if bounded and reasoning is None:
             raise _unbounded("the model marks no reasoning, or the router has no parser for it")
         form = self.tools(model) if tools else None
-        plan = _Constraint(message, context, form, reasoning, Lark(model, eos_token_ids))
+        lark, answers = Lark(model, eos_token_ids), message.HasField("constraint")
+        plan = _Constraint(message, context, form, reasoning, lark)
         grammar = plan.grammar(limit if bounded else None)
         if grammar is not None:
             message.constraint.grammar = grammar
             form = form and form.constrained
             context = replace(context, held=plan.held)
-        return OutputPlan(context, form, reasoning)
+        held = lark if message.HasField("constraint") else None
+        return OutputPlan(context, form, reasoning, answers, held)
 
 
 class _Constraint:

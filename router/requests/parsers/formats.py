@@ -77,6 +77,10 @@ class ToolFormat(ABC):
     def parser(self, context: Context) -> Parser:
         """Return what reads one output."""
 
+    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:  # noqa: ARG002
+        """Return what an output of `forced` begins with; empty: its reader tells it from text."""
+        return (self.trigger,) if self.trigger else ()
+
     @property
     def constrained(self) -> "ToolFormat":
         """The form of calls where they are constrained."""

@@ -31,6 +31,10 @@ class Llama3(ToolFormat):
         calls = partial(JsonCalls, SEPARATOR)
         return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})
 
+    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return what calls begin with: an answer may be an object too, with a name in it."""
+        return tuple(f'{{"name": "{tool.name}", "parameters": ' for tool in tools)
+
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches an output that must call tools."""
         call = json_call(lark, tools, key="parameters")

@@ -59,6 +59,11 @@ class MarkedCalls(Parser):
         """Special tokens that it must see."""
         return frozenset((*self._all, *self._shown))
 
+    @property
+    def calls(self) -> bool:
+        """Whether what came last is within a call."""
+        return self._call is not None
+
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""
         pieces: list[Piece] = []

@@ -49,6 +49,11 @@ class Parser(ABC):
         return False
 
     @property
+    def calls(self) -> bool:
+        """Whether what came last is within a call, which is read to its end whatever is in it."""
+        return False
+
+    @property
     def visible(self) -> frozenset[str]:
         """Special tokens that it must see, those of a parser in it included."""
         return frozenset(self.markers)

@@ -33,6 +33,10 @@ class Pythonic(ToolFormat):
         bare = {"[": partial(PythonCalls, bare=True)}
         return MarkedCalls(opens, tuple(MARKERS.values()), bare)
 
+    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Return what calls begin with: an answer may be a list too."""
+        return LFM2, *(f"[{tool.name}(" for tool in tools)
+
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return what matches an output that must call tools."""
         calls = python_list(lark, tools, parallel=parallel)

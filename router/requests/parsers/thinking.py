@@ -35,6 +35,11 @@ class Thinking(Parser):
         return self._in_reasoning
 
     @property
+    def calls(self) -> bool:
+        """Whether what came last is within a call."""
+        return self._then is not None and self._then.calls
+
+    @property
     def visible(self) -> frozenset[str]:
         """Special tokens that it must see."""
         rest = frozenset() if self._then is None else self._then.visible

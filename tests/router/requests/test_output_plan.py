@@ -6,23 +6,30 @@ import random
 import jsonschema
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from octavo.common.rpc import RpcError
+from octavo.engine.constraints.constraint import Constraint, ConstraintKind
+from octavo.engine.constraints.grammar import compile_grammar
+from octavo.engine.constraints.token_table import TokenTable
+from octavo.router.requests.output import Output
 from octavo.router.requests.output_plan import OutputFormats
 from octavo.router.requests.parsers import TOOL_FORMATS
 from octavo.router.requests.parsers.glm import JOINED
 from octavo.router.requests.parsers.parser import Kind
 from octavo.router.requests.parsers.pythonic import LFM2
-from octavo.router.text.lark import rename
+from octavo.router.text.lark import escaped, rename
 from octavo.router.text.model_text import ModelText, model_text
+from octavo.router.text.tokenization import backend_pieces
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
+from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions
 from tests.router.conftest import byte_level_tokenizer
 from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS
+from tests.router.requests.test_calls import Reader
 
 EOS = 256
 MARKERS = {
@@ -83,11 +90,17 @@ class Model:
         loaded = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, eos_token="</s>")
         text = model_text(loaded)
         self.text = ModelText("{{ tools }}", True, text.tokens, text.special, **options)
-        self.matcher_tokens = LLTokenizer(self.tokenizer.to_str(), eos_token=[EOS])
+        size = self.tokenizer.get_vocab_size()
+        self.matcher_tokens = TokenTable(self.tokenizer.to_str(), size, (EOS,)).build()
+        self.pieces = backend_pieces(self.tokenizer)
 
     def draw(self, grammar: str, seed: int, most: int = 2000) -> str:
+        """Return the text of a random output that a grammar allows."""
+        return self.tokenizer.decode(self.draw_ids(grammar, seed, most), skip_special_tokens=False)
+
+    def draw_ids(self, grammar: str, seed: int, most: int = 2000) -> list[int]:
         """Return a random output that a grammar allows, which must come to an end."""
-        matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
+        matcher = self.matcher(grammar)
         draw, ids = random.Random(seed), []
         while len(ids) < most:
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -95,10 +108,14 @@ class Model:
             assert allowed, matcher.get_error()
             token = EOS if EOS in allowed and draw.random() < 0.3 else draw.choice(allowed)
             if token == EOS:
-                return self.tokenizer.decode(ids, skip_special_tokens=False)
+                return ids
             assert matcher.consume_token(token), matcher.get_error()
             ids.append(token)
         raise AssertionError("it does not end")
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the beginning of an output."""
+        return compile_grammar(Constraint(ConstraintKind.GRAMMAR, (grammar,)), self.matcher_tokens)
 
     def bytes(self, text: bytes) -> list[int]:
         """Return the tokens of single bytes."""
@@ -106,7 +123,7 @@ class Model:
         return [self.tokenizer.token_to_id(letters[byte]) for byte in text]
 
     def allows(self, grammar: str, text: str) -> bool:
-        matcher = LLMatcher(self.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
+        matcher = self.matcher(grammar)
         assert not matcher.is_error(), matcher.get_error()
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -360,3 +377,91 @@ def test_templates_tell_the_family():
     with pytest.raises(RpcError, match="started with --tool-parser none"):
         OutputFormats("none").check(request.chat, ModelText())
     OutputFormats("none").check(ask().chat, ModelText())
+
+
+def outputs_of(planned, model: Model, grammar: str, seed: int, pace: int) -> tuple:
+    """Draw an output; return its calls, content and reasoning, as clients get them."""
+    ids = model.draw_ids(grammar, seed)
+    output, reader = Output(0, model.pieces, StopConditions(), OutputOptions(), planned), Reader()
+    for at in range(0, len(ids), pace):
+        output.push(ids[at : at + pace], [], 0)
+        reader.take(output)
+    output.push([EOS], [], FinishReason.FINISH_REASON_EOS)
+    reader.take(output)
+    calls = [(called, json.loads(arguments)) for _, called, arguments in reader.calls]
+    return calls, reader.text, reader.reasoning
+
+
+def bounded(model: Model) -> dict | None:
+    """Return a limit of reasoning, so that random outputs end, where there is any."""
+    reasons = OutputFormats().reasoning(model.text) is not None
+    return {"max_reasoning_tokens": 5} if reasons else None
+
+
+def texts_of(name: str) -> list[str]:
+    return [*MARKERS[name], *THINKS, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module", params=["tokens", "spelt"])
+def either_model(request, name) -> Model:
+    if request.param == "spelt" and name in {"gpt_oss", "response_template"}:
+        pytest.skip("its markers are always tokens")
+    template = GEMMA if name == "response_template" else None
+    return Model(MARKERS[name] if request.param == "tokens" else [], response_template=template)
+
+
+@pytest.mark.parametrize("pace", [1, 1000])
+def test_an_answer_keeps_the_texts_of_markers(name, either_model, pace):
+    model = either_model
+    for text in texts_of(name):
+        document = {"a": f"{text} {text}{{", "name": text}
+        form = {"json_schema": json.dumps({"const": document})}
+        request = ask(NOW | {"strict": True}, constraint=form, stop=bounded(model))
+        planned = plan(name, request, model)
+        found = set()
+        for seed in range(4):
+            calls, content, _ = outputs_of(planned, model, request.constraint.grammar, seed, pace)
+            assert bool(calls) != bool(content.strip())
+            assert calls or json.loads(content) == document
+            found.add(bool(calls))
+        assert False in found
+
+
+@pytest.mark.parametrize("pace", [1, 1000])
+@pytest.mark.parametrize("kind", ["choices", "regex"])
+def test_an_answer_may_begin_with_a_marker_s_text(thinker, kind, pace):
+    for text in (*THINKS, "<tool_call>", "</tool_call>"):
+        for answer in (text, f"{text}a{text}", f"a</think>{text}"):
+            value = {"values": [answer]} if kind == "choices" else escaped(answer)
+            for tail in ("assistant\n", "<think>\n", "<think>\n\n</think>\n\n"):
+                request = ask(constraint={kind: value}, stop={"max_reasoning_tokens": 40})
+                planned = plan("hermes", request, thinker, tail)
+                for seed in range(3):
+                    grammar = request.constraint.grammar or f"start: {json.dumps(answer)}"
+                    found = outputs_of(planned, thinker, grammar, seed, pace)
+                    assert found[:2] == ([], answer)
+
+
+@pytest.mark.parametrize("pace", [1, 1000])
+def test_arguments_keep_the_texts_of_markers(name, either_model, pace):
+    model = either_model
+    for text in texts_of(name):
+        schema = {"type": "object", "properties": {"a": {"enum": [f"{text} {text}"]}}}
+        tool = {"name": "f", "parameters": json.dumps({**schema, "required": ["a"]})}
+        choice = {"name": "f"}
+        request = ask(tool, choice=choice, parallel_tool_calls=False, stop=bounded(model))
+        planned = plan(name, request, model)
+        for seed in range(2):
+            calls, content, _ = outputs_of(planned, model, request.constraint.grammar, seed, pace)
+            assert calls == [("f", {"a": f"{text} {text}"})]
+            assert not content.strip()
+
+
+def test_reasoning_may_spell_its_end(thinker):
+    request = ask(constraint={"choices": {"values": ["yes"]}})
+    planned = plan("hermes", request, thinker, "<think>\n")
+    spelt = [*thinker.bytes(b"a </think> b"), thinker.text.tokens["</think>"]]
+    output, reader = Output(0, thinker.pieces, StopConditions(), OutputOptions(), planned), Reader()
+    output.push([*spelt, *thinker.bytes(b"yes"), EOS], [], FinishReason.FINISH_REASON_EOS)
+    reader.take(output)
+    assert (reader.reasoning, reader.text) == ("a </think> b", "yes")
