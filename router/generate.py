@@ -273,6 +273,7 @@ class Generator:
             token_ids = await self._tokenizers.encode(
                 tokenizer, message, usage.tenant, limits.max_model_len - 1
             )
+            validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
         plan = self._plan(message, model, token_ids)
         if message.HasField("constraint"):
             check_constraint(message.constraint, limits)

@@ -121,6 +121,7 @@ class Api:
             logprobs=body.logprobs is not None,
             echo=bool(body.echo),
             prompt_only=body.prompt_only,
+            keep_special=bool(body.options().get("keep_special_tokens")),
         )
         return await self._answer(request, tenant, body, layout)
 

@@ -1,11 +1,11 @@
 """Answers of /v1/completions."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from octavo.router.http.echo import Columns, Echo, columns
 from octavo.router.http.layout import Choice, Reason, finish_reason
 from octavo.router.http.vocabulary import Vocabulary
+from octavo.router.text.places import Places
 from octavo.v1.generation_pb2 import Accepted, Delta
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
@@ -17,18 +17,27 @@ class CompletionLayout:
         logprobs: Whether they come with log-probabilities.
         echo: Whether the prompt comes before each output.
         prompt_only: Whether outputs are left out.
+        keep_special: Whether special tokens are in the text.
     """
 
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, *, logprobs: bool, echo: bool = False, prompt_only: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        logprobs: bool,
+        echo: bool = False,
+        prompt_only: bool = False,
+        keep_special: bool = False,
+    ) -> None:
         self._logprobs = logprobs
         self._echo = echo
         self._prompt_only = prompt_only
         self._echoes: dict[int, Echo] = {}
-        self._offsets: defaultdict[int, int] = defaultdict(int)  # characters of tokens shown
+        self._keep_special = keep_special
+        self._places: dict[int, Places] = {}
 
     def opening(self, index: int) -> None:
         """Return nothing: a text begins with its first piece."""
@@ -42,7 +51,6 @@ class CompletionLayout:
         echo = Echo.of(accepted, prompt, vocabulary, logprobs=self._logprobs)
         for index in indices:
             self._echoes[index] = echo
-            self._offsets[index] = len(echo.text)
         return [_choice(index, echo.text, echo.columns, None) for index in indices]
 
     def piece(
@@ -84,12 +92,13 @@ class CompletionLayout:
     ) -> Columns | None:
         if not self._logprobs:
             return None
-        shown = columns(logprobs, vocabulary)
-        offsets = []
-        for text in shown["tokens"]:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return {**shown, "text_offset": offsets}
+        if (places := self._places.get(index)) is None:
+            echo = self._echoes.get(index)
+            before = 0 if echo is None else len(echo.text)
+            places = Places(vocabulary.pieces, before, keep_special=self._keep_special)
+            self._places[index] = places
+        offsets = [places.next(one.token_id) for one in logprobs]
+        return {**columns(logprobs, vocabulary), "text_offset": offsets}
 
 
 def _choice(index: int, text: str, logprobs: Columns | None, reason: str | None) -> Choice:

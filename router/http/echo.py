@@ -47,7 +47,7 @@ class Echo:
         return cls(
             shown,
             {
-                "tokens": [vocabulary.token(token_id).text for token_id in tokens],
+                "tokens": [vocabulary.token(token_id).name for token_id in tokens],
                 "token_logprobs": [None, *own["token_logprobs"]],
                 "top_logprobs": [None, *own["top_logprobs"]],
                 "text_offset": offsets,
@@ -58,7 +58,7 @@ class Echo:
 def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns:
     """Return the columns of tokens, all but their offsets."""
     return {
-        "tokens": [vocabulary.token(one.token_id).text for one in logprobs],
+        "tokens": [vocabulary.token(one.token_id).name for one in logprobs],
         "token_logprobs": [finite(one.logprob) for one in logprobs],
         "top_logprobs": [_top(one, vocabulary) for one in logprobs],
     }
@@ -66,11 +66,17 @@ def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns
 
 def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
     """Return the most likely tokens at a token's place, and the token itself."""
+    own = vocabulary.token(one.token_id).name
     shown: dict[str, float] = {}
     pairs = [(top.token_id, top.logprob) for top in one.top]
-    for token_id, logprob in [*pairs, (one.token_id, one.logprob)]:
-        # Tokens may share one text, such as parts of a character: keep the likeliest.
-        shown.setdefault(vocabulary.token(token_id).text, finite(logprob))
+    if one.token_id not in dict(pairs):
+        pairs.append((one.token_id, one.logprob))
+    for token_id, logprob in pairs:
+        name = vocabulary.token(token_id).name
+        # Tokens may share one text, such as a special one and what is spelt like it.
+        if token_id != one.token_id and (name == own or name in shown):
+            name = f"token_id:{token_id}"
+        shown[name] = finite(logprob)
     return shown
 
 

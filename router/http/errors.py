@@ -44,6 +44,7 @@ _PARAMS = {
     "stop.strings": "stop",
     "stop.token_ids": "stop_token_ids",
     "text": "prompt",
+    "token_ids": "tokens",
     "tokens.token_ids": "prompt",
 }
 """Fields of GenerateRequest whose last part is not their name here."""

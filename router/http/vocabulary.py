@@ -32,6 +32,13 @@ class Token:
     text: str
     encoded: bytes
 
+    @property
+    def name(self) -> str:
+        """How the older form of log-probabilities names it: by its bytes where it is no text."""
+        if self.encoded == self.text.encode():
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.encoded)
+
 
 class Vocabulary:
     """The tokens of one model.
@@ -59,7 +66,7 @@ class Vocabulary:
         if kind == Kind.SKIPPED:
             return Token(spelling, spelling.encode())
         if kind == Kind.BYTE:
-            encoded = bytes([int(spelling[3:-1], 16)])
+            encoded = pieces.byte(token_id)
             return Token(encoded.decode(errors="replace"), encoded)
         text = pieces.alone(token_id)
         if text is None:  # a part of a character, as only byte-level vocabularies have

@@ -5,6 +5,7 @@ import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+from octavo.router.requests.logprobs import ELSEWHERE, HeldLogprobs
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.parsers.parser import Kind as PieceKind
 from octavo.router.requests.parsers.parser import Piece
@@ -47,10 +48,12 @@ class Output:
 
     __slots__ = (
         "_calls",
+        "_content",
         "_delta",
         "_detokenizer",
         "_finish_sent",
         "_include",
+        "_logprobs",
         "_markers",
         "_min_tokens",
         "_parser",
@@ -108,6 +111,9 @@ class Output:
         self._verbatim = self._parser is None and not stop.strings
         self._wants_logprobs = options.HasField("logprobs")
         self._wants_token_ids = options.token_ids
+        hides = options.HasField("logprobs") and stop.strings and not stop.include_in_output
+        self._logprobs = HeldLogprobs() if hides else None
+        self._content = 0  # characters of content that came, those of a stop string too
         self._text: list[str] = []  # not yet sent
         self._reasoning: list[str] = []  # likewise
         self._calls = 0  # calls of tools that have begun
@@ -154,11 +160,17 @@ class Output:
         plain = len(token_ids) - (reason in STOPPING_TOKEN)
         for i, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
+            before = self._content
             if i < plain:
                 self._take_text(token_id)
+            if self._logprobs is not None and i < len(logprobs):
+                elsewhere = self._parser is not None and self._content == before
+                self._logprobs.add(ELSEWHERE if elsewhere else before, logprobs[i])
             if self.ended:
                 break
-        if self._wants_logprobs:
+        if self._logprobs is not None:
+            self._show_logprobs(self._logprobs)
+        elif self._wants_logprobs:
             self._delta.logprobs.extend(logprobs[: len(self.token_ids) - drawn])
         if reason and not self.ended:
             self._end(reason)
@@ -250,11 +262,16 @@ class Output:
                 self._add_arguments(text)
 
     def _show_content(self, text: str) -> None:
+        self._content += len(text)
         text = self._stop_strings.feed(text, armed=len(self.token_ids) >= self._min_tokens)
         if text:
             self._text.append(text)
         if self._stop_strings.found is not None:
             self.reason = STOP_STRING
+
+    def _show_logprobs(self, held: HeldLogprobs) -> None:
+        """Show those of the tokens that begin in what is shown of the content."""
+        self._delta.logprobs.extend(held.before(self._content - self._stop_strings.hidden))
 
     def _begin_call(self, name: str) -> None:
         call_id = "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(CALL_ID_LENGTH))
@@ -279,8 +296,12 @@ class Output:
             self._show_pieces(self._parser.flush())
         if self.ended:  # a stop string was complete in it
             self._stopped = False
+            if self._logprobs is not None:
+                self._show_logprobs(self._logprobs)
             return
         self._text.append(self._stop_strings.flush())
+        if self._logprobs is not None:
+            self._delta.logprobs.extend(self._logprobs.rest())
         if last is not None and special and last not in self._visible:
             self._text.append(self._pieces.special_text(last))
         self.reason = TOOL_CALLS if self._calls and self._stopped else reason

@@ -4,10 +4,13 @@ Nothing here waits or looks at an engine's state: a request that is refused
 would be refused at any time.
 """
 
+from collections.abc import Sequence
+
 from octavo.common import limits as common
 from octavo.common import rpc
 from octavo.common.limits import MAX_REQUEST_ID, Limits, check_token_ids
 from octavo.router.requests.tool_validation import check_call, check_excluded, check_tools
+from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import generation_pb2
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -146,3 +149,25 @@ def _check_beam(request: generation_pb2.GenerateRequest, limits: Limits) -> None
     if request.HasField("sampling"):
         raise rpc.invalid("beam", "beam excludes sampling; set only one of them")
     common.check_beam(request.beam, request.stop, request.output, limits)
+
+
+def check_vocabulary(
+    request: generation_pb2.GenerateRequest,
+    token_ids: Sequence[int],
+    pieces: Pieces,
+    limits: Limits,
+) -> None:
+    """Check that the model has all tokens that its tokenizer made of a prompt.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT; the token's text is named.
+    """
+    if max(token_ids, default=0) < limits.vocab_size:
+        return
+    field = "chat.messages" if request.WhichOneof("prompt") == "chat" else "text"
+    token_id = next(each for each in token_ids if each >= limits.vocab_size)
+    raise rpc.invalid(
+        field,
+        f"{field} must not spell {pieces.spelling(token_id)!r}: it is token {token_id} of the"
+        f" tokenizer, and the model has the tokens [0, {limits.vocab_size - 1}]",
+    )

@@ -107,6 +107,10 @@ class Pieces:
         """Return how the vocabulary spells a token; nothing for one that does not exist."""
         return self._tokens[token_id] or "" if token_id < len(self._tokens) else ""
 
+    def byte(self, token_id: int) -> bytes:
+        """Return the byte that a token of the kind BYTE stands for."""
+        return bytes([int(self.spelling(token_id)[3:-1], 16)])
+
     def special_text(self, token_id: int) -> str:
         """Return how a special token is spelt; nothing for one that does not exist."""
         return self._tokens[token_id] or "" if token_id in self._special else ""

@@ -16,15 +16,20 @@ class StopStrings:
     Args:
         strings: What to look for; none is empty.
         include: Whether the string found is part of the text.
+
+    Attributes:
+        found: The string that ended the text; None: none has.
+        hidden: Characters of the text fed that are not shown, or not yet.
     """
 
-    __slots__ = ("_held", "_include", "_strings", "found")
+    __slots__ = ("_held", "_include", "_strings", "found", "hidden")
 
     def __init__(self, strings: Sequence[str], *, include: bool = False) -> None:
         self._strings = tuple(strings)
         self._include = include
         self._held = ""
         self.found: str | None = None
+        self.hidden = 0
 
     def feed(self, text: str, *, armed: bool = True) -> str:
         """Take more text and return what can be shown of all that came.
@@ -40,12 +45,14 @@ class StopStrings:
         if armed and (match := first_match(text, self._strings)) is not None:
             start, self.found = match
             self._held = ""
-            return text[: start + len(self.found)] if self._include else text[:start]
-        keep = len(text) - possible_start(text, self._strings)
-        self._held = text[keep:]
-        return text[:keep]
+            end = start + len(self.found) if self._include else start
+        else:
+            end = len(text) - possible_start(text, self._strings)
+            self._held = text[end:]
+        self.hidden = len(text) - end
+        return text[:end]
 
     def flush(self) -> str:
         """Return what was held back: the output ended for another reason."""
-        held, self._held = self._held, ""
+        held, self._held, self.hidden = self._held, "", 0
         return held

@@ -1,5 +1,7 @@
 import asyncio
+import json
 
+import openai
 import pytest
 
 
@@ -109,7 +111,7 @@ async def test_echo_puts_the_prompt_before_the_output(frontend, scripted, scored
 async def test_echo_scores_the_prompt(frontend, scripted, scored):
     answer = await echoed(frontend, scripted, scored, prompt="xyé", logprobs=1)
     shown = answer.choices[0].logprobs
-    assert shown.tokens == ["x", "y", "\ufffd", "\ufffd", "a", "</s>"]
+    assert shown.tokens == ["x", "y", r"bytes:\xc3", r"bytes:\xa9", "a", "</s>"]
     assert shown.text_offset == [0, 1, 2, 2, 3, 4]
     assert shown.token_logprobs == [None, *[-0.25] * 3, -0.5, -0.5]
     assert shown.top_logprobs[:2] == [None, pytest.approx({"z": -0.1, "y": -0.25})]
@@ -150,3 +152,55 @@ async def test_one_bad_prompt_fails_all(frontend, count):
             await client.completions.create(model="tiny", prompt=["good", ""])
         assert caught.value.param == "prompt"
         await app.clean()
+
+
+async def log_probabilities(frontend, scripted, text_ids, tops=(), **request):
+    """Return a completion whose tokens are given, with their log-probabilities."""
+    engine = scripted(interval=None)
+    async with frontend(engine) as (app, client):
+        call = client.completions.create(model="tiny", prompt="x", logprobs=5, **request)
+        task = asyncio.create_task(call)
+        await app.until(lambda: engine.submits)
+        (submit,) = engine.submits
+        top = [{"token_id": t, "logprob": -1.0 - i} for i, t in enumerate(tops)]
+        logprobs = [{"token_id": i, "logprob": -0.5, "top": top} for i in text_ids]
+        engine.send(started=[{"request_id": submit.request_id}])
+        engine.send_tokens(submit.request_id, text_ids, logprobs=logprobs, reason=2)
+        return (await task).choices[0]
+
+
+async def test_offsets_are_characters_of_the_text(frontend, scripted, encode):
+    choice = await log_probabilities(frontend, scripted, [*encode("🎉🎉"), 257, *encode("a")])
+    assert choice.text == "🎉🎉a"
+    assert choice.logprobs.text_offset == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2]
+
+
+async def test_alternatives_with_one_text_are_kept_apart(frontend, scripted, encode):
+    parts = encode("🎉")
+    choice = await log_probabilities(frontend, scripted, [parts[1]], [*parts, encode("a")[0]])
+    assert choice.logprobs.tokens == [r"bytes:\x9f"]
+    assert choice.logprobs.top_logprobs[0] == {
+        r"bytes:\xf0": -1.0,
+        r"bytes:\x9f": -2.0,
+        r"bytes:\x8e": -3.0,
+        r"bytes:\x89": -4.0,
+        "a": -5.0,
+    }
+
+
+async def test_hidden_stop_strings_have_no_log_probabilities(frontend, scripted, encode):
+    choice = await log_probabilities(frontend, scripted, encode("Hello there"), stop=["the"])
+    assert choice.text == "Hello "
+    assert "".join(choice.logprobs.tokens) == "Hello "
+    assert choice.logprobs.text_offset == list(range(6))
+
+
+async def test_tokens_that_cannot_be_are_told_by_the_client_s_names(frontend, scripted, post):
+    async with frontend(scripted("a", vocab_size=258)) as (app, client):
+        with pytest.raises(openai.BadRequestError, match=r"prompt must not spell 'qqq'") as one:
+            await client.completions.create(model="tiny", prompt="aqqq")
+        found = await post(f"{app.url}/detokenize", b'{"tokens": [5, 9999]}')
+    assert one.value.param == "prompt"
+    error = json.loads(found.body)["error"]
+    assert (found.status, error["param"]) == (400, "tokens")
+    assert error["message"].startswith("tokens must be in [0, 257]")

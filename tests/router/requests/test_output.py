@@ -42,11 +42,51 @@ def test_tokens_after_the_stop_string_are_dropped(pieces):
     delta = output.take()
     assert delta.text == "a"
     assert list(delta.token_ids) == token_ids[:3]
-    assert [logprob.token_id for logprob in delta.logprobs] == token_ids[:3]
+    assert [logprob.token_id for logprob in delta.logprobs] == token_ids[:1]
     finished = output.finish(5, 2)
     assert finished.reason == STOP_STRING
     assert finished.stop_string == "Stop"
     assert finished.usage.output_tokens == 3
+
+
+def scored(token_ids):
+    return [TokenLogprob(token_id=t) for t in token_ids]
+
+
+def shown(output) -> list[int]:
+    delta = output.take()
+    return [one.token_id for one in delta.logprobs] if delta else []
+
+
+def test_log_probabilities_are_shown_with_the_text_of_their_tokens(pieces):
+    output = make(pieces, {"strings": ["top!"]}, logprobs=0)
+    for word, expected in [("a", ["a"]), ("St", ["St"]), ("op", []), ("b", ["op", "b"])]:
+        output.push(ids(word), scored(ids(word)), 0)
+        assert shown(output) == ids(*expected)
+    output.push(ids("St", "op", "!", "b"), scored(ids("St", "op", "!", "b")), 0)
+    assert output.reason == STOP_STRING
+    assert shown(output) == ids("St")  # whose first letter is shown
+
+
+def test_log_probabilities_that_were_held_are_shown_at_another_end(pieces):
+    output = make(pieces, {"strings": ["Stop"]}, logprobs=0)
+    output.push(ids("St"), scored(ids("St")), 0)
+    assert shown(output) == []
+    output.push(ids("</s>"), scored(ids("</s>")), EOS)
+    assert shown(output) == ids("St", "</s>")
+
+
+def test_a_stop_string_that_is_shown_has_its_log_probabilities(pieces):
+    output = make(pieces, {"strings": ["Stop"], "include_in_output": True}, logprobs=0)
+    output.push(ids("a", "St", "op"), scored(ids("a", "St", "op")), 0)
+    assert shown(output) == ids("a", "St", "op")
+
+
+def test_a_hidden_stop_string_of_parts_of_characters_has_no_log_probabilities(pieces):
+    output = make(pieces, {"strings": ["é"]}, logprobs=0)
+    output.push(ids("a", "Ã", "©"), scored(ids("a", "Ã", "©")), 0)
+    assert output.reason == STOP_STRING
+    assert shown(output) == ids("a")
 
 
 def test_possible_stop_string_is_held_then_shown(pieces):
