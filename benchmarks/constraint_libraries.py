@@ -31,13 +31,13 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
-from transformers import AutoTokenizer
 
 from benchmarks.constraints import ORDER, large_schema
 from benchmarks.hostile_constraints import hostile
 from benchmarks.peers import registry
 from benchmarks.schema_suite import download_suite
 from octavo.common.models import resolve as models
+from octavo.common.models.tokenizer import load_tokenizer
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
 from octavo.engine.constraints.grammar import compile_grammar, schemas
 from octavo.engine.constraints.json_schema import unenforceable
@@ -323,7 +323,7 @@ def measure(model: str, hostile_count: int) -> None:
     """Measure and print."""
     install_xgrammar()
     directory = str(models.resolve(model))
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = load_tokenizer(Path(directory))
     size, eos = len(tokenizer), tokenizer.eos_token_id
     tokens = read_tokens(Path(directory), size, [eos]).build()
     libraries: list[Library] = [LlGuidance(tokens), Xgrammar(tokenizer, eos)]

@@ -20,14 +20,13 @@ from operator import truediv
 from pathlib import Path
 from typing import TypeAlias
 
-from transformers import AutoTokenizer
-
 from benchmarks.one_engine import OneEngine
 from benchmarks.peers import environments, registry
 from benchmarks.peers.worker_process import WorkerProcess
 from benchmarks.peers.workers.protocol import Request, Setup
 from benchmarks.report import percentiles
 from octavo.common.models import resolve as models
+from octavo.common.models.tokenizer import load_tokenizer
 
 Asked: TypeAlias = tuple[list[int], str | None]
 """A request's tokens, and the schema of its output."""
@@ -111,7 +110,7 @@ def large_schema(size: int, first: int = 0) -> str:
 
 def prompts(model: str, count: int) -> list[list[int]]:
     """Return the tokens of requests for orders."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(Path(model))
 
     def tokens(number: int) -> list[int]:
         text = f"Write order {number} of the shop, with twenty items, as JSON."

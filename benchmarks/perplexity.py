@@ -40,12 +40,13 @@ from pathlib import Path
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
 from benchmarks.report import table
 from octavo import Client
 from octavo.cli.local_server import local_server
 from octavo.common.models import resolve as models
+from octavo.common.models.tokenizer import load_tokenizer
 
 PACKAGE = "brotli==1.1.0"
 SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"
@@ -203,7 +204,7 @@ def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str
     if len(named) < len(files) or named.keys() & VARIANTS.keys():
         raise ValueError("two variants have one name")
     for name, file in named.items():
-        tokenizer = AutoTokenizer.from_pretrained(models.resolve(str(file), packed=True))
+        tokenizer = load_tokenizer(Path(models.resolve(str(file), packed=True)))
         if tokenizer(text, verbose=False).input_ids != list(tokens):
             raise ValueError(f"{name} has other tokens than the model")
     return named
@@ -275,7 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     path, text = models.resolve(arguments.model), fetch_text()
-    tokens = AutoTokenizer.from_pretrained(path)(text, verbose=False).input_ids
+    tokens = load_tokenizer(Path(path))(text, verbose=False).input_ids
     files = by_name(arguments.gguf, text, tokens)
     cut = windows(tokens)[: arguments.windows]
     variants = [BASE, *(variant for variant in arguments.variants if variant != BASE)]

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks.one_engine import OneEngine
 from benchmarks.speculation_peers import measure_peers
 from octavo.common.models.resolve import resolve
+from octavo.common.models.tokenizer import load_tokenizer
 from octavo.engine.speculation.methods import make_speculation
 
 TEXTS = (
@@ -179,7 +179,7 @@ class Benchmark:
         self._speculations = {
             mode: make_speculation(mode, options.tokens) for mode in options.modes
         }
-        tokenizer = AutoTokenizer.from_pretrained(Path(model))
+        tokenizer = load_tokenizer(Path(model))
         self.prompts: dict[str, list[list[int]]] = {
             kind: [
                 tokenizer(
