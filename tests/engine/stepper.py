@@ -11,21 +11,27 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.running.executor import LaunchedModel
 from octavo.engine.scheduling.batch import SampledToken
 from octavo.engine.scheduling.request import Request
 from octavo.engine.startup import Parts
 
 
 class StandIn:
-    """All that a core asks of an executor but to prepare and launch steps."""
+    """All that a core asks of an executor but to prepare steps and to `compute` them."""
 
     compiled = False
     compiling = None
     eager_steps = 0
 
+    def launch(self, batch, inputs, late):
+        assert not late, "no request has a constraint"
+        self._computed = self.compute(batch, inputs)
+        return LaunchedModel(batch, inputs)
+
     def sample(self, launched, left_out):
         assert not left_out, "no request has a constraint"
-        return launched
+        return self._computed
 
     def take_copy_times(self):
         return []

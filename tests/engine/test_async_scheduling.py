@@ -92,10 +92,10 @@ def record(stepper, monkeypatch):
     seen, numbers = [], {}
     launch, collect = stepper.parts.executor.launch, PendingStep.collect
 
-    def watched_launch(batch, inputs, **others):
+    def watched_launch(batch, inputs, *others):
         numbers[id(batch)] = len(numbers)
         seen.append(("launch", numbers[id(batch)]))
-        return launch(batch, inputs, **others)
+        return launch(batch, inputs, *others)
 
     def watched_collect(pending):
         seen.append(("collect", numbers[id(pending.batch)]))
@@ -128,9 +128,9 @@ def test_events_are_published_between_prepare_and_launch(tiny_model, monkeypatch
         seen.append("prepare")
         return prepare(*args)
 
-    def watched_launch(*args, **others):
+    def watched_launch(*args):
         seen.append("launch")
-        return launch(*args, **others)
+        return launch(*args)
 
     monkeypatch.setattr(executor, "prepare", watched_prepare)
     monkeypatch.setattr(executor, "launch", watched_launch)

@@ -195,10 +195,10 @@ def send_in_step(engine, monkeypatch, number, command):
     """Send a command while the engine computes its step of that number, counted from 1."""
     launch, steps = engine.parts.executor.launch, itertools.count(1)
 
-    def launch_and_send(batch, inputs, **others):
+    def launch_and_send(batch, inputs, *others):
         if next(steps) == number:
             engine.core.send(command)
-        return launch(batch, inputs, **others)
+        return launch(batch, inputs, *others)
 
     monkeypatch.setattr(engine.parts.executor, "launch", launch_and_send)
 
@@ -283,11 +283,11 @@ def test_a_step_that_fails_beside_another_leaves_nothing(running, monkeypatch, m
     executor, scheduler = engine.parts.executor, engine.parts.scheduler
     launch = executor.launch
 
-    def fail(batch, inputs, **others):
+    def fail(batch, inputs, *others):
         preempted = [*scheduler.swapped, *(group for group in scheduler.waiting if group.history)]
         awaited = [group for group in preempted if any(s.num_placeholders for s in group.sequences)]
         if not (awaited if engine.async_scheduling else preempted):
-            return launch(batch, inputs, **others)
+            return launch(batch, inputs, *others)
         monkeypatch.undo()
         raise RuntimeError("out of memory")
 

@@ -109,7 +109,7 @@ class Machine(StandIn):
     def prepare(self, batch, previous):
         return previous
 
-    def launch(self, batch, previous, *, masks_ready=True):
+    def compute(self, batch, previous):
         sampled = tokens_of(previous)
 
         def token_at(sequence, position):
@@ -173,7 +173,7 @@ def step(engine, choose=lambda sequence: 7, memory=None):
     """A step by itself."""
     batch = engine.schedule()
     if batch:
-        pending = Machine(choose, memory).launch(batch, None)
+        pending = Machine(choose, memory).compute(batch, None)
         engine.advance(batch)
         engine.update(batch, pending.collect())
     engine.cache.check()

@@ -97,7 +97,7 @@ class Machine(StandIn):
         assert len({part.sequence.id for part in parts}) == len(parts), "computed twice"
         return Batch(Decodes(), parts, batch.transfers)
 
-    def launch(self, batch, inputs, *, masks_ready=True):
+    def compute(self, batch, inputs):
         if inputs is None:
             return PendingStep(batch)
         sequences = [*batch.steady.sequences, *(row.sequence for row in inputs.sampled)]
