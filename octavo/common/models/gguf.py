@@ -20,23 +20,20 @@ from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.common.models.gguf_blocks import WEIGHT, keep_blocks, packed_types
 from octavo.common.models.gguf_config import FACTORS, complete_config, read_fields
+from octavo.common.models.gguf_tokenizer import GgufTokenizer
 from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
 HEAD = f"output{WEIGHT}"
 PACKED = "-packed"
 """What follows the name of the form with blocks in the cache."""
-REVISION = 3
+REVISION = 4
 """Increased when the conversion changes, to invalidate older caches."""
 
 _one_at_a_time = Lock()
 """Held while `gguf.GGUFReader` is replaced."""
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
-SINGLE_DIGITS = frozenset(
-    {"codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder"}
-)
-"""Names of pre-tokenizers that are GPT-2's with single digits."""
 
 TYPES = {
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
@@ -110,14 +107,13 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     reader = _read(source)
     packed = packed and bool(packed_types(reader))
     dtype = _dtype(reader)
+    tokenizer = _tokenizer(source, reader)
     with redirect_stderr(StringIO()), _sharing(source, reader):  # progress bars over the spinner
         # In float32, a weight can be told to be exactly one of the file's.
-        model, tokenizer = _load(source, reader, _float32() if packed else dtype)
-        _set_end_tokens(model, reader)
-        _set_pre_tokenizer(tokenizer, reader)
-        tokenizer.model_max_length = model.config.max_position_embeddings
+        model = _load(source, reader, _float32() if packed else dtype)
+        _set_end_tokens(model, tokenizer.ends)
         model.save_pretrained(target, **({"max_shard_size": "1000TB"} if packed else {}))
-        tokenizer.save_pretrained(target)
+    tokenizer.save(target, model.config.max_position_embeddings)
     del model
     if packed:
         keep_blocks(target, reader, dtype)
@@ -125,7 +121,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
 
 @contextmanager
 def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
-    """Have transformers use a file's reader: it would parse the vocabulary three times more."""
+    """Have transformers use a file's reader: each parses the vocabulary."""
     gguf: Any = import_module("gguf")
     with _one_at_a_time:
         given = gguf.GGUFReader
@@ -178,13 +174,22 @@ def _float32() -> Any:  # noqa: ANN401
     return torch.float32
 
 
-def _load(source: Path, reader: Any, dtype: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    """Read the model and tokenizer; missing weights, which would be random, are an error."""
+def _tokenizer(source: Path, reader: Any) -> GgufTokenizer:  # noqa: ANN401
+    """Read the tokenizer; build it once, so that what is refused is refused before the weights."""
+    tokenizer = GgufTokenizer.read(reader)
+    try:
+        tokenizer.build()
+    except ModelError as error:
+        raise type(error)(f"{source} cannot be served: {error}") from error.__cause__
+    return tokenizer
+
+
+def _load(source: Path, reader: Any, dtype: Any) -> Any:  # noqa: ANN401
+    """Read the model; missing weights, which would be random, are an error."""
     from gguf import Keys  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415
         AutoConfig,
         AutoModelForCausalLM,
-        AutoTokenizer,
         GgufConfig,
     )
 
@@ -193,7 +198,6 @@ def _load(source: Path, reader: Any, dtype: Any) -> tuple[Any, Any]:  # noqa: AN
         config = AutoConfig.from_pretrained(**place)
         architecture = _field(reader, Keys.General.ARCHITECTURE)
         complete_config(config, architecture, read_fields(reader, architecture))
-        tokenizer = AutoTokenizer.from_pretrained(**place)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **place,
             config=config,
@@ -209,7 +213,7 @@ def _load(source: Path, reader: Any, dtype: Any) -> tuple[Any, Any]:  # noqa: AN
     if missing := sorted(loading["missing_keys"]):
         raise ModelError(f"{source} lacks {len(missing)} of the model's weights, as {missing[0]}")
     _check_all_taken(source, reader, model)
-    return model, tokenizer
+    return model
 
 
 def _check_all_taken(source: Path, reader: Any, model: Any) -> None:  # noqa: ANN401
@@ -284,28 +288,10 @@ def _dtype(reader: Any) -> Any:  # noqa: ANN401
     return torch.float16 if kinds <= {Kind.F32, Kind.F16} else torch.bfloat16
 
 
-def _set_end_tokens(model: Any, reader: Any) -> None:  # noqa: ANN401
-    """Add the tokens that end a turn or a message; transformers reads only the EOS token."""
-    from gguf import Keys  # noqa: PLC0415
-
-    known = model.config.eos_token_id
-    ends = set(known if isinstance(known, list) else [known])
-    ends |= {_field(reader, key) for key in (Keys.Tokenizer.EOT_ID, Keys.Tokenizer.EOM_ID)}
-    ends.discard(None)
+def _set_end_tokens(model: Any, ends: list[int]) -> None:  # noqa: ANN401
+    """Set the tokens that end an output; transformers reads only the EOS token."""
     for config in (model.config, model.generation_config):
-        config.eos_token_id = sorted(ends) if len(ends) > 1 else next(iter(ends), None)
-
-
-def _set_pre_tokenizer(tokenizer: Any, reader: Any) -> None:  # noqa: ANN401
-    """Set the pre-tokenizer, which transformers does not read from its name."""
-    from gguf import Keys  # noqa: PLC0415
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence  # noqa: PLC0415
-
-    if _field(reader, Keys.Tokenizer.PRE) in SINGLE_DIGITS:
-        # Otherwise spaces before a number are tokenized differently.
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
+        config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def _field(reader: Any, key: str) -> Any:  # noqa: ANN401

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.common.models import gguf as gguf_models
-from octavo.common.models.errors import ModelError
+from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.resolve import resolve, resolve_tokenizer
 from tests.common.models import tiny_gguf
 
@@ -75,6 +75,34 @@ def test_every_end_token_that_the_file_names_ends_an_output(file):
     assert model.config.eos_token_id == sorted([tiny_gguf.END, tiny_gguf.START])
     assert model.generation_config.eos_token_id == model.config.eos_token_id
     assert model.config.pad_token_id == tiny_gguf.PAD
+
+
+def test_control_tokens_of_any_script_keep_their_spelling_and_ids(tmp_path, monkeypatch):
+    special = ["<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>", "<|pad|>"]
+    tokens = [*tiny_gguf.TOKENS[: -len(special)], *special]
+    monkeypatch.setattr(tiny_gguf, "TOKENS", tokens)
+    directory = resolve(str(tiny_gguf.write(tmp_path / "tiny.gguf")))
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    assert tokenizer.bos_token_id == tiny_gguf.START
+    assert tokenizer(special[1]).input_ids == [tiny_gguf.END]
+    assert max(tokenizer.get_vocab().values()) < len(tokens)
+
+
+def test_an_end_token_that_the_file_only_spells_ends_an_output(tmp_path, monkeypatch):
+    tokens = ["<|eot_id|>" if token == "<|pad|>" else token for token in tiny_gguf.TOKENS]
+    monkeypatch.setattr(tiny_gguf, "TOKENS", tokens)
+    model = _load(resolve(str(tiny_gguf.write(tmp_path / "tiny.gguf"))))
+    assert tiny_gguf.PAD in model.generation_config.eos_token_id
+
+
+def test_a_pre_tokenizer_that_is_not_known_is_refused_before_weights_are_read(tmp_path, cache):
+    def rename(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0]["tokenizer.ggml.pre"].value = "new-one"
+
+    path = tiny_gguf.write(tmp_path / "tiny.gguf", add=rename, leave_out="blk.1.ffn_up.weight")
+    with pytest.raises(UnsupportedModelError, match="does not know its pre-tokenizer new-one"):
+        resolve(str(path))
+    assert not _converted(cache)
 
 
 def test_a_file_is_converted_once(file, cache, tmp_path):
