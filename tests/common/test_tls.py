@@ -10,7 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
 from octavo.common import rpc, tls
-from octavo.common.listening import is_loopback, listen
+from octavo.common.listening import listen
+from octavo.common.proxies import is_loopback
 from octavo.common.tls import Tls, TlsError
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings

@@ -41,10 +41,10 @@ def take_long() -> None:
     """Each prefill takes several times the router's patience."""
     launch = Executor.launch
 
-    def slowly(self, batch, inputs, **others):
+    def slowly(self, batch, inputs, *others):
         if batch.num_tokens > len(batch.sequences):
             time.sleep(2.5)
-        return launch(self, batch, inputs, **others)
+        return launch(self, batch, inputs, *others)
 
     Executor.launch = slowly
 
