@@ -27,7 +27,6 @@ from octavo.engine.models.linear.adapted_layers import Placement, Target, add_ad
 from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.checkpoints import find_format
-from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.checkpoints.reader import read_config
 from octavo.engine.models.step import EagerStep
 from octavo.kernels import cpu
@@ -197,7 +196,6 @@ class _Placing:
     def _number(self, packed: PackedLayer) -> tuple[int, int]:
         """Return a packed layer's number, and that of its order of inputs."""
         if packed not in self._numbers:
-            assert not isinstance(packed, PackedBlocksLinear), "see keeps_blocks"
             number, order = len(self._numbers), -1
             if packed.order is not None:
                 order = len(self.orders)

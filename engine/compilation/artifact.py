@@ -74,8 +74,7 @@ SOURCES = (
     *("../../kernels/cpu/experts.cpp", "../../kernels/cpu/experts.py"),
     *("../../kernels/cpu/latent.py", "../../kernels/cpu/latent_attention.cpp"),
     *("../../kernels/cpu/linear.h", "../../kernels/cpu/linear.py", "../../kernels/cpu/low_rank.h"),
-    *("../../kernels/cpu/linear_int4.cpp", "../../kernels/cpu/nibbles.h"),
-    "../../kernels/cpu/words.h",
+    *("../../kernels/cpu/nibbles.h", "../../kernels/cpu/words.h"),
 )
 """Files that decide what a compiled step computes; see `locate`."""
 QUANTIZATION = "../models/quantization"
@@ -120,7 +119,6 @@ class Manifest:
         library: The file name of the shared library, or of the TorchScript module.
         files: The fingerprint of each other file, by its name.
         tolerance: The quantization's tolerance in the self-check.
-        row_tolerance: Likewise; see `SelfCheck`.
         unquantized: The result of `unquantized_shares`.
         translated: Why the step was translated to TorchScript, not compiled; empty if compiled.
         targets: The layers that adapters may adapt; see `Targets.to_json`. None if it applies none.
@@ -134,7 +132,6 @@ class Manifest:
     library: str
     files: Mapping[str, Fingerprint]
     tolerance: float = 0.0
-    row_tolerance: float = 0.0
     unquantized: Mapping[str, float] = field(default_factory=dict)
     translated: str = ""
     targets: Mapping[str, Any] | None = None
@@ -256,7 +253,6 @@ class CompiledStep:
             device,
             block_size=self._artifact.recipe.block_size,
             tolerance=self.manifest.tolerance,
-            row_tolerance=self.manifest.row_tolerance,
             cache_dtype=getattr(torch, self.manifest.cache_dtype),
             kv_scales=self.manifest.kv_scales,
             routing=OperatorRouting(),

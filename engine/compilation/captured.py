@@ -100,7 +100,6 @@ def capture_step(
         library="",
         files={},
         tolerance=check.tolerance,
-        row_tolerance=check.row_tolerance,
         unquantized=left,
         targets=None if targets is None else targets.to_json(),
         trial={} if trial is None else trial.scales,

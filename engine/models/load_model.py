@@ -231,7 +231,6 @@ def load(
                 model, step, expected, shape, load_device, block_size=block_size, routing=routing
             )
         tolerance = 0.0
-        row_tolerance = 0.0 if scheme is None else scheme.row_tolerance
         if target.type == "cpu":
             tolerance = _pack(model, shape, path, scheme, checkpoint)
         else:
@@ -246,7 +245,6 @@ def load(
             target,
             block_size=block_size,
             tolerance=tolerance,
-            row_tolerance=row_tolerance,
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
             routing=routing,

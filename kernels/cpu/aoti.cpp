@@ -11,8 +11,8 @@
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
-#include "nibbles.h"
 #include "prepare_rows.h"
+#include "nibbles.h"
 #include "shims.h"
 
 extern "C" {
@@ -35,11 +35,8 @@ void octavo_embed_blocks(const int64_t*, int64_t, const uint8_t*, int64_t, int64
                          int);
 int octavo_panel_outputs();
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
-void octavo_linear_nibbles(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
-void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
-                        const Scales*, uint16_t*, int);
 void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
 int octavo_multiply_down(const LowRankBatch*, const LowRankPart*, int64_t, const uint16_t*, int64_t,
                          int64_t, const LinearLayer*, float*, int);
@@ -316,20 +313,6 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor 
   return 0;
 }
 
-// octavo::packed_linear_nibbles
-extern "C" Error aoti_torch_cpu_packed_linear_nibbles(Tensor x, int64_t outputs, Tensor nibbles,
-                                                      Tensor bias, int64_t gated, int64_t adapted,
-                                                      Tensor* norm, double epsilon,
-                                                      Tensor* residual, Tensor* result) {
-  const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, nibbles, bias, gated, adapted, norm, epsilon, residual, 0,
-                        result);
-  if (!call.out) return kFailed;
-  octavo_linear_nibbles(call.x(), call.num_rows(), call.row_stride(), &call.layer,
-                        static_cast<uint16_t*>(call.out), step.threads);
-  return 0;
-}
-
 // octavo::packed_linear_wide
 extern "C" Error aoti_torch_cpu_packed_linear_wide(Tensor x, int64_t outputs, Tensor panels,
                                                    Tensor bias, int64_t adapted,
@@ -349,10 +332,10 @@ constexpr int64_t kNotAdapted = -1;
 // octavo::packed_linear_blocks
 extern "C" Error aoti_torch_cpu_packed_linear_blocks(Tensor x, int64_t outputs, Tensor blocks,
                                                      Tensor bias, int64_t number, int64_t gated,
-                                                     Tensor* norm, double epsilon,
+                                                     int64_t adapted, Tensor* norm, double epsilon,
                                                      Tensor* residual, Tensor* result) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, blocks, bias, gated, kNotAdapted, norm, epsilon, residual, 0,
+  const LinearCall call(x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual, 0,
                         result);
   if (!call.out) return kFailed;
   const bool wide = call.rows.dtype == aoti_torch_dtype_float32();
@@ -419,23 +402,6 @@ extern "C" Error aoti_torch_cpu_packed_linear_int8(Tensor x, int64_t outputs, Te
                    View(row_sums).as<float>()};
   octavo_linear_int8(call.x(), call.num_rows(), call.row_stride(), &call.layer, &all,
                      static_cast<uint16_t*>(call.out), step.threads);
-  return 0;
-}
-
-// octavo::packed_linear_int4
-extern "C" Error aoti_torch_cpu_packed_linear_int4(Tensor x, int64_t outputs, Tensor panels,
-                                                   Tensor bias, Tensor factors, Tensor scales,
-                                                   Tensor row_sums, Tensor nibbles, int64_t gated,
-                                                   int64_t adapted, Tensor* norm, double epsilon,
-                                                   Tensor* residual, Tensor* result) {
-  const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
-                        result);
-  if (!call.out) return kFailed;
-  const Scales all{View(factors).as<float>(), View(scales).as<float>(),
-                   View(row_sums).as<float>()};
-  octavo_linear_int4(call.x(), call.num_rows(), call.row_stride(), View(nibbles).as<uint8_t>(),
-                     &call.layer, &all, static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
 

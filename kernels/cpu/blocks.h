@@ -1,4 +1,4 @@
-// Weights in the block formats of GGUF: what they stand for, and products of a few rows with them.
+// Weights in the block formats of GGUF: what they stand for, and products of rows with them.
 //
 // A block has 32 inputs of an output, in codes of 4, 5, 6 or 8 bits. A unit is one block, or the
 // eight of a "K" format, which share a scale in float16 and each have a small whole number beside
@@ -15,7 +15,11 @@
 
 constexpr int kBlock = 32;                  // inputs
 constexpr int kBlockWords = kBlock / 4;     // of four codes
-constexpr int kFewBlockRows = 4;            // twice two sums each, besides the operands
+#if defined(__AVX512F__)
+constexpr int kTileBlockRows = 6;           // twice two sums each, besides the operands
+#else
+constexpr int kTileBlockRows = 4;
+#endif
 typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
@@ -224,7 +228,7 @@ void prepare_row(const uint16_t* from, int64_t groups, uint32_t* words, float* s
 }
 
 template <class K, Locality kLocality, int kRows, class Store>
-void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
+void multiply_units(const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
   using Sum = CodeSum<K>;
   Floats total[kRows][kPanelVectors] = {};
   int64_t number = 0;  // of the group
@@ -245,7 +249,7 @@ void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahe
             codes[j] = K::codes(block, j, group * K::kGroupWords + k);
 #pragma GCC unroll 2
           for (int part = 0; part < Sum::kParts; part++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int i = 0; i < kRows; i++) {
               const Words element = broadcast(
                   few.words[i * few.stride + (number * K::kGroupWords + k) * Sum::kParts + part]);
@@ -266,7 +270,7 @@ void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahe
 #pragma GCC unroll 2
         for (int j = 0; j < kPanelVectors; j++) {
           const auto [scale, zero] = K::scaling(scales, block, group, j);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
           for (int i = 0; i < kRows; i++) {
             const int64_t own = i * few.groups + number;
             const Floats product = __builtin_convertvector(sums[i][j].total, Floats);
@@ -280,16 +284,13 @@ void multiply_units(const FewRows& few, const uint8_t* panel, const uint8_t* ahe
   for (int i = 0; i < kRows; i++) store(i, total[i]);
 }
 
-// Calls store(row, sums) with each row's products with a panel, for at most kFewBlockRows rows.
-template <class K, Locality kLocality, class Store>
-void multiply_blocks(int rows, const FewRows& few, const uint8_t* panel, const uint8_t* ahead,
+// Calls store(row, sums) with each row's products with a panel, for at most kRows rows.
+template <class K, Locality kLocality, int kRows = kTileBlockRows, class Store>
+void multiply_blocks(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                      Store store) {
-  switch (rows) {
-    case 1: return multiply_units<K, kLocality, 1>(few, panel, ahead, store);
-    case 2: return multiply_units<K, kLocality, 2>(few, panel, ahead, store);
-    case 3: return multiply_units<K, kLocality, 3>(few, panel, ahead, store);
-    case 4: return multiply_units<K, kLocality, 4>(few, panel, ahead, store);
-  }
+  if (rows == kRows) return multiply_units<K, kLocality, kRows>(few, panel, ahead, store);
+  if constexpr (kRows > 1)
+    multiply_blocks<K, kLocality, kRows - 1>(rows, few, panel, ahead, store);
 }
 
 // Calls store(input, j, values) with the weights of each input and vector of outputs of a panel.
@@ -318,20 +319,10 @@ void for_each_weight(const uint8_t* panel, int64_t inputs, int first, int end, S
   }
 }
 
-// Widens a panel to words of one float32, or of two bfloat16, as in linear.h.
-template <class K, class T>
+// Widens a panel to float32, the outputs of each input side by side.
+template <class K>
 void widen_blocks(const uint8_t* panel, int64_t inputs, uint32_t* words) {
-  const auto narrow = [](Floats x) {
-    return __builtin_convertvector(BFloat16::narrow(x), Words);
-  };
   for_each_weight<K>(panel, inputs, 0, kPanelVectors, [=](int64_t input, int j, Floats* values) {
-    if constexpr (std::is_same_v<T, Singles>) {
-      for (int n = 0; n < 4; n++)
-        store(words + (input + n) * kPanel + j * kLanes, (Words)values[n]);
-    } else {
-      for (int n = 0; n < 2; n++)
-        store(words + (input / 2 + n) * kPanel + j * kLanes,
-              narrow(values[2 * n]) | narrow(values[2 * n + 1]) << 16);
-    }
+    for (int n = 0; n < 4; n++) store(words + (input + n) * kPanel + j * kLanes, (Words)values[n]);
   });
 }

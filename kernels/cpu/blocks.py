@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from octavo.kernels.cpu.linear import Layer, prepare_layer, rows_of
+from octavo.kernels.cpu.linear import Layer, LinearKernels, rows_of
+from octavo.kernels.low_rank import LowRankOfLayer
 
 BLOCK = 32
 """Inputs of a block."""
@@ -143,6 +144,22 @@ def _half(two_bytes: Tensor) -> Tensor:
     return two_bytes.contiguous().view(torch.float16).squeeze(-1)
 
 
+def to_q4_1(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+    """Return the bytes of weights in the format Q4_1; a weight is `code * scale + least`.
+
+    Args:
+        codes: `[outputs, blocks, 32]`, from 0 to 15.
+        scale: `[outputs, blocks]`, rounded to float16.
+        least: As `scale`.
+
+    Returns:
+        `[outputs, bytes]` uint8, as in a file.
+    """
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    halves = torch.stack([scale, least], -1).to(torch.float16).contiguous()
+    return torch.cat([halves.view(torch.uint8), low | high << 4], -1).flatten(1)
+
+
 def dequantize(rows: Tensor, own: BlockFormat) -> Tensor:
     """Return the weights that bytes stand for.
 
@@ -175,10 +192,11 @@ class BlockKernels:
 
     Args:
         library: The compiled kernels.
+        linear: Those of other weights.
     """
 
-    def __init__(self, library: CDLL) -> None:
-        self._panel = int(library.octavo_panel_outputs())
+    def __init__(self, library: CDLL, linear: LinearKernels) -> None:
+        self._prepare, self._panel = linear.prepare, linear.panel
         self._linear = library.octavo_linear_blocks
         self._linear.argtypes = (
             *(c_void_p, c_int64, c_int64, POINTER(Layer), c_int64, c_int64),
@@ -226,6 +244,7 @@ class BlockKernels:
         bias: Tensor,
         number: int,
         *fused: Any,  # noqa: ANN401 - as `LinearKernels.linear`
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by weights in blocks.
 
@@ -235,21 +254,23 @@ class BlockKernels:
             blocks: What `pack` returned.
             bias: `[padded outputs]` float32.
             number: The format's.
-            *fused: The last four arguments of `LinearKernels.linear`; none but the first if x is
-                float32.
+            *fused: The last four positional arguments of `LinearKernels.linear`; none but the first
+                if x is float32.
+            low_rank: As for `LinearKernels.linear`, if x is bfloat16.
 
         Returns:
             `[rows, outputs]`, of x's dtype.
         """
         wide = x.dtype == torch.float32
-        return self._run(x, outputs, blocks, bias, number, _WIDE if wide else _NARROW, fused)
+        elements = _WIDE if wide else _NARROW
+        return self._run(x, outputs, blocks, bias, number, elements, fused, low_rank)
 
     def linear_wide(
         self, x: Tensor, outputs: int, blocks: Tensor, bias: Tensor, number: int
     ) -> Tensor:
         """Multiply by weights in blocks; as `linear`, but return float32."""
         elements = _WIDE if x.dtype == torch.float32 else _WIDE_OUTPUTS
-        return self._run(x, outputs, blocks, bias, number, elements, ())
+        return self._run(x, outputs, blocks, bias, number, elements)
 
     def embed(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
         """Return the weights of outputs.
@@ -293,9 +314,10 @@ class BlockKernels:
         bias: Tensor,
         number: int,
         elements: int,
-        fused: Sequence[Any],
+        fused: Sequence[Any] = (),
+        low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
-        x, layer = prepare_layer(x, outputs, blocks, bias, *fused)
+        x, layer = self._prepare(x, outputs, blocks, bias, *fused, low_rank=low_rank)
         wide = elements != _NARROW
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if wide else x.dtype)
         self._linear(

@@ -17,7 +17,6 @@ SOURCES = (
         "linear.cpp",
         "experts.cpp",
         "linear_blocks.cpp",
-        "linear_int4.cpp",
         "draw_tokens.cpp",
     ),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
@@ -42,7 +41,7 @@ HEADERS = (
         "nibbles.h",
     ),
     *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),
-    *("state_calls.h", "states.h", "streams.h", "vector.h", "widened.h", "words.h"),
+    *("state_calls.h", "states.h", "streams.h", "vector.h", "words.h"),
 )
 FLAGS = (
     "-O2",  # compiles twice as fast as -O3, to equally fast code
@@ -54,7 +53,7 @@ FLAGS = (
     "-ffp-contract=fast",
 )
 FLAGS_OF = dict.fromkeys(
-    ("linear.cpp", "linear_int4.cpp", "linear_blocks.cpp", "experts.cpp", "latent_attention.cpp"),
+    ("linear.cpp", "linear_blocks.cpp", "experts.cpp", "latent_attention.cpp"),
     ("-fno-tree-ter",),
 )
 """A source's own flags. This one keeps GCC from moving loads of weights up to where registers for

@@ -181,7 +181,7 @@ class NibbleProducts {
     for (int64_t part = 0; part < parts; part++) {
       const int64_t first = span.count * part / parts, row = span.first + first;
       const int count = span.count * (part + 1) / parts - first;
-      const FewRows few{words_ + row * stride_, stride_, sums_ + row * groups_,
+      const GroupedRows few{words_ + row * stride_, stride_, sums_ + row * groups_,
                     steps() + row * groups_, groups_};
       multiply_few<Kind>(count, few, own, part == 0 ? ahead : own,
                    [&](int i, const Floats* values) { store(first + i, values); });

@@ -33,9 +33,9 @@ struct Rows {
   int64_t count, stride;
 };
 
-// A few rows for weights whose groups of inputs have scales: the words of the inputs, rounded group
+// Rows for weights whose groups of inputs have scales: the words of the inputs, rounded group
 // by group or as they are, and of each group the sum and the value of a step.
-struct FewRows {
+struct GroupedRows {
   const uint32_t* words;
   int64_t stride;
   const float* sums;

@@ -10,8 +10,7 @@ SmolLM2-135M, on 2 cores of an EPYC 9004 (peak 469 bfloat16 Gflop/s and about 45
     8 bits, oneDNN     10.3   11.1   27.2    199  without rounding activations
     8 bits, these       5.0    5.4   20.6    192  with it
 
-Without the head, 4-bit weights take 2.5 ms for one row and 8-bit weights 4.0 ms. From 5 rows on,
-the same weights in 8 bits are faster, so both are stored.
+Those of 4 bits are in blocks.py.
 """
 
 from collections.abc import Sequence
@@ -75,14 +74,10 @@ class LinearKernels:
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
         layer, scales = POINTER(Layer), POINTER(_Scales)
         self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
-        self._nibbles = library.octavo_linear_nibbles
-        for function in (self._linear, self._wide, self._nibbles):
+        for function in (self._linear, self._wide):
             function.argtypes, function.restype = (*rows, layer, *results), None
         self._int8 = library.octavo_linear_int8
         self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
-        self._int4 = library.octavo_linear_int4
-        self._int4.argtypes = (*rows, c_void_p, layer, scales, *results)
-        self._int4.restype = None
 
     def pack(self, weight: Tensor) -> Tensor:
         """Pack weights into panels.
@@ -194,38 +189,11 @@ class LinearKernels:
         Returns:
             `[rows, outputs]` bfloat16, rounded once.
         """
-        x, layer = self._prepare(
+        x, layer = self.prepare(
             *(x, outputs, panels, bias, gated, norm, epsilon, residual), low_rank=low_rank
         )
         out = x.new_empty(x.shape[0], outputs)
         self._linear(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
-        return out
-
-    def linear_nibbles(
-        self,
-        x: Tensor,
-        outputs: int,
-        nibbles: Tensor,
-        bias: Tensor,
-        *fused: Any,  # noqa: ANN401 - as `linear`
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by 4-bit weights, of which there are no others; activations stay as they are.
-
-        Args:
-            x: `[rows, inputs]` bfloat16.
-            outputs: The number of outputs.
-            nibbles: What `pack_int4` returned.
-            bias: `[padded outputs]` float32.
-            *fused: The last four positional arguments of `linear`.
-            low_rank: As for `linear`.
-
-        Returns:
-            `[rows, outputs]` bfloat16.
-        """
-        x, layer = self._prepare(x, outputs, nibbles, bias, *fused, low_rank=low_rank)
-        out = x.new_empty(x.shape[0], outputs)
-        self._nibbles(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_wide(
@@ -238,7 +206,7 @@ class LinearKernels:
         low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
         """Multiply by bfloat16 weights; as `linear`, but return the float32 sums."""
-        x, layer = self._prepare(x, outputs, panels, bias, low_rank=low_rank)
+        x, layer = self.prepare(x, outputs, panels, bias, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
         self._wide(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
@@ -271,51 +239,39 @@ class LinearKernels:
         Returns:
             `[rows, outputs]` bfloat16.
         """
-        x, layer = self._prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
+        x, layer = self.prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs)
         own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
         self._int8(*rows_of(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
         return out
 
-    def linear_int4(  # noqa: PLR0917 - as the operator
+    def prepare(  # noqa: PLR0917 - as the operators
         self,
         x: Tensor,
         outputs: int,
         panels: Tensor,
         bias: Tensor,
-        factors: Tensor,
-        scales: Tensor,
-        row_sums: Tensor,
-        nibbles: Tensor,
-        *fused: Any,  # noqa: ANN401 - as `linear`
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by 4-bit weights if there are few rows, else by the same weights in 8 bits.
-
-        The arguments are those of `linear_int8`, and `nibbles`, which `pack_int4` returned.
-        """
-        x, layer = self._prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
-        out = x.new_empty(x.shape[0], outputs)
-        own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
-        self._int4(
-            *(*rows_of(x), nibbles.data_ptr(), byref(layer), byref(own)),
-            *(out.data_ptr(), torch.get_num_threads()),
-        )
-        return out
-
-    def _prepare(
-        self,
-        x: Tensor,
-        *layer: Any,  # noqa: ANN401 - as `prepare_layer`
+        gated: int = 0,
+        norm: Tensor | None = None,
+        epsilon: float = 0.0,
+        residual: Tensor | None = None,
+        *,
         low_rank: LowRankOfLayer | None = None,
     ) -> tuple[Tensor, Layer]:
-        """Return rows that C++ can read, and the layer, as `prepare_layer`, with its adapters."""
-        x, own = prepare_layer(x, *layer)
+        """Return rows that C++ can read, and the layer, with its adapters."""
+        if x.stride(1) != 1 or x.stride(0) % _PAIR:
+            x = x.contiguous()
+        layer = Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
+        if norm is not None:
+            layer.norm = norm.data_ptr()
+        if residual is not None:
+            assert residual.stride(1) == 1
+            layer.residual, layer.residual_stride = residual.data_ptr(), residual.stride(0)
         if low_rank is not None:
             assert self._low_rank is not None
-            own.sums = self._low_rank.multiply_down(x, low_rank, own)  # lives as long
-            own.adapted = own.sums.address
-        return x, own
+            layer.sums = self._low_rank.multiply_down(x, low_rank, layer)  # lives as long
+            layer.adapted = layer.sums.address
+        return x, layer
 
 
 def _pad(values: Tensor, whole: int) -> Tensor:
@@ -325,25 +281,3 @@ def _pad(values: Tensor, whole: int) -> Tensor:
 def rows_of(x: Tensor) -> tuple[int, int, int]:
     """Return rows as C++ takes them: their address, how many there are, and their stride."""
     return x.data_ptr(), x.shape[0], x.stride(0)
-
-
-def prepare_layer(  # noqa: PLR0917 - as the operators
-    x: Tensor,
-    outputs: int,
-    panels: Tensor,
-    bias: Tensor,
-    gated: int = 0,
-    norm: Tensor | None = None,
-    epsilon: float = 0.0,
-    residual: Tensor | None = None,
-) -> tuple[Tensor, Layer]:
-    """Return rows that C++ can read, and the layer."""
-    if x.stride(1) != 1 or x.stride(0) % _PAIR:
-        x = x.contiguous()
-    layer = Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
-    if norm is not None:
-        layer.norm = norm.data_ptr()
-    if residual is not None:
-        assert residual.stride(1) == 1
-        layer.residual, layer.residual_stride = residual.data_ptr(), residual.stride(0)
-    return x, layer

@@ -1,8 +1,9 @@
 // Linear layers and embeddings of weights in GGUF's block formats.
 //
-// A few rows are bound by reading the weights: rows become bytes, group by group, and the weights'
-// codes are multiplied as they are. For more rows, a panel is widened to bfloat16 at a time. Rows in
-// float32 stay so: a panel is widened to float32.
+// Rows become bytes, group by group, and the weights' codes are multiplied as they are: the sums of a
+// group are exact, and those of groups are added in the same order for one row and for many, so that
+// a row's products do not depend on the others. Rows in float32 stay so: a panel is widened to
+// float32.
 
 #include <algorithm>
 #include <atomic>
@@ -10,25 +11,25 @@
 
 #include "blocks.h"
 #include "outputs.h"
+#include "prepare_rows.h"
 #include "streams.h"
-#include "widened.h"
 
 namespace {
 
-constexpr int kMostFewRows = 8;
-
-// Prepares a few rows, in buffers of this thread.
+// Rounds rows to bytes, group by group, in buffers of this thread.
 template <class K>
-FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer) {
+GroupedRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
+                int threads) {
   const int64_t groups = layer.inputs / K::kGroup;
   const int64_t stride = layer.inputs / 4 * CodeSum<K>::kParts;
-  uint16_t* const normed = layer.norm ? scratch<uint16_t>(layer.inputs) : nullptr;
   float* const sums = scratch<float>(2 * rows * groups);
   float* const steps = sums + rows * groups;
   uint32_t* const words = scratch<uint32_t>(rows * stride);
+#pragma omp parallel for num_threads(threads) if (rows > kTileBlockRows)
   for (int64_t row = 0; row < rows; row++) {
     const uint16_t* from = x + row * row_stride;
-    if (normed) {
+    if (layer.norm) {
+      uint16_t* const normed = scratch<uint16_t>(layer.inputs);
       norm_row(from, layer, normed);
       from = normed;
     }
@@ -38,56 +39,62 @@ FewRows prepare(const uint16_t* x, int64_t rows, int64_t row_stride, const Linea
 }
 
 template <class K, class Element>
-void multiply_with_few(const uint16_t* x, int64_t rows, int64_t row_stride,
-                       const LinearLayer& layer, Element* y, int threads) {
-  const FewRows few = prepare<K>(x, rows, row_stride, layer);
+void multiply(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
+              Element* y, int threads) {
+  const GroupedRows few = prepare<K>(x, rows, row_stride, layer, threads);
   const auto* weights = static_cast<const uint8_t*>(layer.panels);
   const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
   const Outputs<Element> out{y, layer};
   if constexpr (K::kStreams)
-    if (rows <= kFewBlockRows)
+    if (rows <= kTileBlockRows)
       return stream_panels(panels, threads, [&](int64_t panel) {
         const uint8_t* const at = weights + panel * panel_bytes;
         multiply_blocks<K, kFirstCache>(
             rows, few, at, at + kStreamBytes,
             [&](int row, const Floats* values) { out.write(row, panel, values); });
       });
+  const int64_t tiles = (rows + kTileBlockRows - 1) / kTileBlockRows;
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
   for (int64_t panel = free++, next; panel < panels; panel = next) {
     next = free++;
     const uint8_t* at = weights + panel * panel_bytes;
     const uint8_t* ahead = weights + std::min(next, panels - 1) * panel_bytes;
-    for (int64_t row = 0; row < rows; row += kFewBlockRows) {
-      const FewRows own{few.words + row * few.stride, few.stride, few.sums + row * few.groups,
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = rows * tile / tiles;
+      const int count = rows * (tile + 1) / tiles - row;
+      const GroupedRows own{few.words + row * few.stride, few.stride, few.sums + row * few.groups,
                         few.steps + row * few.groups, few.groups};
-      const int count = std::min<int64_t>(kFewBlockRows, rows - row);
       multiply_blocks<K, kSecondCache>(
-          count, own, at, row ? at : ahead,
+          count, own, at, tile ? at : ahead,
           [&](int i, const Floats* values) { out.write(row + i, panel, values); });
     }
   }
 }
 
-// T is the kind of words that weights are dequantized to, `depth` for each output.
-template <class K, class T, class Element>
-void multiply_with_many(const Rows& rows, int64_t depth, const LinearLayer& layer, Element* y,
-                        int threads) {
+// Rows in float32: each panel is dequantized once, for all rows.
+template <class K>
+void multiply_wide(const Rows& rows, const LinearLayer& layer, float* y, int threads) {
+  struct alignas(64) Line {
+    uint32_t words[kLineWords];
+  };
   const auto* weights = static_cast<const uint8_t*>(layer.panels);
+  const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
-  multiply_widened<T>(rows, depth, layer, y, threads, [=, &layer](int64_t panel, uint32_t* widened) {
-    widen_blocks<K, T>(weights + panel * panel_bytes, layer.inputs, widened);
-  });
-}
-
-template <class K, class Element>
-void multiply(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
-              Element* y, int threads) {
-  if (rows <= kMostFewRows)
-    return multiply_with_few<K>(x, rows, row_stride, layer, y, threads);
-  multiply_with_many<K, Pairs>(prepare_pairs(x, rows, row_stride, layer, threads),
-                               layer.inputs / 2, layer, y, threads);
+  const Outputs<float> out{y, layer};
+  std::atomic<int64_t> free{0};
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t lines = (layer.inputs * kPanel + kLineWords - 1) / kLineWords;
+    uint32_t* const widened = scratch<Line>(lines)->words;
+    PanelProducts<Singles> products;
+    for (int64_t panel = free++; panel < panels; panel = free++) {
+      widen_blocks<K>(weights + panel * panel_bytes, layer.inputs, widened);
+      products.run(rows, widened, layer.inputs, widened,
+                   [&](int64_t row, const Floats* sums) { out.write(row, panel, sums); });
+    }
+  }
 }
 
 // Stores the weights of one output.
@@ -121,8 +128,8 @@ extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_st
     else if (elements == kWideOutputBlocks)
       multiply<K>(narrow, rows, row_stride, *layer, static_cast<float*>(y), threads);
     else
-      multiply_with_many<K, Singles>({static_cast<const uint32_t*>(x), rows, row_stride},
-                                     layer->inputs, *layer, static_cast<float*>(y), threads);
+      multiply_wide<K>({static_cast<const uint32_t*>(x), rows, row_stride}, *layer,
+                       static_cast<float*>(y), threads);
   });
 }
 

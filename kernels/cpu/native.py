@@ -385,10 +385,10 @@ class NativeKernels:
         self._pin = library.octavo_pin_threads
         self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
         self.low_rank = LowRankKernels(library)
-        self.linear, self.blocks = LinearKernels(library, self.low_rank), BlockKernels(library)
+        self.linear = linear = LinearKernels(library, self.low_rank)
+        self.blocks, self.experts = BlockKernels(library, linear), ExpertKernels(library, linear)
         self.states, self.sums = StateKernels(library), RankSums(library)
-        self.latents = LatentKernels(self.linear)
-        self.experts = ExpertKernels(library, self.linear)
+        self.latents = LatentKernels(linear)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
         self._batches: _CheckedBatches | None = None  # likewise

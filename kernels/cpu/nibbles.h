@@ -171,7 +171,7 @@ inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
 }
 
 template <class Kind, Locality kLocality, int kRows, class Store>
-void multiply_groups(const FewRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
+void multiply_groups(const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
   using Group = GroupOf<Kind>;
   const Numbers<Kind> numbers;
   Floats total[kRows][kPanelVectors] = {};
@@ -235,35 +235,12 @@ inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
 template <class Kind, Locality kLocality = kSecondCache, class Store>
-void multiply_few(int rows, const FewRows& few, const uint8_t* panel, const uint8_t* ahead,
+void multiply_few(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {
   switch (rows) {
     case 1: return multiply_groups<Kind, kLocality, 1>(few, panel, ahead, store);
     case 2: return multiply_groups<Kind, kLocality, 2>(few, panel, ahead, store);
     case 3: return multiply_groups<Kind, kLocality, 3>(few, panel, ahead, store);
     case 4: return multiply_groups<Kind, kLocality, 4>(few, panel, ahead, store);
-  }
-}
-
-// Widens a panel's weights to words of two bfloat16 each, as in linear.h; numbers are Int4.
-inline void widen_panel(const uint8_t* panel, int64_t groups, uint32_t* words) {
-  using Group = GroupOf<Int4>;
-  for (int64_t group = 0; group < groups; group++) {
-    const uint8_t* at = panel + group * Group::kBytes;
-    const auto* scales = reinterpret_cast<const uint16_t*>(at + Group::kNibbles);
-    for (int j = 0; j < kPanelVectors; j++) {
-      const Floats scale = BFloat16::load_floats(scales + j * kLanes);
-      const Floats zero = BFloat16::load_floats(scales + kPanel + j * kLanes) - scale * 8.f;
-      const auto widen = [&](Words numbers) {
-        const Floats weights = __builtin_convertvector((Ints)(numbers & 15), Floats) * scale + zero;
-        return __builtin_convertvector(BFloat16::narrow(weights), Words);
-      };
-      for (int t = 0; t < 4; t++) {
-        const Words lanes = load<Words>(at + (4 * j + t) * sizeof(Words));
-        for (int n = 0; n < 4; n++)
-          store(words + (group * Group::kWords + 4 * t + n) * kPanel + j * kLanes,
-                widen(lanes >> (4 * n)) | widen(lanes >> (16 + 4 * n)) << 16);
-      }
-    }
   }
 }

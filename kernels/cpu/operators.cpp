@@ -37,19 +37,14 @@ Error aoti_torch_cpu_sum_over_ranks(Tensor, Tensor*);
 Error aoti_torch_cpu_add_adapters(Tensor, Tensor, int64_t, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t, Tensor*,
                                    double, Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_linear_nibbles(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
-                                           Tensor*, double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear_blocks(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
-                                          Tensor*, double, Tensor*, Tensor*);
+                                          int64_t, Tensor*, double, Tensor*, Tensor*);
 Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_embedding(Tensor, int64_t, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_embedding_wide(Tensor, int64_t, Tensor, int64_t, Tensor*);
 Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
                                         int64_t, int64_t, Tensor*, double, Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_linear_int4(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
-                                        Tensor, int64_t, int64_t, Tensor*, double, Tensor*,
-                                        Tensor*);
 Error aoti_torch_cpu_packed_experts(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                     int64_t, int64_t, double, double, double, Tensor*, Tensor*,
                                     Tensor*, Tensor*, Tensor*);
@@ -138,28 +133,26 @@ void add_adapters(Value* stack, uint64_t, uint64_t) {
          result, "add_adapters");
 }
 
-// Calls one of the layers that have weights and a bias alone.
-template <auto call>
-void layer(Value* stack, const char* name) {
+void packed_linear(Value* stack, uint64_t, uint64_t) {
   Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
   Tensor result = nullptr;
   finish(stack,
-         call(x, static_cast<int64_t>(stack[1]), panels, bias, static_cast<int64_t>(stack[4]),
-              static_cast<int64_t>(stack[5]), norm.optional(), as_double(stack[7]),
-              residual.optional(), &result),
-         result, name);
-}
-
-void packed_linear(Value* stack, uint64_t, uint64_t) {
-  layer<aoti_torch_cpu_packed_linear>(stack, "packed_linear");
-}
-
-void packed_linear_nibbles(Value* stack, uint64_t, uint64_t) {
-  layer<aoti_torch_cpu_packed_linear_nibbles>(stack, "packed_linear_nibbles");
+         aoti_torch_cpu_packed_linear(x, static_cast<int64_t>(stack[1]), panels, bias,
+                                      static_cast<int64_t>(stack[4]),
+                                      static_cast<int64_t>(stack[5]), norm.optional(),
+                                      as_double(stack[7]), residual.optional(), &result),
+         result, "packed_linear");
 }
 
 void packed_linear_blocks(Value* stack, uint64_t, uint64_t) {
-  layer<aoti_torch_cpu_packed_linear_blocks>(stack, "packed_linear_blocks");
+  Given x(stack[0]), blocks(stack[2]), bias(stack[3]), norm(stack[7]), residual(stack[9]);
+  Tensor result = nullptr;
+  finish(stack,
+         aoti_torch_cpu_packed_linear_blocks(
+             x, static_cast<int64_t>(stack[1]), blocks, bias, static_cast<int64_t>(stack[4]),
+             static_cast<int64_t>(stack[5]), static_cast<int64_t>(stack[6]), norm.optional(),
+             as_double(stack[8]), residual.optional(), &result),
+         result, "packed_linear_blocks");
 }
 
 // Calls one of the layers with outputs in float32, which nothing is fused into.
@@ -208,18 +201,6 @@ void packed_linear_int8(Value* stack, uint64_t, uint64_t) {
              static_cast<int64_t>(stack[7]), static_cast<int64_t>(stack[8]), norm.optional(),
              as_double(stack[10]), residual.optional(), &result),
          result, "packed_linear_int8");
-}
-
-void packed_linear_int4(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
-      row_sums(stack[6]), nibbles(stack[7]), norm(stack[10]), residual(stack[12]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear_int4(
-             x, static_cast<int64_t>(stack[1]), panels, bias, factors, scales, row_sums, nibbles,
-             static_cast<int64_t>(stack[8]), static_cast<int64_t>(stack[9]), norm.optional(),
-             as_double(stack[11]), residual.optional(), &result),
-         result, "packed_linear_int4");
 }
 
 void packed_experts(Value* stack, uint64_t, uint64_t) {
@@ -301,14 +282,12 @@ constexpr Operator kOperators[] = {
      latent_attention},
     {"sum_over_ranks", "sum_over_ranks(Tensor x) -> Tensor", sum_over_ranks},
     {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
-    {"packed_linear_nibbles", "packed_linear_nibbles(" LAYER ", " FUSED ") -> Tensor",
-     packed_linear_nibbles},
     {"packed_linear_wide", "packed_linear_wide(" LAYER ", int adapted) -> Tensor",
      packed_linear_wide},
     {"add_adapters", "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor",
      add_adapters},
     {"packed_linear_blocks",
-     "packed_linear_blocks(" LAYER ", int number, int gated, " NORMED ") -> Tensor", packed_linear_blocks},
+     "packed_linear_blocks(" LAYER ", int number, " FUSED ") -> Tensor", packed_linear_blocks},
     {"packed_linear_blocks_wide", "packed_linear_blocks_wide(" LAYER ", int number) -> Tensor",
      packed_linear_blocks_wide},
     {"packed_embedding", "packed_embedding(" EMBEDDING ") -> Tensor", packed_embedding},
@@ -316,9 +295,6 @@ constexpr Operator kOperators[] = {
      packed_embedding_wide},
     {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
      packed_linear_int8},
-    {"packed_linear_int4",
-     "packed_linear_int4(" LAYER ", " SCALES ", Tensor nibbles, " FUSED ") -> Tensor",
-     packed_linear_int4},
     {"packed_experts",
      "packed_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias,"
      " Tensor down, Tensor down_bias, int activation, int gated, float alpha, float limit,"

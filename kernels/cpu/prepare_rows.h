@@ -42,26 +42,6 @@ inline void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to
   }
 }
 
-// Prepares rows as products with bfloat16 take them, in a buffer of this thread.
-inline Rows prepare_pairs(const uint16_t* x, int64_t rows, int64_t row_stride,
-                          const LinearLayer& layer, int threads) {
-  const int64_t depth = layer.inputs / 2, stride = depth * Pairs::kParts;
-  if (Pairs::kParts == 1 && !layer.norm)
-    return {reinterpret_cast<const uint32_t*>(x), rows, row_stride / 2};
-  uint16_t* const normed = layer.norm ? scratch<uint16_t>(rows * layer.inputs) : nullptr;
-  uint32_t* const words = Pairs::kParts == 1 ? nullptr : scratch<uint32_t>(rows * stride);
-#pragma omp parallel for num_threads(threads)
-  for (int64_t row = 0; row < rows; row++) {
-    const uint16_t* from = x + row * row_stride;
-    if (normed) {
-      norm_row(from, layer, normed + row * layer.inputs);
-      from = normed + row * layer.inputs;
-    }
-    if (words) take_apart<Pairs>(from, depth, words + row * stride);
-  }
-  return {words ? words : reinterpret_cast<const uint32_t*>(normed), rows, stride};
-}
-
 // A row in bytes: an element is (byte - zero) * step.
 struct Range {
   float step, zero;

@@ -8,11 +8,17 @@ import ctypes
 import struct
 import subprocess
 
-from octavo.kernels.cpu.linear import GROUP
+from octavo.kernels.cpu.blocks import FORMATS
 
-ARRAYS = 9
-CALL = struct.Struct(f"7q{ARRAYS}qd")
+ARRAYS = 8
+CALL = struct.Struct(f"9q{ARRAYS}qd")
 """The same as in emulation/remote_linear.cpp."""
+
+
+def packed_bytes(inputs, form):
+    """Bytes of an output in the kernels' layout: numbers of 6 bits take 8."""
+    small = 4 if form.is_super and form.has_min else 0
+    return inputs // form.unit * (form.unit_bytes + small)
 
 
 class EmulatedLibrary:
@@ -30,8 +36,8 @@ class EmulatedLibrary:
         self.octavo_linear = Function(lambda *a: self._call(0, *a))
         self.octavo_linear_wide = Function(lambda *a: self._call(1, *a))
         self.octavo_linear_int8 = Function(self._int8)
-        self.octavo_linear_int4 = Function(self._int4)
-        self.octavo_linear_nibbles = Function(lambda *a: self._call(4, *a))
+        self.octavo_linear_blocks = Function(self._blocks)
+        self.octavo_embed_blocks = Function(None)
 
     def close(self):
         self._program.stdin.close()
@@ -40,19 +46,22 @@ class EmulatedLibrary:
     def _int8(self, x, rows, stride, layer, scales, out, threads):
         self._call(2, x, rows, stride, layer, out, threads, scales)
 
-    def _int4(self, x, rows, stride, nibbles, layer, scales, out, threads):
-        self._call(3, x, rows, stride, layer, out, threads, scales, nibbles)
+    def _blocks(self, x, rows, stride, layer, number, elements, out, threads):
+        self._call(3, x, rows, stride, layer, out, threads, blocks=(number, elements))
 
-    def _call(self, kind, x, rows, stride, layer, out, _threads, scales=None, nibbles=None):
+    def _call(self, kind, x, rows, stride, layer, out, _threads, scales=None, blocks=(0, 0)):
         layer = layer._obj
         own = self._panel // 2 if layer.gated else self._panel
         padded = -(-layer.outputs // own) * self._panel
         outputs, inputs = layer.outputs, layer.inputs
-        in_4_bits = padded * (inputs // GROUP) * (GROUP // 2 + 4)
-        panels = in_4_bits if kind == 4 else padded * inputs * (2 if kind < 2 else 1)
+        number, elements = blocks
+        panels = padded * inputs * (2 if kind < 2 else 1)
+        if kind == 3:
+            (form,) = (form for form in FORMATS.values() if form.number == number)
+            panels = padded * packed_bytes(inputs, form)
         factors = scales._obj if scales is not None else None
         arrays = (
-            (x, 2 * ((rows - 1) * stride + inputs)),
+            (x, (4 if elements == 2 else 2) * ((rows - 1) * stride + inputs)),
             (layer.panels, panels),
             (layer.bias, 4 * padded),
             (layer.norm, 2 * inputs),
@@ -60,14 +69,13 @@ class EmulatedLibrary:
             (factors and factors.factors, 4 * inputs),
             (factors and factors.outputs, 4 * padded),
             (factors and factors.row_sums, 4 * padded),
-            (nibbles, in_4_bits),
         )
         sent = [ctypes.string_at(at, size) if at else b"" for at, size in arrays]
-        head = (kind, rows, stride, inputs, outputs, layer.gated, layer.residual_stride)
+        head = (kind, rows, stride, inputs, outputs, layer.gated, layer.residual_stride, *blocks)
         self._program.stdin.write(CALL.pack(*head, *map(len, sent), layer.epsilon))
         self._program.stdin.write(b"".join(sent))
         self._program.stdin.flush()
-        found = self._read(rows * outputs * (4 if kind == 1 else 2))
+        found = self._read(rows * outputs * (4 if kind == 1 or elements else 2))
         ctypes.memmove(out, found, len(found))
 
     def _read(self, size):

@@ -4,8 +4,6 @@ The `gguf` package says what bytes stand for. Instructions that this CPU lacks a
 test_linear.py.
 """
 
-import ctypes
-
 import gguf
 import numpy as np
 import pytest
@@ -16,16 +14,19 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu import blocks as native
 from octavo.kernels.cpu import linear as native_linear
-from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize
+from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import LinearKernels
-from tests.kernels.test_linear import FAST, KERNELS, SOURCES, X86, for_x86
+from tests.kernels.test_linear import ARM, FAST, X86, linear_library
 
 
 @pytest.fixture(
     scope="module",
     params=[
         "native",
-        *(name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in X86),
+        *(
+            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+            for name in (*X86, *ARM)
+        ),
     ],
 )
 def kernels(request, tmp_path_factory):
@@ -33,13 +34,11 @@ def kernels(request, tmp_path_factory):
     if request.param == "native":
         if native is None:
             pytest.skip("there is no C++ compiler")
-        return native, native_linear
-    directory = tmp_path_factory.mktemp("kernels")
-    sources = (*KERNELS, SOURCES / "linear_blocks.cpp")
-    library = ctypes.CDLL(str(for_x86(*X86[request.param], directory, *sources)))
-    library.octavo_isa.restype = ctypes.c_char_p
-    assert library.octavo_isa().decode() == request.param
-    return BlockKernels(library), LinearKernels(library)
+        yield native, native_linear
+        return
+    with linear_library(request.param, tmp_path_factory.mktemp("kernels")) as library:
+        linear = LinearKernels(library)
+        yield BlockKernels(library, linear), linear
 
 
 def random_bytes(own, outputs, units, seed):
@@ -90,17 +89,14 @@ def test_products(kernels, own, rows, units, outputs, seed):
     wide = blocks.linear_wide(x, outputs, packed, padded, own.number)
     assert (found.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
     assert found.equal(wide.bfloat16())
-    if rows > 8:  # widened as torch rounds, then as any layer in bfloat16
-        panels = linear.pack(exact.bfloat16())
-        assert wide.equal(linear.linear_wide(x, outputs, panels, padded))
-    else:  # each group of inputs in 255 steps, with errors of half a step
-        groups = x.double().abs().unflatten(1, (-1, own.group)).amax(-1) / 254
-        steps = groups.repeat_interleave(own.group, 1)
-        worst = steps @ exact.double().abs().T
-        size = x.double().abs() @ exact.double().abs().T
-        assert ((wide - expected).abs() <= 1.01 * worst + 1e-5 * size + 1e-4).all()
-        usual = (steps**2 @ exact.double().T ** 2).sqrt()
-        assert (wide - expected).norm() <= 1.5 * usual.norm() + 1e-5 * size.norm()
+    # Each group of inputs is in 255 steps, with errors of half a step.
+    groups = x.double().abs().unflatten(1, (-1, own.group)).amax(-1) / 254
+    steps = groups.repeat_interleave(own.group, 1)
+    worst = steps @ exact.double().abs().T
+    size = x.double().abs() @ exact.double().abs().T
+    assert ((wide - expected).abs() <= 1.01 * worst + 1e-5 * size + 1e-4).all()
+    usual = (steps**2 @ exact.double().T ** 2).sqrt()
+    assert (wide - expected).norm() <= 1.5 * usual.norm() + 1e-5 * size.norm()
     # Rows in float32 lose nothing.
     exactly = blocks.linear(x.float(), outputs, packed, padded, own.number)
     size = x.double().abs() @ exact.double().abs().T + bias.abs()
@@ -109,7 +105,32 @@ def test_products(kernels, own, rows, units, outputs, seed):
 
 
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
-def test_embeddings(kernels, own):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_row_is_the_same_alone_and_among_others(kernels, own, dtype):
+    """For every number of rows that a tile may have, and for several tiles."""
+    blocks, linear = kernels
+    weight = random_bytes(own, 69, 2, 3)
+    x = torch.randn(30, meaning(own, weight).shape[1], generator=torch.Generator().manual_seed(3))
+    x = x.to(dtype)
+    layer = (69, blocks.pack(weight, own), linear.pad_outputs(torch.zeros(69)), own.number)
+    alone = torch.cat([blocks.linear_wide(row[None], *layer) for row in x])
+    for rows in range(2, 31):
+        assert blocks.linear_wide(x[:rows], *layer).equal(alone[:rows])
+
+
+def test_codes_of_4_bits_become_q4_1():
+    draw = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (5, 3, 32), generator=draw)
+    scale, least = torch.randn(2, 5, 3, generator=draw).half()
+    rows = to_q4_1(codes, scale, least)
+    exact = codes * scale.float()[..., None] + least.float()[..., None]
+    assert dequantize(rows, FORMATS["Q4_1"]).equal(exact.flatten(1))
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+def test_embeddings(request, kernels, own):
+    if request.node.callspec.params["kernels"] in ARM:
+        pytest.skip("the emulated program looks nothing up")
     blocks, _ = kernels
     rows = random_bytes(own, 70, 2, 3)
     exact, packed = meaning(own, rows), blocks.pack(rows, own)

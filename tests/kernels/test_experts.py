@@ -60,7 +60,7 @@ def kernels(request, tmp_path_factory):
         if native is None:
             pytest.skip("there is no C++ compiler")
         return native
-    sources = [SOURCES / name for name in ("linear.cpp", "linear_int4.cpp", "experts.cpp")]
+    sources = [SOURCES / name for name in ("linear.cpp", "experts.cpp")]
     path = for_x86(*X86[request.param], tmp_path_factory.mktemp("kernels"), *sources)
     library = ctypes.CDLL(str(path))
     return ExpertKernels(library, LinearKernels(library))

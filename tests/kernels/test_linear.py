@@ -8,6 +8,7 @@ import ctypes
 import platform
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ X86 = {
 """What the compiler may use, and what is emulated."""
 ARM = {level.name: level for level in LEVELS["aarch64"]}
 FAST = ("avx2",)
-KERNELS = [SOURCES / name for name in ("linear.cpp", "linear_int4.cpp", "isa.cpp")]
+KERNELS = [SOURCES / name for name in ("linear.cpp", "linear_blocks.cpp", "isa.cpp")]
 PANEL = 32
 """The most outputs of a panel."""
 
@@ -61,21 +62,28 @@ shapes = st.tuples(
     ],
 )
 def kernels(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("kernels")
     if request.param == "native":
         if native is None:
             pytest.skip("there is no C++ compiler")
         yield native
-    elif request.param in ARM:
-        library = EmulatedLibrary("qemu-aarch64", for_arm(ARM[request.param], directory))
-        assert library.isa == request.param
+        return
+    with linear_library(request.param, tmp_path_factory.mktemp("kernels")) as library:
         yield LinearKernels(library)
+
+
+@contextmanager
+def linear_library(name, directory):
+    """Yield the kernels of a kind of CPU."""
+    if name in ARM:
+        library = EmulatedLibrary("qemu-aarch64", for_arm(ARM[name], directory))
+        assert library.isa == name
+        yield library
         library.close()
     else:
-        library = ctypes.CDLL(str(for_x86(*X86[request.param], directory, *KERNELS)))
+        library = ctypes.CDLL(str(for_x86(*X86[name], directory, *KERNELS)))
         library.octavo_isa.restype = ctypes.c_char_p
-        assert library.octavo_isa().decode() == request.param
-        yield LinearKernels(library)
+        assert library.octavo_isa().decode() == name
+        yield library
 
 
 def for_x86(march, emulated, directory, *sources):
@@ -165,44 +173,6 @@ def test_int8(kernels, shape, seed, zero):
     assert (error <= 2**-8 * size + slack + 1e-4).all()
 
 
-@given(
-    rows=st.integers(1, 9),
-    groups=st.integers(1, 5),
-    outputs=st.integers(1, 3 * PANEL),
-    seed=st.integers(0, 99),
-)
-@settings(deadline=None)
-def test_int4(kernels, rows, groups, outputs, seed):
-    """For few rows its own 4-bit weights; for more, the 8-bit ones that come with them, or the same
-    in bfloat16."""
-    x, weight, bias = case((rows, groups * GROUP, outputs), seed)
-    draw = torch.Generator().manual_seed(seed)
-    nibbles = torch.randint(0, 16, (outputs, groups, GROUP), generator=draw)
-    scale = torch.rand(outputs, groups, generator=draw).bfloat16()
-    zero = torch.randn(outputs, groups, generator=draw).bfloat16()
-    whole = weight.to(torch.int8)
-    ones = torch.ones(outputs)
-    in_8_bits = (
-        *(outputs, kernels.pack(whole), kernels.pad_outputs(bias), torch.ones(x.shape[1])),
-        *(kernels.pad_outputs(ones), kernels.pad_outputs(whole.sum(1).float())),
-    )
-    packed = kernels.pack_int4(nibbles, scale, zero)
-    found = kernels.linear_int4(x, *in_8_bits, packed)
-    alone = kernels.linear_nibbles(x, outputs, packed, kernels.pad_outputs(bias))
-    if rows > 4:
-        assert found.equal(kernels.linear_int8(x, *in_8_bits))
-        wide = (nibbles - 8) * scale.float()[..., None] + zero.float()[..., None]
-        panels = kernels.pack(wide.bfloat16().flatten(1))
-        assert alone.equal(kernels.linear(x, outputs, panels, kernels.pad_outputs(bias)))
-        return
-    assert alone.equal(found)
-    values = (nibbles - 8) * scale.double()[..., None] + zero.double()[..., None]
-    expected = x.double() @ values.flatten(1).T + bias
-    # Rows may be rounded to 16 bits.
-    slack = 1e-4 * (x.double().abs() @ values.abs().flatten(1).T)
-    assert ((found.double() - expected).abs() <= 2**-8 * expected.abs() + slack).all()
-
-
 def in_bfloat16(kernels, weight, bias):
     """A layer's operator, and what it takes after rows and outputs."""
     return kernels.linear, (kernels.pack(weight), kernels.pad_outputs(bias))
@@ -217,23 +187,7 @@ def in_8_bits(kernels, weight, bias):
     return kernels.linear_int8, (kernels.pack(whole), kernels.pad_outputs(bias), *scales)
 
 
-def in_4_bits(kernels, weight, bias):
-    """The 4-bit weights are all that counts for a few rows."""
-    groups = weight.float().unflatten(1, (-1, GROUP))
-    low = groups.amin(-1)
-    scale = ((groups.amax(-1) - low) / 15).clamp_min(1e-8).bfloat16()
-    zero = (low + 8 * scale).bfloat16()
-    whole = ((groups - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15).int()
-    _, rest = in_8_bits(kernels, weight, bias)
-    return kernels.linear_int4, (*rest, kernels.pack_int4(whole, scale, zero))
-
-
-def in_4_bits_alone(kernels, weight, bias):
-    _, (_, bias, *_, nibbles) = in_4_bits(kernels, weight, bias)
-    return kernels.linear_nibbles, (nibbles, bias)
-
-
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits, in_4_bits_alone])
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
 @given(
     rows=st.integers(1, 30),
     groups=st.integers(1, 5),
@@ -274,8 +228,18 @@ def test_fused(kernels, make, rows, groups, outputs, normed, tail, seed):
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
+def test_a_row_is_the_same_alone_and_among_others(kernels, make):
+    """For every number of rows that a tile may have, and for several tiles."""
+    x, weight, bias = case((40, 3 * GROUP, 2 * PANEL + 5), seed=1)
+    operator, layer = make(kernels, weight, bias)
+    alone = torch.cat([operator(row[None], len(bias), *layer) for row in x])
+    for rows in range(2, 41):
+        assert operator(x[:rows], len(bias), *layer).equal(alone[:rows])
+
+
 @pytest.mark.parametrize("rows", [1, 4, 20])
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits, in_4_bits, in_4_bits_alone])
+@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
 def test_threads_share_the_outputs(kernels, monkeypatch, make, rows):
     """One thread computes an output, whichever it is, so their number changes no result."""
     x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0)

@@ -25,7 +25,7 @@ AVX2 = {"avx2", "bmi2", "f16c", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clwb"}
 ICE_LAKE = AVX512 | {"avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "gfni", "vaes"}
 AMX = AVX512 | {"amx_tile"}
-KINDS = ("", "_wide", "_int8", "_int4", "_nibbles")
+KINDS = ("", "_wide", "_int8", "_blocks", "_blocks_wide")
 SHIMS = {f"aoti_torch_cpu_packed_linear{kind}" for kind in KINDS}
 SHIMS |= {"aoti_torch_cpu_packed_experts"}
 

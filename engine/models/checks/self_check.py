@@ -108,7 +108,6 @@ class SelfCheck:
     Attributes:
         expected: What transformers' forward pass computes, or another step after `follow`.
         tolerance: The quantization's tolerance for it.
-        row_tolerance: The quantization's tolerance between steps of few rows and of many.
 
     Args:
         expected: See above.
@@ -117,7 +116,6 @@ class SelfCheck:
         device: Where the step runs.
         block_size: Tokens per block.
         tolerance: See above; 0 if the weights are not quantized.
-        row_tolerance: See above; 0 if both compute the same.
         cache_dtype: Of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
         routing: Forces `expected.choices` on steps, which then are compared; None if they cannot be
@@ -133,7 +131,6 @@ class SelfCheck:
         *,
         block_size: int,
         tolerance: float = 0.0,
-        row_tolerance: float = 0.0,
         cache_dtype: torch.dtype | None = None,
         kv_scales: list[tuple[float, float]] | None = None,
         routing: Routing | None = None,
@@ -141,7 +138,6 @@ class SelfCheck:
         cache_dtype = cache_dtype or dtype
         self.expected = expected
         self.tolerance = tolerance
-        self.row_tolerance = row_tolerance
         self._dtype, self._cache_dtype = dtype, cache_dtype
         self._kv_scales = kv_scales
         self._device = device
@@ -198,7 +194,6 @@ class SelfCheck:
             self._in_chunks(step, tokens),
             alone,
             "in chunks and token by token, a prompt's logits are not its logits at once",
-            self.row_tolerance,
         )
         log.info(
             "self-check passed",

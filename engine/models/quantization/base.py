@@ -17,6 +17,7 @@ from octavo.engine.models.linear.fuse_linears import group_linears_by_input
 from octavo.engine.models.linear.packed_linear import replace
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
+from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.gpu_weight import GpuWeight
 from octavo.engine.models.quantization.on_gpu import quantize_on_gpu
 
@@ -29,14 +30,11 @@ class Scheme(ABC):
 
     Attributes:
         tolerance: Largest error of the logits in the self-check; see `self_check.py`.
-        row_tolerance: Likewise, between a step of few rows and one of many, if it rounds the inputs
-            of one of them alone.
         takes_head: Whether to convert the head (hidden states to logits) too.
         on_cpus: Whether CPUs have kernels for it.
     """
 
     tolerance: ClassVar[float]
-    row_tolerance: ClassVar[float] = 0.0
     takes_head: ClassVar[bool] = False
     on_cpus: ClassVar[bool] = True
 
@@ -146,7 +144,7 @@ def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     quantized += sum(
         module.num_weights
         for module in model.modules()
-        if isinstance(module, (QuantizedLinear, Fp8Linear, QuantizedExperts))
+        if isinstance(module, (PackedBlocksLinear, QuantizedLinear, Fp8Linear, QuantizedExperts))
     )
     total = max(1, quantized + left.total())
     shares = {name: count / total for name, count in left.items()}

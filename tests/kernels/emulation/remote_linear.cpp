@@ -13,20 +13,20 @@ void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
-void octavo_linear_int4(const uint16_t*, int64_t, int64_t, const uint8_t*, const LinearLayer*,
-                        const Scales*, uint16_t*, int);
-void octavo_linear_nibbles(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int64_t, int64_t, void*,
+                          int);
 const char* octavo_isa();
 }
 
 namespace {
 
-constexpr int kThreads = 2, kArrays = 9;
+constexpr int kThreads = 2, kArrays = 8;
 
 // The same as in emulated_linear.py.
 struct Call {
   int64_t kind, rows, stride, inputs, outputs, gated, residual_stride;
-  int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums, nibbles
+  int64_t format, elements;  // of blocks
+  int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums
   double epsilon;
 };
 
@@ -68,12 +68,10 @@ int main() {
         octavo_linear_int8(x, call.rows, call.stride, &layer, &scales, narrow, kThreads);
         break;
       case 3:
-        octavo_linear_int4(x, call.rows, call.stride, static_cast<const uint8_t*>(at[8]), &layer,
-                           &scales, narrow, kThreads);
-        break;
-      case 4: octavo_linear_nibbles(x, call.rows, call.stride, &layer, narrow, kThreads);
+        octavo_linear_blocks(at[0], call.rows, call.stride, &layer, call.format, call.elements,
+                             wide.data(), kThreads);
     }
-    std::fwrite(wide.data(), call.kind == 1 ? 4 : 2, wide.size(), stdout);
+    std::fwrite(wide.data(), call.kind == 1 || call.elements ? 4 : 2, wide.size(), stdout);
     std::fflush(stdout);
   }
 }

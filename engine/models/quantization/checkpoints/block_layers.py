@@ -1,13 +1,13 @@
 """Linear layers and embeddings of weights in GGUF's blocks, for the kernels of blocks.py."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from octavo.engine.models.linear.packed_linear import NORMED, PackedLayer, define_operator
+from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
 from octavo.engine.models.quantization.checkpoints.gguf import Blocks
 from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat
@@ -27,12 +27,15 @@ class BlockWeights:
         rows: `[outputs, bytes]` uint8, as in the file.
         format: Of the blocks.
         packed: The same for the kernels, once they are packed; shared by a head and embeddings.
+        wide: Whether outputs are float32.
+        order: `[inputs]` int64, the input of each column; None if they are in order.
     """
 
     rows: Tensor
     format: BlockFormat
     packed: Tensor | None = None
     wide: bool = False
+    order: Tensor | None = None
 
     def layer(self, linear: nn.Linear) -> PackedLayer:
         """Return what replaces a layer of these weights."""
@@ -42,11 +45,15 @@ class BlockWeights:
         self, others: "Sequence[BlockWeights]", join: Callable[[list[Tensor]], Tensor]
     ) -> "BlockWeights":
         """Return these weights and others as one."""
-        return BlockWeights(join([own.rows for own in (self, *others)]), self.format)
+        return replace(self, rows=join([own.rows for own in (self, *others)]))
 
     def fits(self, other: object) -> bool:
         """Return whether the weights of two layers of the same input can be joined."""
-        return isinstance(other, BlockWeights) and other.format == self.format
+        if not isinstance(other, BlockWeights) or other.format != self.format:
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
     def pack(self) -> Tensor:
         """Return the weights in the kernels' layout."""
@@ -67,22 +74,34 @@ class PackedBlocksLinear(PackedLayer):
     Args:
         linear: The layer to replace.
         weight: Its weights.
+
+    Attributes:
+        num_weights: How many weights there are.
     """
 
     blocks: Tensor
+    columns: Tensor | None
 
     def __init__(self, linear: nn.Linear, weight: BlockWeights) -> None:
         super().__init__(linear)
         self.number, self.wide = weight.format.number, weight.wide
+        self.num_weights = linear.weight.numel()
         self.register_buffer("blocks", weight.pack())
+        self.register_buffer("columns", weight.order)
+
+    @property
+    def order(self) -> Tensor | None:
+        """See `PackedLayer`."""
+        return self.columns
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""
-        arguments = (rows, self.outputs, self.blocks, self.bias, self.number)
+        own = rows if self.order is None else rows.index_select(1, self.order)
+        arguments = (own, self.outputs, self.blocks, self.bias, self.number)
         out: Tensor = (
             torch.ops.octavo.packed_linear_blocks_wide(*arguments)
             if self.wide
-            else torch.ops.octavo.packed_linear_blocks(*arguments, int(self.gated))
+            else torch.ops.octavo.packed_linear_blocks(*arguments, *self.stages)
         )
         return out
 
@@ -134,7 +153,7 @@ def embedding_factor(layer: nn.Module) -> float | None:
 
 define_operator(
     "packed_linear_blocks(Tensor x, int outputs, Tensor blocks, Tensor bias, int number,"
-    f" int gated, {NORMED}) -> Tensor",
+    f" {FUSED}) -> Tensor",
     None if kernels is None else kernels.linear,
 )
 define_operator(

@@ -1,7 +1,8 @@
 """Packs a quantized checkpoint's integers for the CPU kernels, as they are.
 
-- Weights in 4 or 2 bits run with inputs in 16 bits. The kernels have a scale and a zero for every
-  32 inputs, so those of larger groups are repeated. Inputs are gathered in the groups' order.
+- Weights in 4 or 2 bits run as blocks of GGUF's Q4_1, with inputs rounded to bytes. Blocks have a
+  scale for every 32 inputs, so those of larger groups are repeated. Inputs are gathered in the
+  groups' order. Experts in 4 bits run with inputs in 16 bits.
 - Weights in GGUF's blocks run as they are, those of embeddings and the head too.
 - Experts in e2m1 run as they are, with inputs in 16 bits.
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
@@ -32,9 +33,7 @@ from octavo.engine.models.linear.fuse_linears import (
     split_alike,
 )
 from octavo.engine.models.linear.packed_linear import (
-    FUSED,
     PackedLayer,
-    define_operator,
     has_kernels,
     replace,
 )
@@ -55,6 +54,7 @@ from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
+from octavo.kernels.cpu.blocks import FORMATS, to_q4_1
 from octavo.kernels.cpu.experts import PackedProduct
 from octavo.kernels.cpu.linear import GROUP
 
@@ -71,7 +71,7 @@ class Nibbles:
 
     Attributes:
         codes: `[outputs, inputs / GROUP, GROUP]` uint8, from 0 to 15.
-        scale: `[outputs, inputs / GROUP]` bfloat16.
+        scale: `[outputs, inputs / GROUP]` float32.
         zero: As `scale`.
         order: `[inputs]` int64, the input of each column; None if they are in order.
     """
@@ -81,9 +81,10 @@ class Nibbles:
     zero: Tensor
     order: Tensor | None
 
-    def layer(self, linear: nn.Linear) -> PackedLayer:
-        """Return what replaces a layer of these weights."""
-        return PackedNibblesLinear(linear, self)
+    def blocks(self) -> BlockWeights:
+        """Return the weights of a linear layer."""
+        rows = to_q4_1(self.codes, self.scale, self.zero - MIDDLE * self.scale)
+        return BlockWeights(rows, FORMATS["Q4_1"], order=self.order)
 
     def joined(self, others: "Sequence[Nibbles]", join: Join) -> "Nibbles":
         """Return these weights and others, whose inputs are in the same order, as one."""
@@ -128,7 +129,7 @@ class Bytes:
         return isinstance(other, Bytes)
 
 
-Packable = Nibbles | Bytes | BlockWeights
+Packable = Bytes | BlockWeights
 """Weights as kernels take them."""
 
 
@@ -148,50 +149,19 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
     if not in_groups(inputs, inputs // groups):
         return None
     order = weight.order()
-    # Codes and zero points are shifted together, so that zero points are near 0: bfloat16 rounds
-    # small numbers less.
+    # Codes and zero points are shifted together, so that zero points are near 0: experts' are
+    # rounded to bfloat16, which rounds small numbers less.
     shift = MIDDLE - (1 << (weight.bits - 1))
     codes = (weight.codes if order is None else weight.codes[:, order]) + shift
     repeats = inputs // groups // GROUP
-    scale = weight.scale.bfloat16()
-    zero = (MIDDLE - shift - weight.zero) * scale.float()
+    scale = weight.scale.float()
+    zero = (MIDDLE - shift - weight.zero) * scale
     return Nibbles(
         codes.reshape(len(codes), -1, GROUP),
         scale.repeat_interleave(repeats, 1),
-        zero.bfloat16().repeat_interleave(repeats, 1),
+        zero.repeat_interleave(repeats, 1),
         order,
     )
-
-
-class PackedNibblesLinear(PackedLayer):
-    """A layer of 4-bit weights alone.
-
-    Args:
-        linear: The layer to replace.
-        weight: Its weights.
-    """
-
-    nibbles: Tensor
-    columns: Tensor | None
-
-    def __init__(self, linear: nn.Linear, weight: Nibbles) -> None:
-        super().__init__(linear)
-        assert kernels is not None
-        self.register_buffer("nibbles", kernels.pack_int4(weight.codes, weight.scale, weight.zero))
-        self.register_buffer("columns", weight.order)
-
-    @property
-    def order(self) -> Tensor | None:
-        """See `PackedLayer`."""
-        return self.columns
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Map `[rows, in_features]` to `[rows, outputs]`."""
-        own = rows if self.order is None else rows.index_select(1, self.order)
-        out: Tensor = torch.ops.octavo.packed_linear_nibbles(
-            own, self.outputs, self.nibbles, self.bias, *self.stages
-        )
-        return out
 
 
 class _Packing:
@@ -287,8 +257,10 @@ class _Packing:
             return None
         stored = self._checkpoint.read(name)
         weight = located.layer.weight.detach()
-        same = torch.equal(stored.dequantize().to(weight.dtype), weight)
-        return for_kernels(stored) if same else None
+        if not torch.equal(stored.dequantize().to(weight.dtype), weight):
+            return None
+        own_weights = for_kernels(stored)
+        return own_weights.blocks() if isinstance(own_weights, Nibbles) else own_weights
 
     def _convert(self, linear: nn.Linear) -> PackedLayer:
         return self._found[linear].layer(linear)
@@ -351,11 +323,7 @@ def _pack_nibbles(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> Packed
 
 def _panels(layer: ExpertLayer, name: str, weight: Nibbles) -> Tensor:
     assert expert_kernels is not None
-    parts = (arranged(layer, name, part) for part in (weight.codes, weight.scale, weight.zero))
-    return expert_kernels.pack_int4(*parts)
-
-
-define_operator(
-    f"packed_linear_nibbles(Tensor x, int outputs, Tensor nibbles, Tensor bias, {FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear_nibbles,
-)
+    codes, *scales = (
+        arranged(layer, name, part) for part in (weight.codes, weight.scale, weight.zero)
+    )
+    return expert_kernels.pack_int4(codes, *(part.bfloat16() for part in scales))

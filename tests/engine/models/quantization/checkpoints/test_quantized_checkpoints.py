@@ -20,7 +20,7 @@ from octavo.engine.models.linear.packed_linear import PackedLinear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import step_alone
 from octavo.engine.models.quantization.checkpoints import FORMATS
-from octavo.engine.models.quantization.checkpoints.packing import PackedNibblesLinear
+from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
@@ -88,7 +88,7 @@ def compressed(layout, weights, inputs=None):
 
 W4 = {"num_bits": 4, "strategy": "group", "group_size": 64}
 FLOAT8 = {"type": "float", "num_bits": 8}
-NIBBLES, BYTES, WIDENED = PackedNibblesLinear, PackedInt8Linear, PackedLinear
+NIBBLES, BYTES, WIDENED = PackedBlocksLinear, PackedInt8Linear, PackedLinear
 CASES = {
     "gptq": (GPTQ, packers.gptq, NIBBLES),
     "gptq symmetric": (GPTQ | {"sym": True}, partial(packers.gptq, symmetric=True), NIBBLES),

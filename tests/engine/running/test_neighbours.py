@@ -1,0 +1,60 @@
+"""An output is the same alone and among others, in every type whose products are Octavo's own."""
+
+import random
+
+import pytest
+
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import build
+from tests.engine.stepper import Stepper
+
+OUTPUT_TOKENS = 16
+TYPES = [
+    {"quantization": "none"},
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"quantization": "int4", "speculation": "ngram"},
+]
+
+
+@pytest.mark.parametrize("settings", TYPES, ids=lambda settings: "-".join(settings.values()))
+def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
+    stepper = Stepper(
+        build(
+            EngineSettings(
+                model=str(tiny_model),
+                dtype="bfloat16",
+                compile="off",
+                num_blocks=256,
+                swap_space=0.1,
+                max_num_batched_tokens=40,  # chunks of prompts too
+                enable_prefix_caching=False,  # which would compute a prompt once for both
+                **settings,
+            )
+        )
+    )
+    draw = random.Random(1)
+
+    def texts(count):
+        return [[draw.randrange(3, 500) for _ in range(draw.randint(1, 60))] for _ in range(count)]
+
+    def submit(number, prompt):
+        way = {"temperature": 0.9, "seed": number} if number % 2 else {}
+        return stepper.submit(prompt, OUTPUT_TOKENS, **way)
+
+    def output(group, prompt):
+        return group.sequences[0].token_ids[len(prompt) :]
+
+    prompts, alone = texts(8), []
+    for number, prompt in enumerate(prompts):
+        group = submit(number, prompt)
+        stepper.run()
+        alone.append(output(group, prompt))
+    groups = []
+    for number, (prompt, beside) in enumerate(zip(prompts, texts(8), strict=True)):
+        groups.append(submit(number, prompt))
+        stepper.submit(beside, draw.randint(1, 30), temperature=1.0, seed=number)
+        for _ in range(draw.randint(0, 2)):
+            stepper.step()
+    stepper.run()
+    assert list(map(output, groups, prompts)) == alone
