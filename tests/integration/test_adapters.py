@@ -46,7 +46,12 @@ def cluster(tmp_path_factory, launch_shared):
         server.wait_ready()
     with grpc.insecure_channel(f"127.0.0.1:{admin}") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
-        wait_until(lambda: len(stub.ListAdapters(admin_pb2.ListAdaptersRequest()).adapters) == 1)
+
+        def found():
+            adapters = stub.ListAdapters(admin_pb2.ListAdaptersRequest()).adapters
+            return [len(one.addresses) for one in adapters] == [2]
+
+        wait_until(found)
         yield SimpleNamespace(
             router=router, engines=engines, admin=stub, http=http, model=model, paths=paths
         )

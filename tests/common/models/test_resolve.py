@@ -68,7 +68,7 @@ class TestDemo:
         model = AutoModelForCausalLM.from_pretrained(demo_model, local_files_only=True)
         assert model.dtype == torch.bfloat16
         assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert model.generation_config.eos_token_id == 2
+        assert model.generation_config.eos_token_id == [0, 2, 4]  # as llama.cpp ends outputs
         chat = [{"role": "user", "content": "What is the capital of France?"}]
         prompt = tokenizer.apply_chat_template(
             chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -127,7 +127,7 @@ def test_transformers_alone_changes_tokens(files, tmp_path, family, named):
 @pytest.fixture
 def smollm2(demo_model, tmp_path) -> Path:
     """The demo's tokenizer as its hub repository declares it."""
-    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+    for name in ("config.json", "tokenizer.json"):
         shutil.copy(Path(demo_model) / name, tmp_path)
     config = json.loads((Path(demo_model) / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = "GPT2Tokenizer"
