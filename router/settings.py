@@ -96,6 +96,12 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Origin of web pages allowed to use the HTTP API, such as https://example.com, "
         "or * for any. May be given several times. Default: none.",
     )
+    http_ping_interval: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds without data after which a stream over HTTP gets its header, and then "
+        "a comment, so that proxies keep it open.",
+    )
     tokenizer: str | None = Field(
         None,
         description="Hub name, directory or `demo` to load the tokenizer from. Default: the "

@@ -14,7 +14,7 @@ from octavo.client.requests import generate_request
 from octavo.common import rpc
 from octavo.common.background import joined
 from octavo.router.generate import Write
-from octavo.router.http.errors import ApiError, from_client, from_rpc
+from octavo.router.http.errors import from_client, from_rpc
 from octavo.router.http.layout import Choice, Layout, usage
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
@@ -49,7 +49,6 @@ class Answer:
     Attributes:
         id: The answer's id, with the `request_id` of the body if it has one; logs and traces name
             its calls by it.
-        started: Whether a part of a stream has been sent.
 
     Raises:
         ApiError: An argument does not fit its type.
@@ -57,7 +56,7 @@ class Answer:
 
     def __init__(self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies) -> None:
         self.id = layout.id_prefix + (request.request_id or uuid.uuid4().hex)
-        self.started = False
+        self._started = False
         self._request = request
         self._layout = layout
         self._vocabularies = vocabularies
@@ -91,19 +90,13 @@ class Answer:
         return self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
 
     async def stream(self, generate: Generate, send: Send) -> None:
-        """Send the answer as server-sent events; a failure once it has started is the last of them.
+        """Send the answer as server-sent events.
 
         Raises:
-            ApiError: A call failed before anything was sent.
+            ApiError: A call failed.
         """
         writes = [partial(self._send_response, send, i) for i in range(len(self._messages))]
-        try:
-            await self._run(generate, writes)
-        except ApiError as error:
-            if not self.started:
-                raise
-            await send(_event(error.body))
-            return
+        await self._run(generate, writes)
         options = self._request.stream_options
         if options is not None and options.include_usage:
             await send(self._chunk([], last=True))
@@ -131,8 +124,8 @@ class Answer:
         """Send what is to be seen of a response of call `i`."""
         self._count(i, response)
         async with self._sending:  # all openings come first
-            if not self.started:
-                self.started = True
+            if not self._started:
+                self._started = True
                 self._model = response.accepted.model
                 for index in range(len(self._messages) * self._request.choices):
                     if (opening := self._layout.opening(index)) is not None:
@@ -205,7 +198,7 @@ class Answer:
             body["usage"] = usage(self._usages)
         elif options is not None and options.include_usage:
             body["usage"] = None
-        return _event(body)
+        return event(body)
 
     def _body(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -233,5 +226,6 @@ def _place(end: Finished) -> int:
     return end.index
 
 
-def _event(body: dict[str, Any]) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
     return b"data: " + to_json(body) + b"\n\n"

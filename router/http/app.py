@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
@@ -15,19 +15,19 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from octavo.client import InvalidArgumentError
 from octavo.client.responses import default_sampling
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
-from octavo.router.http.answers import Answer, Generate, Vocabularies
+from octavo.router.http.answers import Answer, Vocabularies
 from octavo.router.http.bodies import Open
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatLayout
 from octavo.router.http.completions import CompletionLayout
 from octavo.router.http.errors import ApiError, from_client, from_rpc
+from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
@@ -153,7 +153,8 @@ class Api:
             metadata=headers.metadata(request),
         )
         if body.stream:
-            return EventStream(request, answer, generate, ignored)
+            interval = self._settings.http_ping_interval
+            return EventStream(request, answer, generate, ignored, interval)
         whole = await while_connected(request, answer.whole(generate))
         return JSONResponse(whole, headers={"X-Request-Id": answer.id, **ignored})
 
@@ -227,52 +228,6 @@ class Api:
                 card.default_max_tokens if card.HasField("default_max_tokens") else None
             ),
         }
-
-
-class EventStream(Response):
-    """An answer streamed as it is made; its calls are cancelled when the client leaves.
-
-    Until something is sent, a failure is still an ordinary HTTP error.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, request: Request, answer: Answer, generate: Generate, headers: Mapping[str, str]
-    ) -> None:
-        self._request = request
-        self._answer = answer
-        self._generate = generate
-        super().__init__(
-            headers={
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # else nginx gathers what should flow
-                "X-Request-Id": answer.id,
-                **headers,
-            }
-        )
-        del self.headers["content-length"]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send it."""
-        started = False
-
-        async def send_body(part: bytes) -> None:
-            nonlocal started
-            if not started:
-                started = True
-                start = {"status": self.status_code, "headers": self.raw_headers}
-                await send({"type": "http.response.start", **start})
-            await send({"type": "http.response.body", "body": part, "more_body": True})
-
-        answering = self._answer.stream(self._generate, send_body)
-        try:
-            await while_connected(self._request, answering)
-        except (ApiError, ClientLeftError) as error:
-            if not started:
-                await _refusal(error)(scope, receive, send)
-            return
-        await send({"type": "http.response.body"})
 
 
 def _answered(endpoint: Endpoint) -> Endpoint:

@@ -1,11 +1,14 @@
 """Clients that leave, that do not read, and a router that stops."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
 import openai
 import pytest
+
+from octavo.v1.sampling_pb2 import FinishReason
 
 
 def request(body: dict, path: str = "/v1/completions") -> bytes:
@@ -99,3 +102,84 @@ async def test_a_stopped_router_fails_its_streams(frontend, scripted, hello, enc
             async for _ in stream:
                 pass
         await asyncio.wait_for(stopping, 20)
+
+
+@contextlib.asynccontextmanager
+async def asked(app):
+    """Ask for a stream; yield its status line, what follows, and how long the header took."""
+    loop = asyncio.get_running_loop()
+    host, port = app.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(request({"prompt": "x", "max_tokens": 5, "stream": True}))
+    began = loop.time()
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    yield head.partition(b"\r\n")[0], reader, loop.time() - began
+    writer.close()
+
+
+async def events(reader: asyncio.StreamReader, count: int) -> list[bytes]:
+    """Read lines of a chunked body that are neither empty nor sizes of chunks."""
+    found = []
+    while len(found) < count:
+        line = await asyncio.wait_for(reader.readline(), 10)
+        assert line, f"it ended after {found}"
+        if line.startswith((b":", b"data:")):
+            found.append(line.strip())
+    return found
+
+
+async def until(reader: asyncio.StreamReader, ends: bytes) -> list[bytes]:
+    """Read a stream's lines up to the first that has `ends`."""
+    found = [b""]
+    while ends not in found[-1]:
+        found += await events(reader, 1)
+    return found
+
+
+async def test_a_silent_stream_gets_its_header_and_pings(frontend, scripted, fill):
+    """A queued stream, and one with a long gap between tokens, is not silent for long."""
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with frontend(engine, http_ping_interval=0.2) as (app, client):
+        running = await fill(app, client, engine)
+        async with asked(app) as (status, reader, seconds):
+            assert status == b"HTTP/1.1 200 OK"
+            assert 0.2 <= seconds < 2
+            assert await events(reader, 3) == [b": ping"] * 3
+            for task in running:
+                task.cancel()
+            await app.until(lambda: len(engine.submits) == 3)
+            request_id = engine.submits[-1].request_id
+            engine.send(started=[{"request_id": request_id}])
+            engine.send_tokens(request_id, [65])
+            assert b'"text":"b"' in (await until(reader, b"data:"))[-1]
+            assert await events(reader, 2) == [b": ping"] * 2
+            engine.send_tokens(request_id, [66], reason=FinishReason.FINISH_REASON_LENGTH)
+            assert b'"text":"c"' in (await until(reader, b"data:"))[-1]
+            assert (await until(reader, b"[DONE]"))[-1] == b"data: [DONE]"
+        await app.clean()
+
+
+async def test_a_stream_that_fails_early_has_an_http_status(frontend, scripted, hello, fill):
+    engine = scripted(interval=None, max_num_seqs=1)
+    settings = {"max_queue_time": 0.2, "http_ping_interval": 5.0}
+    async with frontend(engine, **settings) as (app, client):
+        running = await fill(app, client, engine)
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(**hello, stream=True)
+        for task in running:
+            task.cancel()
+
+
+async def test_a_stream_that_fails_after_its_header_ends_with_the_error(
+    frontend, scripted, hello, fill
+):
+    engine = scripted(interval=None, max_num_seqs=1)
+    settings = {"max_queue_time": 0.5, "http_ping_interval": 0.1}
+    async with frontend(engine, **settings) as (app, client):
+        running = await fill(app, client, engine)
+        stream = await client.chat.completions.create(**hello, stream=True)
+        with pytest.raises(openai.APIError, match="no engine had room") as caught:
+            await anext(aiter(stream))
+        assert caught.value.code == "rate_limit_exceeded"
+        for task in running:
+            task.cancel()

@@ -1,0 +1,103 @@
+"""An answer streamed as server-sent events, with pings while there is nothing to send."""
+
+import asyncio
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.common.background import joined
+from octavo.router.http.answers import Answer, Generate, event
+from octavo.router.http.body import ClientLeftError, while_connected
+from octavo.router.http.errors import ApiError
+
+PING = b": ping\n\n"
+"""A comment, which clients ignore."""
+
+
+class EventStream(Response):
+    """An answer streamed as it is made; its calls are cancelled when the client leaves.
+
+    Proxies close connections that are silent, so a stream of which nothing was sent for
+    `ping_interval` seconds gets its header, and then a ping. Until the header is sent, a failure
+    is an ordinary HTTP error; after that it is the stream's last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        request: Request,
+        answer: Answer,
+        generate: Generate,
+        headers: Mapping[str, str],
+        ping_interval: float,
+    ) -> None:
+        self._request = request
+        self._answer = answer
+        self._generate = generate
+        self._ping_interval = ping_interval
+        super().__init__(
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # else nginx gathers what should flow
+                "X-Request-Id": answer.id,
+                **headers,
+            }
+        )
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send it."""
+        body = _Body(self, send)
+        try:
+            await while_connected(self._request, self._stream(body))
+        except ApiError as error:
+            if not body.started:
+                await error.response()(scope, receive, send)
+                return
+            await body.send(event(error.body))
+        except ClientLeftError:
+            return
+        await send({"type": "http.response.body"})
+
+    async def _stream(self, body: "_Body") -> None:
+        async with joined(body.ping(self._ping_interval), names=("http-ping",)):
+            await self._answer.stream(self._generate, body.send)
+
+
+class _Body:
+    """What is sent of a stream, each part whole.
+
+    Attributes:
+        started: Whether the header has been sent.
+    """
+
+    def __init__(self, response: Response, send: Send) -> None:
+        self.started = False
+        self._response = response
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+
+    async def send(self, part: bytes) -> None:
+        """Send the next part, after the header."""
+        async with self._sending:
+            if not self.started:
+                self.started = True
+                start = {
+                    "status": self._response.status_code,
+                    "headers": self._response.raw_headers,
+                }
+                await self._send({"type": "http.response.start", **start})
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            self._last = self._loop.time()
+
+    async def ping(self, interval: float) -> None:
+        """Send a ping whenever nothing was sent for `interval` seconds."""
+        while True:
+            await asyncio.sleep(self._last + interval - self._loop.time())
+            if self._loop.time() >= self._last + interval:
+                await self.send(PING)
