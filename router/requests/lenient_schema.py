@@ -1,0 +1,314 @@
+"""Leave out of a JSON Schema what a grammar cannot hold an output to.
+
+The grammar is the engine's (llguidance). Where it would not hold a keyword, the keyword is left out
+or replaced by a weaker one, so that the rest accepts whatever the whole does.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from octavo.common.json_schema import escape, has_control, resolve, subschemas
+from octavo.router.requests.patterns import held
+
+_UNSUPPORTED = {
+    *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"),
+    *("propertyNames", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+}
+_NEEDS = {
+    "if": {"then", "else"},
+    "then": {"if"},
+    "else": {"if"},
+    "minContains": {"contains"},
+    "maxContains": {"contains"},
+}
+"""Keywords that say nothing unless one of others is there."""
+_MARKS = ("$dynamicAnchor", "$recursiveAnchor")
+"""Keywords that say nothing by themselves, which the grammar does not take."""
+FORMATS = {
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
+    "unknown",
+}
+"""Formats that the grammar holds strings to."""
+ENCODINGS = {
+    "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+    "base64url": "^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?$",
+}
+"""Regular expressions in place of formats that it does not know."""
+_PREFIX = re.compile(r"\^([A-Za-z0-9_ -])(?![*?{])")
+"""The beginning of an expression that says a text's first character."""
+_NAMES_COUNTED = ("minProperties", "maxProperties")
+_OF_OBJECTS = (
+    *("properties", "patternProperties", "required", "additionalProperties"),
+    *_NAMES_COUNTED,
+)
+_ALL_TYPES = ("array", "boolean", "null", "number", "object", "string")
+_MAX_REFERENCES = 32
+_MAX_REFERENCE = 1_000
+"""Most characters of a reference through a `oneOf`."""
+_MAX_NAMES = 16
+"""Most properties that are looked at to tell objects apart."""
+
+Schema: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LenientSchema:
+    """What a grammar can hold of a JSON Schema.
+
+    Attributes:
+        schema: A schema that accepts whatever the original does.
+        unenforced: The places in the original of what it leaves out, as JSON Pointers; if there
+            are none, it accepts nothing else.
+    """
+
+    schema: Mapping[str, Any]
+    unenforced: tuple[str, ...] = ()
+
+
+def lenient(schema: Mapping[str, Any]) -> LenientSchema:
+    """Return what a grammar can hold of a JSON Schema."""
+    copied: Schema = json.loads(json.dumps(schema))
+    visited = [(pointer, found) for pointer, found in subschemas(copied)]
+    reduction = _Reduction(schema, mixes=any(_mixes(found) for _, found in visited))
+    for pointer, found in visited:
+        assert isinstance(found, dict)
+        reduction.reduce(pointer, found)
+    for pointer, found in visited:
+        assert isinstance(found, dict)
+        reduction.mend_reference(copied, pointer, found)
+    return LenientSchema(copied, tuple(sorted(reduction.places)))
+
+
+class _Reduction:
+    """Takes keywords out of schemas, and notes where.
+
+    Args:
+        whole: The original.
+        mixes: Whether it says of the same objects in several places what their properties are.
+    """
+
+    def __init__(self, whole: Mapping[str, Any], *, mixes: bool) -> None:
+        self._whole = whole
+        self._mixes = mixes
+        # A reference below another "$id" is not one from the root.
+        self._local = json.dumps(whole).count('"$id"') == ("$id" in whole)
+        self._renamed: dict[str, str] = {}
+        self._first_letters: set[str] = set()  # of names that patterns match
+        self.places: set[str] = set()
+
+    def reduce(self, pointer: str, schema: Schema) -> None:
+        """Take out of one schema what a grammar cannot hold."""
+        for keyword in _MARKS:
+            schema.pop(keyword, None)
+        said = {keyword for keyword in schema if _says_something(keyword, schema)}
+        for keyword in _UNSUPPORTED & set(schema):
+            if keyword in said:
+                self._note(pointer, keyword)
+            del schema[keyword]
+        for keyword in ("const", "enum"):
+            if keyword in schema and has_control(keyword, schema[keyword]):
+                self._leave_out(pointer, schema, keyword)
+        self._reduce_strings(pointer, schema)
+        self._reduce_names(pointer, schema)
+        self._count_names(pointer, schema)
+        self._join(pointer, schema)
+
+    def mend_reference(self, reduced: Mapping[str, Any], pointer: str, schema: Schema) -> None:
+        """Let a reference have its target where that is now; leave it out if it is nowhere."""
+        written = schema.get("$ref")
+        if not isinstance(written, str) or not written.startswith("#/"):
+            return
+        schema["$ref"] = reference = self._renamed_in(written)
+        if resolve(reduced, reference) is None and resolve(self._whole, written) is not None:
+            self._leave_out(pointer, schema, "$ref")
+
+    def _note(self, pointer: str, keyword: str) -> None:
+        self.places.add(f"{pointer}/{keyword}")
+
+    def _leave_out(self, pointer: str, schema: Schema, keyword: str) -> None:
+        del schema[keyword]
+        self._note(pointer, keyword)
+
+    def _reduce_strings(self, pointer: str, schema: Schema) -> None:
+        """Widen or leave out a pattern and a format that the grammar does not know."""
+        pattern, form = schema.get("pattern"), schema.get("format")
+        if isinstance(pattern, str):
+            known = None if has_control("pattern", pattern) else held(pattern)
+            if known is None:
+                self._leave_out(pointer, schema, "pattern")
+            elif not known.exact:
+                schema["pattern"] = known.pattern
+                self._note(pointer, "pattern")
+        if isinstance(form, str) and form not in FORMATS:
+            del schema["format"]
+            if "string" in _types(schema):
+                self._note(pointer, "format")
+                if form in ENCODINGS and "pattern" not in schema:
+                    schema["pattern"] = ENCODINGS[form]
+
+    def _reduce_names(self, pointer: str, schema: Schema) -> None:
+        """Leave out patterns of names that the grammar cannot hold, or not beside the others."""
+        patterns = schema.get("patternProperties")
+        if not isinstance(patterns, dict):
+            return
+        letters = self._first_letters if self._mixes else set[str]()
+        out = [pattern for pattern in patterns if not self._holds_names(pattern, patterns, letters)]
+        for pattern in out:
+            del patterns[pattern]
+            self.places.add(f"{pointer}/patternProperties/{escape(pattern)}")
+        if not patterns:
+            del schema["patternProperties"]
+        if out and schema.get("additionalProperties", True) not in (True, {}):
+            self._leave_out(pointer, schema, "additionalProperties")
+
+    def _holds_names(self, pattern: str, patterns: Mapping[str, Any], letters: set[str]) -> bool:
+        """Return whether the grammar holds a pattern of names: no name may match two of them."""
+        known = held(pattern)
+        if known is None or not known.exact or has_control("pattern", pattern):
+            return False
+        if len(patterns) == 1 and not self._mixes:
+            return True
+        letter = _PREFIX.match(pattern)
+        if letter is None or "|" in pattern or letter[1] in letters:
+            return False
+        letters.add(letter[1])
+        return True
+
+    def _count_names(self, pointer: str, schema: Schema) -> None:
+        """Leave out the numbers of properties where the grammar does not count them."""
+        counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
+        if not counted:
+            return
+        required = schema.get("required")
+        names = required if isinstance(required, list) else []
+        properties = schema.get("properties")
+        optional = set(properties) - set(names) if isinstance(properties, dict) else set()
+        if self._mixes or optional:
+            for keyword in counted:
+                self._leave_out(pointer, schema, keyword)
+            return
+        least = schema.get("minProperties")
+        others = schema.get("additionalProperties") is not False or schema.get("patternProperties")
+        if isinstance(least, int | float) and least > max(1, len(names) + 1) and others:
+            schema["minProperties"] = len(names) + 1
+            self._note(pointer, "minProperties")
+
+    def _join(self, pointer: str, schema: Schema) -> None:
+        """Make `anyOf` of `oneOf`: the grammar sees hardly any branches to be disjoint."""
+        branches = schema.get("oneOf")
+        if not isinstance(branches, list):
+            return
+        original = resolve(self._whole, pointer)
+        if not (isinstance(original, Mapping) and self._disjoint(original.get("oneOf"))):
+            self._note(pointer, "oneOf")
+        del schema["oneOf"]
+        if "anyOf" not in schema:
+            schema["anyOf"] = branches
+            self._renamed[f"{pointer}/oneOf"] = f"{pointer}/anyOf"
+            return
+        every = schema.setdefault("allOf", [])
+        if isinstance(every, list):
+            self._renamed[f"{pointer}/oneOf"] = f"{pointer}/allOf/{len(every)}/anyOf"
+            every.append({"anyOf": branches})
+
+    def _renamed_in(self, reference: str) -> str:
+        """Return a reference with the present names of what it leads through, innermost first."""
+        end = len(reference) if len(reference) <= _MAX_REFERENCE else 0
+        while (end := reference.rfind("/oneOf/", 0, end)) >= 0:
+            cut = end + len("/oneOf")
+            reference = self._renamed.get(reference[:cut], reference[:cut]) + reference[cut:]
+        return reference
+
+    def _disjoint(self, branches: object) -> bool:
+        """Return whether surely no value is of two branches, by types or by a property's values."""
+        if not isinstance(branches, list):
+            return False
+        targets = list(map(self._target, branches))
+        types = [_types(target) for target in targets]
+        objects = [one for one, its in zip(targets, types, strict=True) if its == {"object"}]
+        counted = [*(its for its in types if its != {"object"}), *([{"object"}] if objects else [])]
+        if sum(map(len, counted)) != len(set().union(*counted)):
+            return False
+        names = [*_members(objects[0], "properties")][:_MAX_NAMES] if objects else []
+        return len(objects) < 2 or any(self._tells(name, objects) for name in names)
+
+    def _tells(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether a property tells objects of several schemas from each other."""
+        known: set[str] = set()
+        optional = 0
+        for one in objects:
+            values = _values(self._target(_members(one, "properties").get(name)))
+            if values is None or known & values:
+                return False
+            known |= values
+            required = one.get("required")
+            optional += not (isinstance(required, list) and name in required)
+        return optional < 2
+
+    def _target(self, schema: object) -> Mapping[str, Any]:
+        """Return a schema, or what it refers to; empty if that is not known."""
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping):
+                break
+            reference = schema.get("$ref")
+            if reference is None:
+                return schema
+            if not (self._local and isinstance(reference, str) and reference.startswith("#/")):
+                break
+            schema = resolve(self._whole, reference)
+        return {}
+
+
+def _says_something(keyword: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a keyword that is not supported refuses anything where it is."""
+    value = schema[keyword]
+    if keyword in _NEEDS and not _NEEDS[keyword] & set(schema):
+        return False
+    if keyword in {"not", "uniqueItems"}:
+        return value is not False
+    if keyword.startswith("dependen"):
+        return bool(value != {})
+    if keyword == "propertyNames" and value == {"type": "string"}:
+        return False
+    if keyword in {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}:
+        return value is not True and value != {}
+    return True
+
+
+def _mixes(schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema says in several places what an object's properties are."""
+    every = schema.get("allOf")
+    places = len(every) if isinstance(every, list) else 0
+    places += sum(keyword in schema for keyword in ("$ref", "anyOf", "oneOf"))
+    return places + any(keyword in schema for keyword in _OF_OBJECTS) > 1
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the types that a value may have; "integer" is a "number"."""
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        types = {declared}
+    elif isinstance(declared, list):
+        types = {one for one in declared if isinstance(one, str)}
+    elif _values(schema) is not None:
+        types = {"string"}
+    else:
+        types = set(_ALL_TYPES)
+    return {"number" if one == "integer" else one for one in types}
+
+
+def _values(schema: Mapping[str, Any]) -> set[str] | None:
+    """Return the strings of a constant or an enumeration; None: there are other values."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        return None
+    return set(values)
+
+
+def _members(schema: Mapping[str, Any], keyword: str) -> Mapping[str, Any]:
+    members = schema.get(keyword)
+    return members if isinstance(members, Mapping) else {}

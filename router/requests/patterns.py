@@ -1,0 +1,159 @@
+"""Find what a grammar can hold of a JSON Schema's regular expression.
+
+The grammar's expressions are those of Rust's `regex` crate without assertions, but for `^` and `$`
+at the ends. Without an assertion an expression matches all that it matches with it, and more.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_PATTERN = 4_096
+"""Most characters of an expression that is read; nothing is held of a longer one."""
+_ESCAPE = (
+    r"\\(?:[dDwWsSnrtf]|[-.^$*+?()\[\]{}|/\\_~@\#%&=:;,!\"'`\ ]|[pP]\{[A-Z][a-z]?\}"
+    r"|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
+)
+_TOKEN = re.compile(
+    rf"""(?P<assertion>\(\?<?[=!])
+    |(?P<opening>\((?:\?:|\?P?<[A-Za-z_]\w*>)?(?!\?))
+    |(?P<closing>\))
+    |(?P<boundary>\\[bB])
+    |(?P<start>\^)
+    |(?P<end>\$)
+    |(?P<or>\|)
+    |(?P<repeat>(?:[*+?]|\{{[0-9]{{1,5}}(?:,[0-9]{{0,5}})?\}})\??)
+    |(?P<class>\[\^?(?:{_ESCAPE}|[^\[\]\\^])+\])
+    |(?P<atom>{_ESCAPE}|[^\\\[\](){{}}*+?|^$])
+    """,
+    re.VERBOSE | re.DOTALL | re.ASCII,
+)
+_OTHER_ELSEWHERE = re.compile(r"&&|--|~~|\|\|")
+"""What in a class means another thing in Rust."""
+_CATEGORY = re.compile(r"\\[pP]\{[A-Z][a-z]?\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a grammar can hold of a regular expression.
+
+    Attributes:
+        pattern: An expression that matches whatever the original does.
+        exact: Whether it matches nothing else.
+    """
+
+    pattern: str
+    exact: bool
+
+
+@dataclass(slots=True)
+class _Token:
+    """A part of an expression.
+
+    Attributes:
+        kind: The name of its group in `_TOKEN`.
+        text: The part.
+        group: The place of the parenthesis that opens the group which it is in; -1: none.
+        pair: Of a parenthesis, the place of the other one.
+    """
+
+    kind: str
+    text: str
+    group: int
+    pair: int = -1
+
+
+def held(pattern: str) -> Held | None:
+    """Return what a grammar can hold of an expression; None: nothing, or nothing for sure."""
+    tokens = _tokens(pattern) if len(pattern) <= MAX_PATTERN else None
+    if tokens is None:
+        return None
+    kept, exact, at = [], True, 0
+    while at < len(tokens):
+        token, end = tokens[at], at
+        if token.kind == "assertion":
+            end = token.pair
+        asserts = token.kind in {"assertion", "boundary"} or (
+            (token.kind == "start" and not _leads(tokens, at))
+            or (token.kind == "end" and not _ends(tokens, at))
+        )
+        if (asserts or token.kind in {"start", "end"}) and _repeated(tokens, end):
+            return None
+        if asserts:
+            exact = False
+        else:
+            kept.append("(" if token.kind == "opening" else token.text)
+        at = end + 1
+    text = "".join(kept)
+    return Held(text, exact) if _compiles(text) else None
+
+
+def _tokens(pattern: str) -> list[_Token] | None:
+    """Return the parts of an expression; None if one may mean another thing in Rust."""
+    tokens: list[_Token] = []
+    opened: list[int] = []
+    at = 0
+    while at < len(pattern):
+        found = _TOKEN.match(pattern, at)
+        if found is None or found.lastgroup is None:
+            return None
+        token = _Token(found.lastgroup, found[0], opened[-1] if opened else -1)
+        if token.kind == "class" and _OTHER_ELSEWHERE.search(token.text):
+            return None
+        if token.kind == "repeat" and tokens and tokens[-1].kind == "repeat":
+            return None
+        if token.kind == "closing":
+            if not opened:
+                return None
+            token.pair = opened.pop()
+            token.group = tokens[token.pair].group
+            tokens[token.pair].pair = len(tokens)
+        elif token.kind in {"opening", "assertion"}:
+            opened.append(len(tokens))
+        tokens.append(token)
+        at = found.end()
+    return None if opened else tokens
+
+
+def _leads(tokens: Sequence[_Token], at: int) -> bool:
+    """Return whether nothing is matched before a token."""
+    while at > 0:
+        before = tokens[at - 1]
+        if before.kind == "start":
+            at -= 1
+            continue
+        at = tokens[at].group if before.kind == "or" else at - 1
+        if at >= 0 and (tokens[at].kind != "opening" or _repeated(tokens, tokens[at].pair)):
+            return False
+    return True
+
+
+def _ends(tokens: Sequence[_Token], at: int) -> bool:
+    """Return whether nothing is matched after a token."""
+    while at < len(tokens) - 1:
+        after = tokens[at + 1]
+        if after.kind == "end":
+            at += 1
+            continue
+        if after.kind == "or":
+            if after.group < 0:
+                return True
+            at = tokens[after.group].pair
+        else:
+            at += 1
+        if tokens[at].kind != "closing" or _repeated(tokens, at):
+            return False
+    return True
+
+
+def _repeated(tokens: Sequence[_Token], at: int) -> bool:
+    return at + 1 < len(tokens) and tokens[at + 1].kind == "repeat"
+
+
+def _compiles(pattern: str) -> bool:
+    """Return whether an expression of tokens has an order that all dialects take."""
+    try:
+        re.compile(_CATEGORY.sub(r"\\w", pattern))
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
