@@ -98,10 +98,10 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float
         prompt, timeout=timeout, max_tokens=OUTPUT_TOKENS, ignore_eos=True, token_ids=True
     )
     tokens = 0
-    accepted = False
+    begun = False
     try:
         async for event in stream.events():
-            accepted |= isinstance(event, Accepted)
+            begun |= not (isinstance(event, Accepted) and event.queue_position)
             if isinstance(event, Delta):
                 tokens += len(event.token_ids)
                 outcome.tokens += len(event.token_ids)
@@ -110,7 +110,7 @@ async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float
         outcome.refused.append(time.monotonic() - began)
         outcome.silent += error.retry_after is None
     except DeadlineExceededError:
-        if accepted:
+        if begun:
             outcome.short.append(OUTPUT_TOKENS - tokens)
         else:
             outcome.unbegun += 1

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 import structlog
@@ -97,6 +98,7 @@ class Generator:
         tenant: Tenant,
         timeout: float | None = None,
         metadata: Iterable[tuple[str, str | bytes]] = (),
+        accept_queued: bool = False,
     ) -> None:
         """Validate and tokenize a request, admit it, stream its outputs, migrate it if need be.
 
@@ -108,6 +110,7 @@ class Generator:
             tenant: The authenticated caller.
             timeout: Seconds until the client gives up; None for never.
             metadata: The call's; it may name a trace.
+            accept_queued: Whether Accepted is written as soon as the request is queued.
 
         Raises:
             rpc.RpcError: The request was refused or failed.
@@ -139,7 +142,7 @@ class Generator:
                     )
                     usage.reserve(self._tokens_to_reserve(state))
                     span.describe(state.request)
-                    await self._serve(state, write, span)
+                    await self._serve(state, write, span, accept_queued=accept_queued)
             outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
             outcome, reason = error.code, error.message
@@ -327,14 +330,17 @@ class Generator:
             return len(request.prompt) + request.num_outputs * request.max_tokens
         return self._admission.expected_tokens(state)
 
-    async def _serve(self, state: RequestState, write: Write, span: RequestSpan) -> None:
+    async def _serve(
+        self, state: RequestState, write: Write, span: RequestSpan, *, accept_queued: bool
+    ) -> None:
         """Wait for an engine and stream its tokens; repeat that if the engine is lost."""
         request = state.request
+        on_queued = partial(_accept_queued, state, write) if accept_queued else None
         self._requests.add(state)
         try:
             while not state.done:
                 with span.queue():
-                    claim = await self._admission.admit(state)
+                    claim = await self._admission.admit(state, on_queued)
                 if state.queue_time is None:
                     state.queue_time = time.monotonic() - request.arrival
                     self.metrics.of(request.model).queue_time.observe(state.queue_time)
@@ -387,6 +393,11 @@ class Generator:
             self._pacer.streams -= 1
             state.end_attempt()
             engine.session.end(session_id)
+
+
+async def _accept_queued(state: RequestState, write: Write, position: int) -> None:
+    if (response := state.accept_queued(position)) is not None:
+        await write(response)
 
 
 @asynccontextmanager

@@ -33,6 +33,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             tenant=caller(),
             timeout=context.time_remaining(),
             metadata=context.invocation_metadata() or (),
+            accept_queued=True,
         )
 
     async def Tokenize(  # noqa: N802

@@ -43,6 +43,7 @@ def event(response: pb.GenerateResponse) -> Event | None:
                 accepted.cached_tokens,
                 _logprobs(accepted.prompt_logprobs),
                 tuple(accepted.prompt_token_ids),
+                accepted.queue_position,
             )
         case "delta":
             delta = response.delta

@@ -96,7 +96,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request was admitted and is being computed."""
+    """The request is queued, with its `queue_position` from 1, or it is being computed.
+
+    `cached_tokens` of a queued request are unknown, 0; its `Usage` has them.
+    """
 
     request_id: str
     model: str
@@ -104,6 +107,7 @@ class Accepted:
     cached_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
+    queue_position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import itertools
 import time
 from asyncio import TimerHandle
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from octavo.common import rpc
@@ -93,8 +93,14 @@ class Admission(Generic[E]):
         """Return the tokens of prompt and outputs that a request will have, on the safe side."""
         return self._claim(state).tokens
 
-    async def admit(self, state: RequestState) -> Claim[E]:
+    async def admit(
+        self, state: RequestState, on_queued: Callable[[int], Awaitable[None]] | None = None
+    ) -> Claim[E]:
         """Return a claim with an engine, on which the request counts until `release`.
+
+        Args:
+            state: The request.
+            on_queued: Called with its place in the queue, from 1, if it has to wait.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED, with a time to retry, if the queue is full or
@@ -105,7 +111,7 @@ class Admission(Generic[E]):
         engines = self._engines(queue, claim.model)
         engine = None if queue.waiters else self._choose(queue, engines, claim)
         if engine is None:
-            await self._wait(queue, claim)
+            await self._wait(queue, claim, on_queued)
             return claim
         self._check_deadline(queue, claim)
         queue.counters.join(claim.tenant)
@@ -221,7 +227,12 @@ class Admission(Generic[E]):
     def _claim(self, state: RequestState) -> Claim[E]:
         return Claim(state, self._queues[state.request.model].lengths, next(self._numbers))
 
-    async def _wait(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
+    async def _wait(
+        self,
+        queue: ModelQueue[E],
+        claim: Claim[E],
+        on_queued: Callable[[int], Awaitable[None]] | None,
+    ) -> None:
         claim.granted = asyncio.get_running_loop().create_future()
         if not claim.migrated:
             self._check_deadline(queue, claim, queue.waiters.ahead(claim) + claim.tokens)
@@ -233,6 +244,8 @@ class Admission(Generic[E]):
         if queue.waiters.first(self._clock()) is claim:
             self.dispatch(claim.model)  # what is kept from others may be for it
         try:
+            if on_queued is not None and not claim.granted.done():
+                await on_queued(queue.waiters.position(claim))
             await claim.granted
         except asyncio.CancelledError:
             self._leave(queue, claim)

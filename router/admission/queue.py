@@ -68,6 +68,10 @@ class FairQueue(Generic[E]):
         share = self._shares.get(tenant)
         return share.sequences if share else 0
 
+    def position(self, claim: Claim[E]) -> int:
+        """Return a waiting claim's place by priority and age, from 1."""
+        return 1 + sum(share.place(claim) for share in self._shares.values())
+
     def push(self, claim: Claim[E]) -> None:
         """Add a claim."""
         share = self._shares.get(claim.tenant)

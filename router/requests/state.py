@@ -127,6 +127,18 @@ class RequestState:
         """Tokens of each output once all are complete; empty until then."""
         return [len(output.token_ids) for output in self.outputs] if self.done else []
 
+    def accept_queued(self, position: int) -> generation_pb2.GenerateResponse | None:
+        """Return the Accepted of a request that is queued; None if it came or must be complete.
+
+        Args:
+            position: Its place in the queue, from 1.
+        """
+        if self._accepted_sent or self.request.message.output.HasField("prompt_logprobs"):
+            return None
+        self._accepted_sent = True
+        self._accepted.queue_position = position
+        return generation_pb2.GenerateResponse(accepted=self._accepted)
+
     def begin_attempt(self, engine: str, trace_context: Mapping[str, str]) -> engine_pb2.Submit:
         """Return what to send to an engine: the request and the tokens drawn for it so far.
 

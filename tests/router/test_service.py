@@ -277,6 +277,54 @@ async def test_deadline_while_queued_and_while_running(scripted, serve):
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
 
 
+async def test_a_queued_request_is_accepted_with_its_place(scripted, serve):
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with serve(engine) as s:
+        await s.up()
+        running = [s.stub.Generate(ask()) for _ in range(2)]
+        await s.until(lambda: len(engine.submits) == 2)
+        queued = []
+        for priority, position in ((0, 1), (0, 2), (1, 1)):
+            queued.append(s.stub.Generate(ask(priority=priority)))
+            accepted = (await asyncio.wait_for(queued[-1].read(), 5)).accepted
+            assert accepted.prompt_tokens == len("prompt")
+            assert accepted.queue_position == position
+        for call in (*running, *queued[:2]):
+            call.cancel()
+        await s.until(lambda: len(engine.submits) == 3)
+        request_id = engine.submits[-1].request_id
+        engine.send(started=[{"request_id": request_id, "cached_tokens": 3}])
+        engine.send_tokens(request_id, [65], reason=FinishReason.FINISH_REASON_LENGTH)
+        assert (await queued[2].read()).HasField("delta")
+        assert (await queued[2].read()).finished.usage.cached_tokens == 3
+        await s.clean()
+
+
+async def test_a_queued_request_for_scores_is_accepted_with_them(scripted, serve):
+    """Accepted is complete: it comes with the prompt's log-probabilities, not before them."""
+    engine = scripted(interval=None, max_num_seqs=1)
+    async with serve(engine) as s:
+        await s.up()
+        running = [s.stub.Generate(ask()) for _ in range(2)]
+        await s.until(lambda: len(engine.submits) == 2)
+        call = s.stub.Generate(ask(output={"prompt_logprobs": 0}))
+        await s.until(lambda: len(s.router.admission) == 1)
+        for one in running:
+            one.cancel()
+        await s.until(lambda: len(engine.submits) == 3)
+        request_id = engine.submits[-1].request_id
+        engine.send(started=[{"request_id": request_id}])
+        engine.send_tokens(
+            request_id,
+            [65],
+            reason=FinishReason.FINISH_REASON_LENGTH,
+            prompt_logprobs=[{"token_id": 1}] * 5,
+        )
+        (accepted,) = [r.accepted for r in await collect(call) if r.HasField("accepted")]
+        assert len(accepted.prompt_logprobs) == 5
+        assert not accepted.queue_position
+
+
 async def test_full_queue_says_when_to_retry(scripted, serve):
     engine = scripted(interval=None, max_num_seqs=1)
     async with serve(engine, max_queue_size=1) as s:
