@@ -1,11 +1,13 @@
 """How a request's outputs are read, and which form they must have."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.common import rpc
+from octavo.common.json_schema import escape
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
 from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
@@ -21,6 +23,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""Half of a pair of UTF-16: JSON's escapes can say it, UTF-8 cannot."""
 _OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas")
 
@@ -284,7 +288,7 @@ def read_schema(field: str, text: str) -> Mapping[str, Any]:
     """Return a JSON Schema.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT: it is no JSON object.
+        rpc.RpcError: INVALID_ARGUMENT: it is no JSON object, or no text that UTF-8 can say.
     """
     try:
         schema = json.loads(text)
@@ -294,7 +298,27 @@ def read_schema(field: str, text: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise rpc.invalid(field, f"{field} must be a JSON object")
+    if (place := _unpaired(schema)) is not None:
+        raise rpc.invalid(field, f"{field} has an unpaired surrogate at {place}")
     return schema
+
+
+def _unpaired(schema: object) -> str | None:
+    """Return the JSON Pointer of a text with half a surrogate pair, or None."""
+    left = [("#", schema)]
+    while left:
+        place, found = left.pop()
+        match found:
+            case str() if SURROGATE.search(found):
+                return place
+            case list():
+                left += [(f"{place}/{i}", one) for i, one in enumerate(found)]
+            case dict():
+                for name, one in found.items():
+                    shown = SURROGATE.sub("\ufffd", name)
+                    own = f"{place}/{escape(shown)}"
+                    left += [(own, name), (own, one)]
+    return None
 
 
 def _unbounded(why: str) -> rpc.RpcError:

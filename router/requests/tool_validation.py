@@ -1,6 +1,5 @@
 """Validation of a chat's tools and calls, and of what excludes them."""
 
-import json
 import re
 
 from octavo.common import limits, rpc
@@ -30,22 +29,13 @@ def check_tools(chat: generation_pb2.ChatPrompt) -> None:
 
 
 def check_call(field: str, call: generation_pb2.ToolCall) -> None:
-    """Check a call of an assistant's message.
+    """Check a call of an assistant's message; its arguments may be any text, as an answer's are.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT; the field is named.
     """
     if not call.name:
         raise rpc.invalid(f"{field}.name", f"{field}.name must not be empty")
-    if not call.arguments:
-        return
-    name = f"{field}.arguments"
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError) as error:
-        raise rpc.invalid(name, f"{name} must be a JSON object: {error}") from None
-    if not isinstance(arguments, dict):
-        raise rpc.invalid(name, f"{name} must be a JSON object")
 
 
 def check_excluded(request: generation_pb2.GenerateRequest) -> None:

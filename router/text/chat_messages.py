@@ -1,8 +1,10 @@
 """A chat as chat templates take it: messages, calls and tools as transformers' conventions say."""
 
+import enum
+import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,31 @@ To call one, answer with its name and arguments as a JSON object between these t
 """What a model is told of tools whose template has no place for them; the format is Hermes'."""
 
 
+class Arguments(enum.Enum):
+    """How a template gets the arguments of calls."""
+
+    OBJECTS = enum.auto()
+    """As objects, as most templates want them; as text where they are no JSON object."""
+    TEXTS = enum.auto()
+    """As text."""
+    ONLY_OBJECTS = enum.auto()
+    """As objects; those that are none are the text in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One of the forms in which a template may take a chat.
+
+    Attributes:
+        arguments: Of calls.
+        joined: Whether what an assistant says before its calls is the end of its reasoning:
+            gpt-oss's template takes only one of both.
+    """
+
+    arguments: Arguments = Arguments.OBJECTS
+    joined: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """What a chat template takes.
@@ -51,8 +78,23 @@ class Layout:
     template: str | None = None
 
 
+def forms(chat: generation_pb2.ChatPrompt) -> Iterator[Form]:
+    """Yield the forms in which a template may take a valid chat, the usual one first."""
+    calling = [message for message in chat.messages if message.tool_calls]
+    arguments = [Arguments.OBJECTS, *([Arguments.TEXTS] if calling else [])]
+    if any(_object(call) is None for message in calling for call in message.tool_calls):
+        arguments.append(Arguments.ONLY_OBJECTS)
+    both = any(message.reasoning and text_of(message) for message in calling)
+    joined = (False, True) if both else (False,)
+    for of_reasoning, of_arguments in itertools.product(joined, arguments):
+        yield Form(of_arguments, of_reasoning)
+
+
 def lay_out(
-    chat: generation_pb2.ChatPrompt, model: ModelText, change: Change = str, *, objects: bool
+    chat: generation_pb2.ChatPrompt,
+    model: ModelText,
+    change: Change = str,
+    form: Form = Form(),
 ) -> Layout:
     """Return a valid chat as a model's template takes it.
 
@@ -60,14 +102,12 @@ def lay_out(
         chat: The chat.
         model: The model's template.
         change: Changes each text of the caller.
-        objects: Whether the arguments of calls are objects, as most templates want them, or text.
+        form: One of `forms`.
     """
     shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
     tools = [_tool(tool, change) for tool in chat.tools] if shown else []
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
-    messages = [
-        _message(message, names, model, change, objects=objects) for message in chat.messages
-    ]
+    messages = [_message(message, names, model, change, form) for message in chat.messages]
     if not model.has_tools:
         return Layout(_in_text(messages, tools), None)
     empty = any(message["content"] is None for message in messages)
@@ -94,16 +134,17 @@ def _message(
     names: Mapping[str, str],
     model: ModelText,
     change: Change,
-    *,
-    objects: bool,
+    form: Form,
 ) -> dict[str, Any]:
-    role = message.role
+    role, text, reasoning = message.role, text_of(message), message.reasoning
+    if form.joined and message.tool_calls and reasoning and text:
+        text, reasoning = "", f"{reasoning}\n\n{text}"
     if role == "developer" and "developer" not in model.template:
         role = "system"
-    laid_out: dict[str, Any] = {"role": role, "content": change(text_of(message))}
+    laid_out: dict[str, Any] = {"role": role, "content": change(text)}
     if message.tool_calls:
         laid_out["tool_calls"] = [
-            _call(call, change, objects=objects) for call in message.tool_calls
+            _call(call, change, form.arguments) for call in message.tool_calls
         ]
         if not laid_out["content"] and _CONTENT_MAY_BE_NONE.search(model.template):
             laid_out["content"] = None  # by which some templates know a message with calls
@@ -111,17 +152,28 @@ def _message(
         laid_out["tool_call_id"] = change(message.tool_call_id)
     if name := message.name or (role == "tool" and names.get(message.tool_call_id)):
         laid_out["name"] = change(name)
-    if message.reasoning:
-        reasoning = change(message.reasoning)
+    if reasoning:
+        reasoning = change(reasoning)
         laid_out |= {key: reasoning for key in _REASONING if key in model.template}
     return laid_out
 
 
-def _call(call: generation_pb2.ToolCall, change: Change, *, objects: bool) -> dict[str, Any]:
-    arguments = call.arguments or "{}"
-    given = changed(json.loads(arguments) if objects else arguments, change)
-    function = {"name": change(call.name), "arguments": given}
+def _call(call: generation_pb2.ToolCall, change: Change, arguments: Arguments) -> dict[str, Any]:
+    text = call.arguments or "{}"
+    given: object = text if arguments is Arguments.TEXTS else _object(call)
+    if given is None:
+        given = text if arguments is Arguments.OBJECTS else {"arguments": text}
+    function = {"name": change(call.name), "arguments": changed(given, change)}
     return {"id": change(call.id), "type": "function", "function": function}
+
+
+def _object(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
+    """Return a call's arguments; None if they are no JSON object: an answer may be cut in them."""
+    try:
+        found = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from octavo.common import rpc
-from octavo.router.text.chat_messages import lay_out, text_of
+from octavo.router.text.chat_messages import Form, forms, lay_out, text_of
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.control_tokens import Change, private_characters
 from octavo.router.text.model_text import ModelText
@@ -77,8 +77,8 @@ class ChatRenderer:
     def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
         variables = template_variables(chat, change)
 
-        def fill(*, objects: bool) -> str:
-            layout = lay_out(chat, self._model, change, objects=objects)
+        def fill(form: Form) -> str:
+            layout = lay_out(chat, self._model, change, form)
             text: str = self._tokenizer.apply_chat_template(
                 layout.messages,
                 tools=layout.tools,
@@ -87,20 +87,18 @@ class ChatRenderer:
                 add_generation_prompt=opens,
                 **variables,
             )
-            return text
+            # Half a surrogate pair, which only JSON's escapes can say, stays an escape.
+            return text.encode("utf-8", "backslashreplace").decode()
 
-        try:
+        first: Exception | None = None
+        for form in forms(chat):
             try:
-                return fill(objects=True)
-            except TypeError:
-                # Some templates join arguments to texts, instead of writing them as JSON.
-                if not any(message.tool_calls for message in chat.messages):
-                    raise
-                return fill(objects=False)
-        except TEMPLATE_ERRORS as error:
-            raise rpc.invalid(
-                "chat.messages", f"the model's chat template refuses chat.messages: {error}"
-            ) from error
+                return fill(form)
+            except TEMPLATE_ERRORS as error:
+                first = first or error
+        raise rpc.invalid(
+            "chat.messages", f"the model's chat template refuses chat.messages: {first}"
+        ) from first
 
 
 def _ending(chat: generation_pb2.ChatPrompt, text: str) -> generation_pb2.ChatPrompt:

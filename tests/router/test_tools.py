@@ -175,9 +175,14 @@ BAD = [
         "messages of role 'assistant'",
     ),
     (
-        ask({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}),
-        "chat.messages[0].tool_calls[0].arguments",
-        "must be a JSON object",
+        ask(tools=[{"name": "f", "parameters": r'{"properties": {"a": {"enum": ["\ud83d"]}}}'}]),
+        "chat.tools[0].parameters",
+        "unpaired surrogate at #/properties/a/enum/0",
+    ),
+    (
+        ask(tools=[{"name": "f", "parameters": r'{"properties": {"a\udc00": {}}}'}]),
+        "chat.tools[0].parameters",
+        "unpaired surrogate at #/properties/a\ufffd",
     ),
     (
         ask({"role": "assistant", "tool_calls": [{}]}),
