@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import grpc.aio
 import structlog
-from grpc_health.v1 import health
 from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
@@ -105,7 +104,7 @@ class Router:
         )
         self.figures = figures or OwnFigures(self.registry, self.pool, self.generator)
         self._server: grpc.aio.Server | None = None
-        self._health: health.aio.HealthServicer | None = None
+        self._health: rpc.HealthServicer | None = None
         self._stopping = False
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -226,10 +225,31 @@ class Router:
         await first_to_end(**works)
 
     async def drain(self) -> None:
-        """Refuse new calls and let those in progress finish, for a while."""
+        """Serve new calls for a while, then refuse them and let those in progress finish.
+
+        Clients leave for other routers meanwhile: health says no from the start, and HTTP
+        responses close their connections. After --drain-delay no connection is accepted, and gRPC
+        sends a graceful GOAWAY. Clients that still read a finished answer have the rest of
+        --drain-timeout.
+        """
+        assert self._server is not None
+        assert self._health is not None
+        settings, loop = self._settings, asyncio.get_running_loop()
         self._stopping = True
         self._changed.set()
-        await self.generator.drain(self._settings.drain_timeout)
+        if self._http is not None:
+            self._http.close_connections()
+        await asyncio.sleep(settings.drain_delay)
+        end_time = loop.time() + settings.drain_timeout + CLOSE_SECONDS
+        if self._http is not None:
+            await self._http.stop_accepting()
+        closing = self._server.stop(settings.drain_timeout + CLOSE_SECONDS)
+        async with joined(closing, names=("grpc-closing",)) as tasks:
+            await self.generator.drain(settings.drain_timeout)
+            if self._http is not None:
+                await self._http.stop(end_time - loop.time())
+            self._health.end_watches()
+            await asyncio.wait(tasks)
 
     async def stop(self) -> None:
         """End everything, at once."""

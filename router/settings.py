@@ -203,9 +203,23 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         ge=1,
         description="Maximum unread tokens per output; a slower client's request is cancelled.",
     )
-    drain_timeout: float = Field(
-        30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
+    drain_delay: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds after SIGTERM in which new requests are still served while health "
+        "says no, so that load balancers notice before any is refused.",
     )
+    drain_timeout: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that running requests have to finish after SIGTERM and "
+        "--drain-delay, and clients to read finished answers.",
+    )
+
+    @property
+    def drain_seconds(self) -> float:
+        """Maximum seconds from SIGTERM until everything is ended."""
+        return self.drain_delay + self.drain_timeout
 
     @property
     def shares_ports(self) -> bool:

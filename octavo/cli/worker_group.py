@@ -82,7 +82,7 @@ class WorkerGroup:
         """Let all workers drain, and wait until they have ended; kill them if that takes long."""
         self._stopping.set()
         self._begin_to_stop()
-        await asyncio.wait(self._tasks, timeout=self._settings.drain_timeout + STOP_SECONDS)
+        await asyncio.wait(self._tasks, timeout=self._settings.drain_seconds + STOP_SECONDS)
 
     def hurry(self) -> None:
         """Let workers that drain end at once: it is their second signal."""

@@ -26,7 +26,7 @@ class WorkerProcess(ChildProcess):
             (settings, seat),
             name=f"worker {seat.number}",
             process_name=f"octavo-worker-{seat.number}",
-            drain_timeout=settings.drain_timeout,
+            drain_timeout=settings.drain_seconds,
             remedy=OUT_OF_MEMORY,
         )
         self.seat = seat

@@ -16,6 +16,8 @@ from octavo.common.rpc import RpcError
 INVALID = "invalid_request_error"
 UNSUPPORTED = "unsupported_parameter"
 WRONG_TYPE = "wrong_type"
+UNAVAILABLE_SECONDS = 1.0
+"""Seconds until a retry of what was unavailable, unless the error says another time."""
 
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
@@ -112,9 +114,12 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
         message = param + message.removeprefix(field)
     message = _PATH.sub(lambda path: _param(path[0], names), message)
     headers = {}
-    if error.retry_after is not None:
-        headers["Retry-After"] = str(math.ceil(error.retry_after))
-        headers["Retry-After-Ms"] = str(math.ceil(error.retry_after * 1000))
+    retry_after = error.retry_after
+    if retry_after is None and status == 503:
+        retry_after = UNAVAILABLE_SECONDS
+    if retry_after is not None:
+        headers["Retry-After"] = str(math.ceil(retry_after))
+        headers["Retry-After-Ms"] = str(math.ceil(retry_after * 1000))
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ApiError(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
-from octavo.router.http.server import HttpServer
+from octavo.router.http.server import CLOSE_SECONDS, HttpServer
 from octavo.router.http.status import Figures
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
@@ -61,9 +61,17 @@ class HttpFrontend:
         """Wait until the server has stopped; raise what it failed with."""
         await self._server.ended()
 
-    async def stop(self) -> None:
-        """End what is in progress, within a second or two."""
-        await self._server.stop()
+    def close_connections(self) -> None:
+        """Let each response from now on close its connection."""
+        self._server.close_connections()
+
+    async def stop_accepting(self) -> None:
+        """Accept no more connections."""
+        await self._server.stop_accepting()
+
+    async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End what is in progress; clients have `seconds` to read what was answered."""
+        await self._server.stop(seconds)
 
     def _vocabulary(self, model: str) -> Vocabulary:
         """Return the vocabulary of a model that has just answered."""

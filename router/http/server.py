@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 import ssl
 from collections.abc import Generator
 from functools import partial
+from typing import Any
 
 import structlog
 import uvicorn
@@ -23,6 +25,7 @@ log = structlog.get_logger(__name__)
 BACKLOG = 1024
 CLOSE_SECONDS = 1
 """Seconds that responses in progress have to end when the server stops."""
+CLOSE = (b"connection", b"close")
 RETRY_SECONDS = 0.1
 """Seconds until the next attempt after accept failed, as without a free file descriptor."""
 
@@ -92,12 +95,27 @@ class HttpServer:
                 serving=background.shielded(serving),
             )
 
-    async def stop(self) -> None:
-        """Close the socket, then the connections, when what they carry has ended."""
+    def close_connections(self) -> None:
+        """Let each response from now on close its connection."""
+        self._config.encoded_headers.append(CLOSE)  # soon among the default ones
+        self._server.server_state.default_headers.append(CLOSE)
+
+    async def stop_accepting(self) -> None:
+        """Close the socket, once the connections that wait there are accepted."""
+        await background.end(*self._tasks[:1])
+
+    async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Close the socket, then the connections, when what they carry has been read.
+
+        Args:
+            seconds: How long they may take.
+        """
         if not self._tasks:
             return
-        accepting, serving = self._tasks
-        await background.end(accepting, *self._opening)
+        await self.stop_accepting()
+        await background.end(*self._opening)
+        _, serving = self._tasks
+        self._config.timeout_graceful_shutdown = math.ceil(seconds)
         self._server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)  # `ended` tells its error
 
@@ -105,22 +123,28 @@ class HttpServer:
         """Take connections, one in a turn of the loop; uvicorn would take all that wait."""
         loop = asyncio.get_running_loop()
         with listening:
-            while True:
-                try:
-                    accepted, address = await loop.sock_accept(listening)
-                except OSError as error:
-                    log.warning("HTTP connection not accepted", reason=str(error))
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
-                made = self._server.connection(self._shared, address[0])
-                if not self._shared.places.enter(made):
-                    accepted.close()
-                    continue
-                made.opening = background.report_failure(
-                    partial(self._open, made, accepted), "http-open"
-                )
-                self._opening.add(made.opening)
-                made.opening.add_done_callback(self._opening.discard)
+            try:
+                while True:
+                    try:
+                        self._take(*await loop.sock_accept(listening))
+                    except OSError as error:
+                        log.warning("HTTP connection not accepted", reason=str(error))
+                        await asyncio.sleep(RETRY_SECONDS)
+            finally:
+                with contextlib.suppress(OSError):  # BlockingIOError: none waits
+                    while True:
+                        self._take(*listening.accept())
+
+    def _take(self, accepted: socket.socket, address: Any) -> None:  # noqa: ANN401 - by family
+        """Open a connection, if there is a place for it."""
+        accepted.setblocking(False)
+        made = self._server.connection(self._shared, address[0])
+        if not self._shared.places.enter(made):
+            accepted.close()
+            return
+        made.opening = background.report_failure(partial(self._open, made, accepted), "http-open")
+        self._opening.add(made.opening)
+        made.opening.add_done_callback(self._opening.discard)
 
     async def _open(self, made: Connection, accepted: socket.socket) -> None:
         """Give a connection its transport, after TLS's handshake."""

@@ -24,6 +24,7 @@ from octavo.common.rpc.handlers import (
 )
 from octavo.common.rpc.server import (
     LIVENESS,
+    HealthServicer,
     channel_options,
     create_server,
     server_options,
@@ -35,6 +36,7 @@ __all__ = [
     "LIVENESS",
     "UNEXPECTED",
     "Guard",
+    "HealthServicer",
     "RpcError",
     "RpcInterceptor",
     "abort",

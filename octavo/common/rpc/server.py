@@ -1,10 +1,13 @@
 """gRPC servers with health and reflection, and the channel arguments of both sides."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from octavo.common import background
 from octavo.common.connections import DEFAULT_LIMITS, ConnectionLimits
 from octavo.common.proxies import NO_PROXY
 from octavo.common.rpc.handlers import Guard, RpcInterceptor
@@ -14,6 +17,33 @@ LIVENESS = "liveness"
 or one that drains, must not be restarted."""
 TERMINATION_SECONDS = 3600.0
 """Timeout of one wait for a server's end, in seconds; the wait is then repeated."""
+
+
+class HealthServicer(health.aio.HealthServicer):
+    """gRPC's health service, whose watches the server can end: a client's would last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: set[asyncio.Task[None]] = set()
+
+    async def Watch(  # noqa: N802
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
+        """Send a service's status whenever it changes."""
+        watch = background.start(super().Watch(request, context), "health-watch")
+        self._watches.add(watch)
+        try:
+            await asyncio.wait({watch})
+        finally:
+            self._watches.discard(watch)
+            await background.end(watch)
+
+    def end_watches(self) -> None:
+        """End all calls of Watch."""
+        for watch in self._watches:
+            watch.cancel()
 
 
 def server_options(
@@ -66,7 +96,7 @@ async def create_server(
     guard: Guard | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     reuse_port: bool = False,
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+) -> tuple[grpc.aio.Server, HealthServicer]:
     """Create a server of `services` with health and reflection; do not start it.
 
     Args:
@@ -89,7 +119,7 @@ async def create_server(
     )
     for add in services.values():
         add(server)
-    health_servicer = health.aio.HealthServicer()
+    health_servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     await set_serving(health_servicer, ["", *services], serving=False)
     await set_serving(health_servicer, [LIVENESS], serving=True)
