@@ -84,7 +84,9 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="TOML file of tenants, their keys and their limits; reloaded when it "
         "changes. Default: no authentication.",
     )
-    http_host: str = Field("127.0.0.1", description="Address to listen on for HTTP.")
+    http_host: str = Field(
+        "127.0.0.1", description="Address to listen on for HTTP; :: takes IPv4 and IPv6."
+    )
     http_port: int = Field(
         0,
         ge=0,
@@ -283,9 +285,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @property
     def http_url(self) -> str:
         """URL of the HTTP server, if it is on."""
-        host = f"[{self.http_host}]" if ":" in self.http_host else self.http_host
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{host}:{self.http_port}/"
+        return f"{scheme}://{http_listener(self.http_host, self.http_port).address}/"
 
     @field_validator("engine")
     @classmethod

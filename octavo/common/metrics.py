@@ -44,7 +44,7 @@ def serve_metrics(
         yield
         return
     server = _listen(registry, host, port, fallback=fallback)
-    address = f"http://{host}:{server.server_port}/metrics"
+    address = f"http://{metrics_listener(host, server.server_port).address}/metrics"
     if server.server_port == port:
         log.info("metrics served", address=address)
     else:
@@ -75,6 +75,7 @@ def _listen(
 
 
 def _bind(registry: CollectorRegistry, host: str, port: int) -> ThreadingWSGIServer:
+    host = metrics_listener(host, port).bare_host
     family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
 
     class Server(ThreadingWSGIServer):

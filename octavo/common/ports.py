@@ -51,8 +51,13 @@ class Listener:
     @property
     def address(self) -> str:
         """HOST:PORT, with IPv6 in brackets."""
-        host = self.host.strip("[]")
+        host = self.bare_host
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    @property
+    def bare_host(self) -> str:
+        """The host, IPv6 without brackets."""
+        return self.host.strip("[]")
 
     @property
     def disabled(self) -> bool:
@@ -72,6 +77,28 @@ class Listener:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen()
+        except OSError as error:
+            raise self.error(error) from None
+
+    def listen(self, backlog: int, *, shared: bool = False) -> socket.socket:
+        """Return a listening socket; `::` takes IPv4 too, as gRPC has it.
+
+        Args:
+            backlog: Connections that may wait to be accepted.
+            shared: Whether other processes listen there too, as their parent has reserved it.
+
+        Raises:
+            OSError: The port is taken, or the address is not this machine's.
+        """
+        try:
+            family, _, _, _, address = self._resolve()
+            return socket.create_server(
+                address,
+                family=family,
+                backlog=backlog,
+                reuse_port=shared,
+                dualstack_ipv6=address[0] == "::",
+            )
         except OSError as error:
             raise self.error(error) from None
 
@@ -105,8 +132,9 @@ class Listener:
         )
 
     def _resolve(self) -> tuple[Any, ...]:
-        """Return the first of the address' meanings, as `socket.getaddrinfo` does."""
-        return socket.getaddrinfo(self.host.strip("[]"), self.port, type=socket.SOCK_STREAM)[0]
+        """Return one of the address' meanings, IPv4 before IPv6, as `socket.getaddrinfo` does."""
+        found = socket.getaddrinfo(self.bare_host, self.port, type=socket.SOCK_STREAM)
+        return min(found, key=lambda meaning: meaning[0] != socket.AF_INET)
 
 
 def metrics_listener(host: str, port: int) -> Listener:

@@ -75,7 +75,8 @@ class HttpServer:
         self._config.load()
         if settings.tls is not None:
             self._tls = server_context(settings.tls)
-        listening = _listen(host, port, shared=settings.shares_ports)
+        listening = http_listener(host, port).listen(BACKLOG, shared=settings.shares_ports)
+        listening.setblocking(False)
         # Inherited by the connections; it counts windows that stay shut, too.
         listening.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
@@ -178,15 +179,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Capture no signals."""
         yield
-
-
-def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server(
-            (host, port), family=family, backlog=BACKLOG, reuse_port=shared
-        )
-    except OSError as error:
-        raise http_listener(host, port).error(error) from None
-    listening.setblocking(False)
-    return listening
