@@ -16,7 +16,7 @@ class Tool:
     """A tool that the model may call. The client runs it.
 
     Attributes:
-        name: 1 to 64 letters, digits, underscores and hyphens.
+        name: 1 to 128 letters, digits, underscores, hyphens, dots, slashes and colons.
         description: What it does, for the model.
         parameters: The JSON Schema of its arguments, an object.
         strict: Whether the arguments must keep to it even where the model chooses to call.

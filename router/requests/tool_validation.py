@@ -6,7 +6,8 @@ from octavo.common import limits, rpc
 from octavo.router.requests.output_plan import must_call, read_schema
 from octavo.v1 import generation_pb2
 
-NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{limits.MAX_TOOL_NAME}}}")
+NAME = re.compile(rf"[A-Za-z0-9_./:-]{{1,{limits.MAX_TOOL_NAME}}}")
+"""As the Model Context Protocol names tools, whose servers are told apart by slashes and colons."""
 
 
 def check_tools(chat: generation_pb2.ChatPrompt) -> None:
@@ -55,8 +56,8 @@ def _check_name(field: str, name: str) -> None:
     if not NAME.fullmatch(name):
         raise rpc.invalid(
             field,
-            f"{field} must be 1 to {limits.MAX_TOOL_NAME} letters, digits, underscores and "
-            f"hyphens; got {name[:64]!r}",
+            f"{field} must be 1 to {limits.MAX_TOOL_NAME} letters, digits and any of _ - . / :; "
+            f"got {name[:64]!r}",
         )
 
 

@@ -150,7 +150,7 @@ async def test_what_must_be_called_is_constrained(engine, serve):
 
 
 BAD = [
-    (ask(tools=[{"name": "a b"}]), "chat.tools[0].name", "1 to 64 letters"),
+    (ask(tools=[{"name": "a b"}]), "chat.tools[0].name", "1 to 128 letters"),
     (ask(tools=[TOOL, TOOL]), "chat.tools[1].name", "repeats 'f'"),
     (ask(tools=[{"name": str(i)} for i in range(129)]), "chat.tools", "at most 128 entries"),
     (ask(tools=[{"name": "f", "parameters": "{"}]), "chat.tools[0].parameters", "must be JSON"),

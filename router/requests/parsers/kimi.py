@@ -4,6 +4,7 @@
 {"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>
 """
 
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,6 +16,7 @@ from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 
 OPENING, CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_NUMBER = re.compile(":[0-9]+$")
 CALL_OPENING, CALL_CLOSING = "<|tool_call_begin|>", "<|tool_call_end|>"
 ARGUMENTS = "<|tool_call_argument_begin|>"
 
@@ -53,5 +55,5 @@ class Kimi(ToolFormat):
 
 
 def _name(header: str) -> str:
-    name = header.partition(ARGUMENTS)[0].strip().rpartition(":")
-    return (name[0] or name[2]).removeprefix("functions.")
+    called = header.partition(ARGUMENTS)[0].strip()
+    return _NUMBER.sub("", called).removeprefix("functions.")

@@ -12,7 +12,7 @@ MAX_LENGTH = 1 << 18
 """Characters; what is longer is content."""
 _NAMES = {"true": True, "false": False, "null": None}
 """Words that some models take from JSON."""
-_CALL = re.compile(r"(?P<name>[\w.-]+)\s*\((?P<arguments>.*)\)", re.DOTALL)
+_CALL = re.compile(r"(?P<name>[\w./:-]+)\s*\((?P<arguments>.*)\)", re.DOTALL)
 _ARGUMENT = re.compile(r"(?P<name>[^\s()\[\]{}'\"=]+)\s*=(?P<value>.*)", re.DOTALL)
 
 

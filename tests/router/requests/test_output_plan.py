@@ -21,6 +21,7 @@ from octavo.router.requests.parsers import TOOL_FORMATS
 from octavo.router.requests.parsers.glm import JOINED
 from octavo.router.requests.parsers.parser import Kind
 from octavo.router.requests.parsers.pythonic import LFM2
+from octavo.router.requests.tool_validation import check_tools
 from octavo.router.text.lark import escaped, rename
 from octavo.router.text.model_text import ModelText, model_text
 from octavo.router.text.tokenization import backend_pieces
@@ -197,6 +198,19 @@ def test_a_named_tool_is_called(name, model):
     for seed in range(3):
         text = model.draw(request.constraint.grammar, seed, 5000)
         assert {tool for tool, _ in read(planned, text)[0]} == {"now"}
+
+
+NAMES = ["fs.read", "srv/tool", "ns:tool:2", "a.b/c:d-e_f", "1.2", "a:0", "x" * 128, "/.:"]
+"""Names that the Model Context Protocol's servers give their tools."""
+
+
+@pytest.mark.parametrize("tool", NAMES)
+def test_names_come_back_as_they_are(name, model, tool):
+    request = ask(TOOL | {"name": tool}, choice={"name": tool})
+    check_tools(request.chat)
+    planned = plan(name, request, model)
+    text = model.draw(request.constraint.grammar, 1, 5000)
+    assert {called for called, _ in read(planned, text)[0]} == {tool}
 
 
 def test_strict_tools_validate_when_they_are_called(name, model):
