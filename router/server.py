@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
 from octavo.common.background import end, first_to_end, joined, keep_running
+from octavo.common.descriptors import check_limit
 from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
@@ -151,6 +152,7 @@ class Router:
             guard = self.authenticator.check_admin
             self._admin = await make_admin_server(settings, admin, guard)
         observe_process(self.registry)
+        check_limit(settings.max_connections * (2 if settings.http_port else 1))
         self._open.enter_context(
             serve_metrics(
                 self.registry,

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from octavo.cli.output import fail
 from octavo.common.background import BackgroundError, joined
+from octavo.common.descriptors import raise_limit
 from octavo.common.models.errors import ModelError
 from octavo.common.settings import SettingsError
 from octavo.common.stopping import (
@@ -125,6 +126,7 @@ async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
     """Run a server until it ends; an expected error becomes exit code 1."""
     progress = Progress(log_format)
+    raise_limit()
     try:
         with exit_on_signals():
             run_loop(main(progress))

@@ -236,6 +236,8 @@ def _answered(endpoint: Endpoint) -> Endpoint:
     @functools.wraps(endpoint)
     async def call(request: Request) -> Response:
         try:
+            if request.state.crowded:  # health is still answered
+                raise rpc.unavailable("no file descriptors are left; retry later")
             return await endpoint(request)
         except rpc.RpcError as error:
             return from_rpc(error).response()

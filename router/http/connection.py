@@ -31,6 +31,9 @@ MAX_PIPELINED = 64 << 10
 PIECES = 64
 """Pieces of a body that are parsed before the event loop serves other connections."""
 
+CROWDED = "crowded"
+"""The state of requests whose connection has a file descriptor of those in reserve."""
+
 _EMPTY_LINE = re.compile(rb"\n\r?\n")
 
 
@@ -130,6 +133,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the response."""
         super().on_headers_complete()
+        if self.app_state[CROWDED]:
+            self.cycle.keep_alive = False
         self._enter(_Phase.BODY)
         self._body_left = _content_length(self.headers)
         self._chunked_left = 2 * self._shared.max_body_bytes

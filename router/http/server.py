@@ -14,9 +14,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from octavo.common import background
+from octavo.common.descriptors import Reserve, none_left
 from octavo.common.tls import server_context
 from octavo.router.http import connection
-from octavo.router.http.connection import Connection, Shared
+from octavo.router.http.connection import CROWDED, Connection, Shared
 from octavo.router.http.places import Pace, Places
 from octavo.router.settings import RouterSettings, http_listener
 
@@ -26,8 +27,10 @@ BACKLOG = 1024
 CLOSE_SECONDS = 1
 """Seconds that responses in progress have to end when the server stops."""
 CLOSE = (b"connection", b"close")
+RESERVED = 16
+"""File descriptors in reserve, with which health is answered when no other is left."""
 RETRY_SECONDS = 0.1
-"""Seconds until the next attempt after accept failed, as without a free file descriptor."""
+"""Seconds until the next attempt after accept failed, as without a file descriptor in reserve."""
 
 
 class HttpServer:
@@ -123,23 +126,47 @@ class HttpServer:
     async def _accept(self, listening: socket.socket) -> None:
         """Take connections, one in a turn of the loop; uvicorn would take all that wait."""
         loop = asyncio.get_running_loop()
-        with listening:
+        reserve = Reserve(RESERVED)
+        with listening, contextlib.closing(reserve):
             try:
                 while True:
+                    reserve.fill()
                     try:
                         self._take(*await loop.sock_accept(listening))
                     except OSError as error:
-                        log.warning("HTTP connection not accepted", reason=str(error))
+                        if not (none_left(error) and reserve.release()):
+                            log.warning("HTTP connection not accepted", reason=str(error))
+                        elif self._take_crowded(listening):
+                            continue
                         await asyncio.sleep(RETRY_SECONDS)
             finally:
                 with contextlib.suppress(OSError):  # BlockingIOError: none waits
                     while True:
                         self._take(*listening.accept())
 
-    def _take(self, accepted: socket.socket, address: Any) -> None:  # noqa: ANN401 - by family
-        """Open a connection, if there is a place for it."""
+    def _take_crowded(self, listening: socket.socket) -> bool:
+        """Open a connection by a descriptor that was in reserve; return whether one waits."""
+        with contextlib.suppress(BlockingIOError):  # without descriptors, Linux does not say so
+            self._take(*listening.accept(), crowded=True)
+            return True
+        return False
+
+    def _take(
+        self,
+        accepted: socket.socket,
+        address: Any,  # noqa: ANN401 - by family
+        *,
+        crowded: bool = False,
+    ) -> None:
+        """Open a connection, if there is a place for it.
+
+        Args:
+            accepted: Its socket.
+            address: Its client's.
+            crowded: Whether its descriptor is of those in reserve.
+        """
         accepted.setblocking(False)
-        made = self._server.connection(self._shared, address[0])
+        made = self._server.connection(self._shared, address[0], crowded=crowded)
         if not self._shared.places.enter(made):
             accepted.close()
             return
@@ -169,10 +196,14 @@ class _Server(uvicorn.Server):
         self.servers: list[asyncio.Server] = []
         self.started = True
 
-    def connection(self, shared: Shared, address: str) -> Connection:
+    def connection(self, shared: Shared, address: str, *, crowded: bool) -> Connection:
         """Return a protocol for a connection."""
         return Connection(
-            shared, address, config=self.config, server_state=self.server_state, app_state={}
+            shared,
+            address,
+            config=self.config,
+            server_state=self.server_state,
+            app_state={CROWDED: crowded},
         )
 
     @contextlib.contextmanager
