@@ -27,6 +27,7 @@ from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.output_plan import OutputFormats, OutputPlan
 from octavo.router.requests.pacing import Pacer, WriteLimit
 from octavo.router.requests.request import Request
+from octavo.router.requests.schema_checker import SchemaChecker
 from octavo.router.requests.state import RequestState
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import check_model, check_priority
@@ -38,6 +39,8 @@ from octavo.v1 import generation_pb2
 
 log = structlog.get_logger(__name__)
 
+LARGE_BYTES = 32_768
+"""Bytes of schemas beyond which a request is planned in another thread."""
 TAIL_TOKENS = 256
 """Tokens of a prompt's end in which to look for what begins reasoning or an answer."""
 
@@ -76,6 +79,7 @@ class Generator:
         self._requests: set[RequestState] = set()
         self._draining = False
         self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
+        self._checker = SchemaChecker()
         self._pacer = Pacer()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -239,6 +243,10 @@ class Generator:
         for state in self._requests:
             state.fail(rpc.unavailable(message))
 
+    async def close(self) -> None:
+        """End the process that checks outputs."""
+        await self._checker.close()
+
     def _refuse_when_draining(self) -> None:
         if self._draining:
             raise rpc.unavailable("the router is shutting down; retry with another")
@@ -277,7 +285,9 @@ class Generator:
                 tokenizer, message, usage.tenant, limits.max_model_len - 1
             )
             validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
-        plan = self._plan(message, model, token_ids)
+        plan = await self._plan(message, model, token_ids)
+        if plan.checks is not None:
+            await self._checker.check_schemas(plan.checks)
         if message.HasField("constraint"):
             check_constraint(message.constraint, limits)
         adapter = self._pool.adapter(model)
@@ -310,14 +320,19 @@ class Generator:
             max_unread_tokens=self._settings.max_unread_tokens,
         )
 
-    def _plan(
+    async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
     ) -> OutputPlan:
         """Return how a request's outputs are read, and set its constraint to that of them all."""
         chat = message.WhichOneof("prompt") == "chat"
         tokenizer = self._pool.tokenizer(model)
         tail = tokenizer.decode(token_ids[-TAIL_TOKENS:], keep_special_tokens=True) if chat else ""
-        return self._formats.plan(message, tokenizer.model, tail, self._pool.eos_token_ids(model))
+        plan = partial(
+            self._formats.plan, message, tokenizer.model, tail, self._pool.eos_token_ids(model)
+        )
+        tools = sum(tool.ByteSize() for tool in message.chat.tools)
+        large = message.constraint.ByteSize() + tools > LARGE_BYTES
+        return await asyncio.to_thread(plan) if large else plan()
 
     def _tokens_to_reserve(self, state: RequestState) -> int:
         """Return how many of its tenant's tokens a request reserves.
@@ -373,6 +388,7 @@ class Generator:
         self, state: RequestState, engine: Engine, write: Write, trace_context: dict[str, str]
     ) -> None:
         """Attempt a request at an engine: write what arrives until all of it is written."""
+        checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
         session_id = engine.session.submit(state, submit)
         self._pacer.streams += 1
@@ -381,6 +397,8 @@ class Generator:
                 while not state.done:
                     await state.wait()
                     for response in state.take():
+                        if checked and response.HasField("finished"):
+                            await self._check(state, response.finished)
                         limit.begin()
                         await write(response)
                         limit.end()
@@ -393,6 +411,11 @@ class Generator:
             self._pacer.streams -= 1
             state.end_attempt()
             engine.session.end(session_id)
+
+    async def _check(self, state: RequestState, finished: generation_pb2.Finished) -> None:
+        """Say what in a finished output breaks its schemas."""
+        output = state.outputs[finished.index]
+        finished.schema_errors.extend(await self._checker.errors(output.unchecked()))
 
 
 async def _accept_queued(state: RequestState, write: Write, position: int) -> None:

@@ -264,6 +264,7 @@ class Router:
                 await server.stop(CLOSE_SECONDS)
         await end(*self._tasks)
         await self.pool.close()
+        await self.generator.close()
         self._tokenizers.close()
         await asyncio.to_thread(self._open.close)
         await self._tracing.close()

@@ -63,7 +63,7 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
     path = PARAMETERS[name].path
     if path.startswith("chat.") and request.WhichOneof("prompt") != "chat":
         raise invalid(path, f"{name} needs a prompt of messages: it lays out a chat")
-    if path.startswith("constraint."):
+    if path.startswith("constraint.") and path != "constraint.lenient":
         if path == "constraint.json_object" and not value:
             return
         _check_only_constraint(request, name, path)

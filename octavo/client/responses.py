@@ -44,6 +44,7 @@ def event(response: pb.GenerateResponse) -> Event | None:
                 _logprobs(accepted.prompt_logprobs),
                 tuple(accepted.prompt_token_ids),
                 accepted.queue_position,
+                tuple(accepted.unenforced),
             )
         case "delta":
             delta = response.delta
@@ -115,6 +116,7 @@ class Gathering:
             outputs,
             accepted.prompt_logprobs,
             accepted.prompt_token_ids,
+            accepted.unenforced,
         )
 
     def _output(self, end: Finished) -> Output:
@@ -131,6 +133,7 @@ class Gathering:
             score=end.score,
             reasoning="".join(delta.reasoning for delta in deltas),
             tool_calls=tool_calls(call for delta in deltas for call in delta.tool_calls),
+            schema_errors=end.schema_errors,
         )
 
 
@@ -160,6 +163,7 @@ def _finished(finished: pb.Finished) -> Finished:
         stop_string=finished.stop_string or None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         score=finished.score if finished.HasField("score") else None,
+        schema_errors=tuple(finished.schema_errors),
     )
 
 

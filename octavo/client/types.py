@@ -108,6 +108,7 @@ class Accepted:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
     queue_position: int = 0
+    unenforced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,7 @@ class Finished:
     stop_string: str | None = None
     stop_token_id: int | None = None
     score: float | None = None
+    schema_errors: tuple[str, ...] = ()
 
 
 Event = Accepted | Delta | Finished
@@ -162,6 +164,7 @@ class Output:
     score: float | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    schema_errors: tuple[str, ...] = ()
 
     @property
     def message(self) -> Message:
@@ -178,6 +181,7 @@ class Completion:
     outputs: tuple[Output, ...]
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
+    unenforced: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

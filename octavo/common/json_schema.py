@@ -21,8 +21,35 @@ CONTROL_ESCAPE = re.compile(
 INDEX = re.compile("0|[1-9][0-9]{0,9}")
 """The place of a list's entry, as a JSON Pointer has it."""
 CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
-Place = tuple[str, Mapping[str, Any]]
-"""A JSON Pointer, as a URI fragment, and the schema there."""
+
+
+class Pointer:
+    """A JSON Pointer, as a URI fragment; it is made a text only where it is shown.
+
+    A name of a megabyte may be above a hundred thousand schemas.
+
+    Args:
+        parent: The pointer that it begins with.
+        parts: What follows, not escaped.
+    """
+
+    __slots__ = ("parent", "parts")
+
+    def __init__(self, parent: "Pointer | str", *parts: str) -> None:
+        self.parent = parent
+        self.parts = parts
+
+    def __str__(self) -> str:
+        found: list[str] = []
+        at: Pointer | str = self
+        while isinstance(at, Pointer):
+            found += (escape(part) for part in reversed(at.parts))
+            at = at.parent
+        return "/".join([at, *reversed(found)])
+
+
+Place = tuple[Pointer, Mapping[str, Any]]
+"""A schema and where it is."""
 
 
 def subschemas(schema: object) -> Iterator[Place]:
@@ -31,7 +58,7 @@ def subschemas(schema: object) -> Iterator[Place]:
     Each comes once, however often and in whichever spelling others refer to it.
     """
     seen: set[int] = set()
-    left: list[tuple[str, object]] = [("#", schema)]
+    left: list[tuple[Pointer, object]] = [(Pointer("#"), schema)]
     while left:
         pointer, found = left.pop()
         if not isinstance(found, Mapping) or id(found) in seen:
@@ -41,7 +68,7 @@ def subschemas(schema: object) -> Iterator[Place]:
         left += _inside(pointer, found)
         reference = found.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            left.append((reference, resolve(schema, reference)))
+            left.append((Pointer(reference), resolve(schema, reference)))
 
 
 def has_control(keyword: str, value: object) -> bool:
@@ -78,17 +105,17 @@ def _is_large(characters: str) -> bool:
     return characters.startswith("[^") or bool(dash and low and high and low != high)
 
 
-def _inside(pointer: str, schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+def _inside(pointer: Pointer, schema: Mapping[str, Any]) -> Iterator[tuple[Pointer, object]]:
     for keyword in MAPS:
         if isinstance(members := schema.get(keyword), Mapping):
             for name, member in members.items():
-                yield f"{pointer}/{keyword}/{escape(name)}", member
+                yield Pointer(pointer, keyword, name), member
     for keyword in (*LISTS, "items"):
         if isinstance(members := schema.get(keyword), list):
             for i, member in enumerate(members):
-                yield f"{pointer}/{keyword}/{i}", member
+                yield Pointer(pointer, keyword, str(i)), member
     for keyword in SINGLES:
-        yield f"{pointer}/{keyword}", schema.get(keyword)
+        yield Pointer(pointer, keyword), schema.get(keyword)
 
 
 def escape(name: str) -> str:
@@ -99,12 +126,21 @@ def escape(name: str) -> str:
 def resolve(schema: object, reference: str) -> object:
     """Return what a reference into the same document means; None if it is not there."""
     found = schema
-    for part in unquote(reference).split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(name)
-        elif isinstance(found, list) and INDEX.fullmatch(name) and int(name) < len(found):
-            found = found[int(name)]
-        else:
-            return None
+    for name in names(reference):
+        found = member(found, name)
     return found
+
+
+def names(reference: str) -> list[str]:
+    """Return what a reference into the same document leads through."""
+    parts = unquote(reference).split("/")[1:]
+    return [part.replace("~1", "/").replace("~0", "~") for part in parts]
+
+
+def member(value: object, name: str) -> object:
+    """Return what an object or a list has of a name; None if there is no such thing."""
+    if isinstance(value, Mapping):
+        return value.get(name)
+    if isinstance(value, list) and INDEX.fullmatch(name) and int(name) < len(value):
+        return value[int(name)]
+    return None

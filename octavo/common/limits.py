@@ -158,6 +158,8 @@ def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) 
         raise rpc.invalid(
             field, f"{field} must have at most {MAX_CONSTRAINT_BYTES} bytes; it has {size}"
         )
+    if constraint.lenient and kind != "json_schema":
+        raise rpc.invalid("constraint.lenient", "constraint.lenient needs constraint.json_schema")
     if kind == "json_object" and not constraint.json_object:
         raise rpc.invalid(field, f"{field} must be true, or not set")
     if kind == "choices":

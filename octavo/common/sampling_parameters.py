@@ -309,6 +309,14 @@ class GenerateOptions(ChatOptions, total=False):
             http=False,
         ),
     ]
+    lenient_schema: Annotated[
+        bool | None,
+        Parameter(
+            "constraint.lenient",
+            "Leave out of the JSON Schema what cannot be enforced, and check outputs at their end.",
+            http=False,
+        ),
+    ]
     json_object: Annotated[
         bool | None,
         Parameter("constraint.json_object", "Every output is a JSON object.", http=False),

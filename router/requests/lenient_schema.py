@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+from urllib.parse import quote
 
-from octavo.common.json_schema import escape, has_control, resolve, subschemas
+from octavo.common.json_schema import Pointer, has_control, member, names, resolve, subschemas
 from octavo.router.requests.patterns import held
 
 _UNSUPPORTED = {
@@ -47,10 +48,13 @@ _OF_OBJECTS = (
 )
 _ALL_TYPES = ("array", "boolean", "null", "number", "object", "string")
 _MAX_REFERENCES = 32
-_MAX_REFERENCE = 1_000
-"""Most characters of a reference through a `oneOf`."""
 _MAX_NAMES = 16
 """Most properties that are looked at to tell objects apart."""
+
+MAX_PLACES = 64
+"""Most places that are named."""
+MAX_PLACE = 200
+"""Most characters of one."""
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -61,8 +65,8 @@ class LenientSchema:
 
     Attributes:
         schema: A schema that accepts whatever the original does.
-        unenforced: The places in the original of what it leaves out, as JSON Pointers; if there
-            are none, it accepts nothing else.
+        unenforced: The first places in the original of what it leaves out, as JSON Pointers; if
+            there are none, it accepts nothing else.
     """
 
     schema: Mapping[str, Any]
@@ -74,13 +78,23 @@ def lenient(schema: Mapping[str, Any]) -> LenientSchema:
     copied: Schema = json.loads(json.dumps(schema))
     visited = [(pointer, found) for pointer, found in subschemas(copied)]
     reduction = _Reduction(schema, mixes=any(_mixes(found) for _, found in visited))
+    branches = _Branches(schema)
+    for pointer, found in visited:
+        if "oneOf" in found and not branches.disjoint(found["oneOf"]):
+            reduction.note(pointer, "oneOf")
     for pointer, found in visited:
         assert isinstance(found, dict)
         reduction.reduce(pointer, found)
     for pointer, found in visited:
         assert isinstance(found, dict)
         reduction.mend_reference(copied, pointer, found)
-    return LenientSchema(copied, tuple(sorted(reduction.places)))
+    return LenientSchema(copied, tuple(sorted(set(reduction.places))))
+
+
+def exact(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema as a grammar can hold it, or the schema itself if it can only in part."""
+    found = lenient(schema)
+    return schema if found.unenforced else found.schema
 
 
 class _Reduction:
@@ -94,20 +108,18 @@ class _Reduction:
     def __init__(self, whole: Mapping[str, Any], *, mixes: bool) -> None:
         self._whole = whole
         self._mixes = mixes
-        # A reference below another "$id" is not one from the root.
-        self._local = json.dumps(whole).count('"$id"') == ("$id" in whole)
-        self._renamed: dict[str, str] = {}
+        self._renamed: dict[int, list[str]] = {}  # where `oneOf` is now, by the schema's id
         self._first_letters: set[str] = set()  # of names that patterns match
-        self.places: set[str] = set()
+        self.places: list[str] = []
 
-    def reduce(self, pointer: str, schema: Schema) -> None:
+    def reduce(self, pointer: Pointer, schema: Schema) -> None:
         """Take out of one schema what a grammar cannot hold."""
         for keyword in _MARKS:
             schema.pop(keyword, None)
         said = {keyword for keyword in schema if _says_something(keyword, schema)}
         for keyword in _UNSUPPORTED & set(schema):
             if keyword in said:
-                self._note(pointer, keyword)
+                self.note(pointer, keyword)
             del schema[keyword]
         for keyword in ("const", "enum"):
             if keyword in schema and has_control(keyword, schema[keyword]):
@@ -115,25 +127,38 @@ class _Reduction:
         self._reduce_strings(pointer, schema)
         self._reduce_names(pointer, schema)
         self._count_names(pointer, schema)
-        self._join(pointer, schema)
+        self._join(schema)
 
-    def mend_reference(self, reduced: Mapping[str, Any], pointer: str, schema: Schema) -> None:
+    def mend_reference(self, reduced: Schema, pointer: Pointer, schema: Schema) -> None:
         """Let a reference have its target where that is now; leave it out if it is nowhere."""
-        written = schema.get("$ref")
-        if not isinstance(written, str) or not written.startswith("#/"):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/"):
             return
-        schema["$ref"] = reference = self._renamed_in(written)
-        if resolve(reduced, reference) is None and resolve(self._whole, written) is not None:
-            self._leave_out(pointer, schema, "$ref")
+        found: object = reduced
+        path: list[str] = []
+        for name in names(reference):
+            moved = self._renamed.get(id(found)) if name == "oneOf" else None
+            for part in moved or [name]:
+                found = member(found, part)
+                path.append(part)
+        if found is None:
+            if resolve(self._whole, reference) is not None:
+                self._leave_out(pointer, schema, "$ref")
+        elif path != names(reference):
+            schema["$ref"] = quote(str(Pointer("#", *path)), safe="#/~")
 
-    def _note(self, pointer: str, keyword: str) -> None:
-        self.places.add(f"{pointer}/{keyword}")
+    def note(self, pointer: Pointer, *names: str) -> None:
+        """Note a place that is left out."""
+        if len(self.places) < MAX_PLACES:
+            place = str(Pointer(pointer, *names)).encode(errors="replace").decode()
+            shown = place if len(place) <= MAX_PLACE else f"{place[:MAX_PLACE]}..."
+            self.places.append(shown)
 
-    def _leave_out(self, pointer: str, schema: Schema, keyword: str) -> None:
+    def _leave_out(self, pointer: Pointer, schema: Schema, keyword: str) -> None:
         del schema[keyword]
-        self._note(pointer, keyword)
+        self.note(pointer, keyword)
 
-    def _reduce_strings(self, pointer: str, schema: Schema) -> None:
+    def _reduce_strings(self, pointer: Pointer, schema: Schema) -> None:
         """Widen or leave out a pattern and a format that the grammar does not know."""
         pattern, form = schema.get("pattern"), schema.get("format")
         if isinstance(pattern, str):
@@ -142,15 +167,15 @@ class _Reduction:
                 self._leave_out(pointer, schema, "pattern")
             elif not known.exact:
                 schema["pattern"] = known.pattern
-                self._note(pointer, "pattern")
+                self.note(pointer, "pattern")
         if isinstance(form, str) and form not in FORMATS:
             del schema["format"]
             if "string" in _types(schema):
-                self._note(pointer, "format")
+                self.note(pointer, "format")
                 if form in ENCODINGS and "pattern" not in schema:
                     schema["pattern"] = ENCODINGS[form]
 
-    def _reduce_names(self, pointer: str, schema: Schema) -> None:
+    def _reduce_names(self, pointer: Pointer, schema: Schema) -> None:
         """Leave out patterns of names that the grammar cannot hold, or not beside the others."""
         patterns = schema.get("patternProperties")
         if not isinstance(patterns, dict):
@@ -159,7 +184,7 @@ class _Reduction:
         out = [pattern for pattern in patterns if not self._holds_names(pattern, patterns, letters)]
         for pattern in out:
             del patterns[pattern]
-            self.places.add(f"{pointer}/patternProperties/{escape(pattern)}")
+            self.note(pointer, "patternProperties", pattern)
         if not patterns:
             del schema["patternProperties"]
         if out and schema.get("additionalProperties", True) not in (True, {}):
@@ -178,52 +203,56 @@ class _Reduction:
         letters.add(letter[1])
         return True
 
-    def _count_names(self, pointer: str, schema: Schema) -> None:
+    def _count_names(self, pointer: Pointer, schema: Schema) -> None:
         """Leave out the numbers of properties where the grammar does not count them."""
-        counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
-        if not counted:
-            return
         required = schema.get("required")
-        names = required if isinstance(required, list) else []
-        properties = schema.get("properties")
-        optional = set(properties) - set(names) if isinstance(properties, dict) else set()
-        if self._mixes or optional:
+        listed = required if isinstance(required, list) else []
+        names = {name for name in listed if isinstance(name, str)}
+        one_more = len(names) + 1
+        least, most = schema.get("minProperties", 0), schema.get("maxProperties", one_more)
+        if not (isinstance(least, int) and isinstance(most, int)):
+            return
+        if 0 <= least < one_more:
+            schema.pop("minProperties", None)  # the names that are required say as much
+        counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
+        optional = set(_members(schema, "properties")) - names
+        others = schema.get("additionalProperties") is not False or "patternProperties" in schema
+        if self._mixes or (optional and (others or least > one_more or most != one_more)):
             for keyword in counted:
                 self._leave_out(pointer, schema, keyword)
-            return
-        least = schema.get("minProperties")
-        others = schema.get("additionalProperties") is not False or schema.get("patternProperties")
-        if isinstance(least, int | float) and least > max(1, len(names) + 1) and others:
-            schema["minProperties"] = len(names) + 1
-            self._note(pointer, "minProperties")
+        elif others and least > one_more:
+            schema["minProperties"] = one_more
+            self.note(pointer, "minProperties")
 
-    def _join(self, pointer: str, schema: Schema) -> None:
+    def _join(self, schema: Schema) -> None:
         """Make `anyOf` of `oneOf`: the grammar sees hardly any branches to be disjoint."""
         branches = schema.get("oneOf")
         if not isinstance(branches, list):
             return
-        original = resolve(self._whole, pointer)
-        if not (isinstance(original, Mapping) and self._disjoint(original.get("oneOf"))):
-            self._note(pointer, "oneOf")
         del schema["oneOf"]
         if "anyOf" not in schema:
             schema["anyOf"] = branches
-            self._renamed[f"{pointer}/oneOf"] = f"{pointer}/anyOf"
+            self._renamed[id(schema)] = ["anyOf"]
             return
         every = schema.setdefault("allOf", [])
         if isinstance(every, list):
-            self._renamed[f"{pointer}/oneOf"] = f"{pointer}/allOf/{len(every)}/anyOf"
+            self._renamed[id(schema)] = ["allOf", str(len(every)), "anyOf"]
             every.append({"anyOf": branches})
 
-    def _renamed_in(self, reference: str) -> str:
-        """Return a reference with the present names of what it leads through, innermost first."""
-        end = len(reference) if len(reference) <= _MAX_REFERENCE else 0
-        while (end := reference.rfind("/oneOf/", 0, end)) >= 0:
-            cut = end + len("/oneOf")
-            reference = self._renamed.get(reference[:cut], reference[:cut]) + reference[cut:]
-        return reference
 
-    def _disjoint(self, branches: object) -> bool:
+class _Branches:
+    """Tells whether the branches of a `oneOf` exclude each other.
+
+    Args:
+        whole: The schema that they are in.
+    """
+
+    def __init__(self, whole: Mapping[str, Any]) -> None:
+        self._whole = whole
+        # A reference below another "$id" is not one from the root.
+        self._local = json.dumps(whole).count('"$id"') == ("$id" in whole)
+
+    def disjoint(self, branches: object) -> bool:
         """Return whether surely no value is of two branches, by types or by a property's values."""
         if not isinstance(branches, list):
             return False

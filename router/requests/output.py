@@ -2,13 +2,14 @@
 
 import secrets
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from octavo.router.requests.logprobs import ELSEWHERE, HeldLogprobs
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.parsers.parser import Kind as PieceKind
 from octavo.router.requests.parsers.parser import Piece
+from octavo.router.requests.schema_checker import SchemaCheck
 from octavo.router.requests.spelled_markers import SpelledMarkers, mended
 from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
 from octavo.router.text.stop_strings import StopStrings
@@ -22,6 +23,9 @@ NOT_ENDED = FinishReason.FINISH_REASON_UNSPECIFIED
 STOP_STRING = FinishReason.FINISH_REASON_STOP_STRING
 TOOL_CALLS = FinishReason.FINISH_REASON_TOOL_CALLS
 STOPPING_TOKEN = (FinishReason.FINISH_REASON_EOS, FinishReason.FINISH_REASON_STOP_TOKEN)
+
+COMPLETE = (FinishReason.FINISH_REASON_EOS, TOOL_CALLS)
+"""Reasons of outputs that are not cut."""
 
 CALL_ID_LENGTH = 9
 CALL_ID_LETTERS = string.ascii_letters + string.digits
@@ -47,7 +51,10 @@ class Output:
     """
 
     __slots__ = (
+        "_arguments",
         "_calls",
+        "_checked_text",
+        "_checks",
         "_content",
         "_delta",
         "_detokenizer",
@@ -108,7 +115,10 @@ class Output:
         self._spelled = SpelledMarkers(self._markers.values()) if self._markers else None
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens
-        self._verbatim = self._parser is None and not stop.strings
+        self._checks = None if plan is None else plan.checks
+        self._checked_text: list[str] = []  # all content, if it is checked at the end
+        self._arguments: dict[int, tuple[str, list[str]]] = {}  # of calls that are, with the schema
+        self._verbatim = self._parser is None and not stop.strings and self._checks is None
         self._wants_logprobs = options.HasField("logprobs")
         self._wants_token_ids = options.token_ids
         hides = options.HasField("logprobs") and stop.strings and not stop.include_in_output
@@ -213,6 +223,15 @@ class Output:
             score=self.score,
         )
 
+    def unchecked(self) -> Iterator[SchemaCheck]:
+        """Yield what is to be checked of an output that has ended by itself."""
+        if self._checks is None or self.reason not in COMPLETE:
+            return
+        if self._checks.content is not None and not self._calls:
+            yield SchemaCheck("content", self._checks.content, "".join(self._checked_text))
+        for i, (schema, pieces) in self._arguments.items():
+            yield SchemaCheck(f"tool_calls[{i}].arguments", schema, "".join(pieces))
+
     def _push_verbatim(self, token_ids: Sequence[int]) -> None:
         """Take tokens whose text is neither parsed nor searched."""
         self.token_ids.extend(token_ids)
@@ -265,9 +284,14 @@ class Output:
         self._content += len(text)
         text = self._stop_strings.feed(text, armed=len(self.token_ids) >= self._min_tokens)
         if text:
-            self._text.append(text)
+            self._add_content(text)
         if self._stop_strings.found is not None:
             self.reason = STOP_STRING
+
+    def _add_content(self, text: str) -> None:
+        self._text.append(text)
+        if self._checks is not None and self._checks.content is not None:
+            self._checked_text.append(text)
 
     def _show_logprobs(self, held: HeldLogprobs) -> None:
         """Show those of the tokens that begin in what is shown of the content."""
@@ -276,12 +300,16 @@ class Output:
     def _begin_call(self, name: str) -> None:
         call_id = "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(CALL_ID_LENGTH))
         self._delta.tool_calls.add(index=self._calls, id=call_id, name=name)
+        if self._checks is not None and name in self._checks.arguments:
+            self._arguments[self._calls] = self._checks.arguments[name], []
         self._calls += 1
 
     def _add_arguments(self, text: str) -> None:
         calls = self._delta.tool_calls
         call = calls[-1] if calls else calls.add(index=self._calls - 1)
         call.arguments += text
+        if call.index in self._arguments:
+            self._arguments[call.index][1].append(text)
 
     def _end(self, reason: Reason) -> None:
         """Show what was held back, and the token that ended the output if it is wanted."""
@@ -299,7 +327,7 @@ class Output:
             if self._logprobs is not None:
                 self._show_logprobs(self._logprobs)
             return
-        self._text.append(self._stop_strings.flush())
+        self._add_content(self._stop_strings.flush())
         if self._logprobs is not None:
             self._delta.logprobs.extend(self._logprobs.rest())
         if last is not None and special and last not in self._visible:

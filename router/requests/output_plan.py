@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.common import rpc
-from octavo.common.json_schema import escape
+from octavo.common.json_schema import Pointer
+from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
+from octavo.router.requests.offered_tools import must_call, offered_tools
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
 from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
@@ -15,18 +17,10 @@ from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 from octavo.v1 import generation_pb2, sampling_pb2
-from octavo.v1.generation_pb2 import ToolChoiceMode
 
 AUTO, NONE = "auto", "none"
-NO_ARGUMENTS: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a pair of UTF-16: JSON's escapes can say it, UTF-8 cannot."""
-_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "if", "not", "dependentSchemas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,7 @@ class OutputPlan:
         tools: How they call tools; None: they call none.
         reasoning: How they mark reasoning; None: they have none.
         answers: Whether they are calls alone, or an answer in the form that the client wants.
+        checks: Schemas that outputs are checked by at their end; None: a grammar holds them to all.
         lark: Says which markers are tokens, where a grammar tells these from text; None: a marker
             counts however it is spelt.
     """
@@ -47,6 +42,7 @@ class OutputPlan:
     reasoning: ReasoningFormat | None = None
     answers: bool = False
     lark: Lark | None = None
+    checks: SchemaChecks | None = None
 
     def parser(self) -> Parser | None:
         """Return what reads one output; None: all of it is content."""
@@ -128,12 +124,17 @@ class OutputFormats:
         Raises:
             rpc.RpcError: INVALID_ARGUMENT if its outputs cannot be held to what it asks for.
         """
+        schemas = held_schemas(message)
+        if schemas.content is not None:
+            message.constraint.json_schema = json.dumps(schemas.content)
+        if message.constraint.lenient:
+            message.constraint.ClearField("lenient")  # the engine is not
         limit = message.stop.max_reasoning_tokens
         bounded = message.stop.HasField("max_reasoning_tokens")
         if message.WhichOneof("prompt") != "chat":
             if bounded:
                 raise _unbounded("reasoning is told from the answer in chats alone")
-            return OutputPlan(Context(model))
+            return OutputPlan(Context(model), checks=schemas.checks)
         chat = message.chat
         tools = offered_tools(chat)
         context = Context(model, tail, chat.continue_final_message, tools)
@@ -142,14 +143,14 @@ class OutputFormats:
             raise _unbounded("the model marks no reasoning, or the router has no parser for it")
         form = self.tools(model) if tools else None
         lark, answers = Lark(model, eos_token_ids), message.HasField("constraint")
-        plan = _Constraint(message, context, form, reasoning, lark)
+        plan = _Constraint(message, context, form, reasoning, lark, tools=schemas.tools)
         grammar = plan.grammar(limit if bounded else None)
         if grammar is not None:
             message.constraint.grammar = grammar
             form = form and form.constrained
             context = replace(context, held=plan.held)
         held = lark if message.HasField("constraint") else None
-        return OutputPlan(context, form, reasoning, answers, held)
+        return OutputPlan(context, form, reasoning, answers, held, schemas.checks)
 
 
 class _Constraint:
@@ -163,13 +164,16 @@ class _Constraint:
         self,
         message: generation_pb2.GenerateRequest,
         context: Context,
-        tools: ToolFormat | None,
+        form: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         lark: Lark,
+        *,
+        tools: Sequence[Tool],
     ) -> None:
         self._message = message
         self._context = context
-        self._tools = tools and tools.constrained
+        self._tools = tools
+        self._format = form and form.constrained
         self._reasoning = reasoning
         self._lark = lark
         self.held: frozenset[str] = frozenset()
@@ -192,12 +196,11 @@ class _Constraint:
             answer = form
             if self._reasoning is not None:
                 answer = self._reasoning.answer(lark, self._context, form)
-            if not lead and answer == form and self._tools is None:
+            if not lead and answer == form and self._format is None:
                 return None
             body = answer
-            if self._tools is not None:
-                calls = self._forced(self._context.tools)
-                body = either(calls, answer)
+            if self._format is not None:
+                body = either(self._forced(), answer)
         if body is None:
             if limit is None or self._reasoning is None:
                 return None
@@ -211,63 +214,24 @@ class _Constraint:
 
     def _calls(self) -> str | None:
         """Return what matches an answer with calls; None: they are not constrained."""
-        chat, tools, form = self._message.chat, self._context.tools, self._tools
+        tools, form = self._tools, self._format
         if form is None:
             return None
-        if must_call(chat):
-            named = chat.tool_choice.name
-            # Where a tool must be called, its arguments are always those of its schema.
-            chosen = [
-                Tool(tool.name, closed(tool.schema), strict=True)
-                for tool in tools
-                if named in {"", tool.name}
-            ]
-            return self._forced(chosen)
+        if must_call(self._message.chat):
+            return self._forced()
         free = self._parallel and not any(tool.strict for tool in tools)
         if free or self._message.HasField("constraint"):
             return None
-        self._hold(tools)
+        self._hold()
         return form.offered(self._lark, tools, parallel=self._parallel)
 
-    def _forced(self, tools: Sequence[Tool]) -> str:
-        assert self._tools is not None
-        self._hold(tools)
-        return self._tools.forced(self._lark, tools, parallel=self._parallel)
+    def _forced(self) -> str:
+        assert self._format is not None
+        self._hold()
+        return self._format.forced(self._lark, self._tools, parallel=self._parallel)
 
-    def _hold(self, tools: Sequence[Tool]) -> None:
-        self.held = frozenset(tool.name for tool in tools if tool.strict)
-
-
-def offered_tools(chat: generation_pb2.ChatPrompt) -> list[Tool]:
-    """Return the tools that a valid chat's outputs may call."""
-    if _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_NONE:
-        return []
-    return [Tool(one.name, arguments_schema(one), strict=one.strict) for one in chat.tools]
-
-
-def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:
-    """Return the JSON Schema of a valid tool's arguments."""
-    schema: dict[str, Any] = json.loads(tool.parameters) if tool.parameters else {}
-    return schema or NO_ARGUMENTS
-
-
-def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema of an object that has no other properties than it names.
-
-    What it accepts, the original does too. A schema that says more of its properties stays.
-    """
-    if "properties" not in schema or any(key in schema for key in (*_OPEN_ENDED, *_COMBINING)):
-        return schema
-    return {**schema, "additionalProperties": False}
-
-
-def must_call(chat: generation_pb2.ChatPrompt) -> bool:
-    """Return whether a chat's outputs must call a tool."""
-    return bool(chat.tool_choice.name) or _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED
-
-
-def _mode(chat: generation_pb2.ChatPrompt) -> ToolChoiceMode.ValueType:
-    return chat.tool_choice.mode
+    def _hold(self) -> None:
+        self.held = frozenset(tool.name for tool in self._tools if tool.strict)
 
 
 def _form(lark: Lark, constraint: sampling_pb2.OutputConstraint) -> str:
@@ -305,18 +269,18 @@ def read_schema(field: str, text: str) -> Mapping[str, Any]:
 
 def _unpaired(schema: object) -> str | None:
     """Return the JSON Pointer of a text with half a surrogate pair, or None."""
-    left = [("#", schema)]
+    left = [(Pointer("#"), schema)]
     while left:
         place, found = left.pop()
         match found:
             case str() if SURROGATE.search(found):
-                return place
+                return str(place)
             case list():
-                left += [(f"{place}/{i}", one) for i, one in enumerate(found)]
+                left += [(Pointer(place, str(i)), one) for i, one in enumerate(found)]
             case dict():
                 for name, one in found.items():
                     shown = SURROGATE.sub("\ufffd", name)
-                    own = f"{place}/{escape(shown)}"
+                    own = Pointer(place, shown)
                     left += [(own, name), (own, one)]
     return None
 

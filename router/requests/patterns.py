@@ -68,7 +68,8 @@ def held(pattern: str) -> Held | None:
     tokens = _tokens(pattern) if len(pattern) <= MAX_PATTERN else None
     if tokens is None:
         return None
-    kept, exact, at = [], True, 0
+    kept: list[str] = []
+    exact, at = True, 0
     while at < len(tokens):
         token, end = tokens[at], at
         if token.kind == "assertion":
@@ -81,7 +82,7 @@ def held(pattern: str) -> Held | None:
             return None
         if asserts:
             exact = False
-        else:
+        elif not (token.kind in {"start", "end"} and kept[-1:] == [token.text]):
             kept.append("(" if token.kind == "opening" else token.text)
         at = end + 1
     text = "".join(kept)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from octavo.common.priority import effective_arrival
 from octavo.router.balancing.prompt import Prompt
+from octavo.router.requests.held_schemas import SchemaChecks
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
@@ -45,6 +46,11 @@ class Request:
     def num_outputs(self) -> int:
         """Number of outputs."""
         return num_outputs(self.message)
+
+    @property
+    def checks(self) -> SchemaChecks | None:
+        """Schemas that outputs are checked by at their end; None: none."""
+        return None if self.plan is None else self.plan.checks
 
     @property
     def priority(self) -> int:

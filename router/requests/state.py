@@ -81,6 +81,8 @@ class RequestState:
         )
         if message.output.prompt_token_ids:
             self._accepted.prompt_token_ids.extend(request.prompt.token_ids)
+        if request.checks is not None:
+            self._accepted.unenforced.extend(request.checks.unenforced)
         self._prompt_counted = False
         self._may_accept = False  # Accepted is complete
         self._accepted_sent = False

@@ -3,7 +3,8 @@
 import re
 
 from octavo.common import limits, rpc
-from octavo.router.requests.output_plan import must_call, read_schema
+from octavo.router.requests.offered_tools import must_call
+from octavo.router.requests.output_plan import read_schema
 from octavo.v1 import generation_pb2
 
 NAME = re.compile(rf"[A-Za-z0-9_./:-]{{1,{limits.MAX_TOOL_NAME}}}")

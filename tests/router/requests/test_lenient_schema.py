@@ -1,5 +1,6 @@
 """What is left out of a schema: the rest compiles, and accepts whatever the whole does."""
 
+import itertools
 import json
 import re
 from decimal import Decimal
@@ -163,6 +164,19 @@ def test_the_formats_are_the_engine_s():
     assert taken == FORMATS
 
 
+def test_names_are_counted_where_the_engine_counts_them():
+    counts = [None, 0, 1, 2, 3]
+    for least, most, names, more in itertools.product(counts, counts, range(3), [False, {}]):
+        schema = {"properties": {"a": {}, "b": {}}, "required": ["a", "b"][:names]}
+        schema["additionalProperties"] = more
+        schema |= {} if least is None else {"minProperties": least}
+        schema |= {} if most is None else {"maxProperties": most}
+        found = lenient(schema)
+        assert refusal(found.schema) == "", schema
+        possible = (least or 0) <= (3 if most is None else most) >= names
+        assert not found.unenforced or refusal(schema) or not possible, schema
+
+
 def test_large_schemas_take_no_long_time():
     many = 3_000
     each = [cat(const=str(i)) for i in range(many)]
@@ -175,6 +189,7 @@ def test_large_schemas_take_no_long_time():
         {"pattern": "(" * many + "^a|" * many + ")" * many},
         {"patternProperties": {f"^a{i}": {} for i in range(many)}},
         {"anyOf": [{"$ref": "#" + "/oneOf/0" * many}] * 100},
+        {"properties": {"a" * 500_000: {"allOf": [{"not": {}}, {"oneOf": []}] * many}}},
     ]:
         lenient(schema)
 
@@ -205,6 +220,13 @@ VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(0, 2) | NAMES,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
     max_leaves=6,
+)
+
+
+KEYWORDS = (
+    *("$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "format", "items"),
+    *("maxProperties", "minProperties", "oneOf", "pattern", "patternProperties", "propertyNames"),
+    *("properties", "required", "then", "type", "uniqueItems"),
 )
 
 
@@ -253,6 +275,12 @@ def valid(schema, value) -> bool | None:
         return Draft202012Validator(schema, format_checker=CHECKER).is_valid(value)
     except Exception:  # noqa: BLE001 - of the library's own, several
         return None
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.dictionaries(st.sampled_from(sorted(KEYWORDS)), VALUES, max_size=4))
+def test_what_is_no_schema_is_left_to_the_engine(schema):
+    lenient({"properties": {"a": schema}, "oneOf": [schema, schema]})
 
 
 @settings(deadline=None, max_examples=100)

@@ -1,0 +1,106 @@
+"""The JSON Schemas of a request: what its outputs are held to, and what is checked at their end."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.router.requests.lenient_schema import MAX_PLACES, LenientSchema, exact, lenient
+from octavo.router.requests.offered_tools import closed, must_call, offered_tools
+from octavo.router.requests.parsers.formats import Tool
+from octavo.v1 import generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaChecks:
+    """Schemas that no grammar holds outputs to as a whole.
+
+    Attributes:
+        content: That of content, as JSON; None: a grammar holds it, or there is none.
+        arguments: Those of calls' arguments, by the tool's name.
+        fields: The fields that these schemas are in, and the schemas.
+        unenforced: Places of what no grammar holds, such as
+            `constraint.json_schema#/properties/tags/uniqueItems`.
+    """
+
+    content: str | None = None
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    unenforced: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSchemas:
+    """What a grammar holds a request's outputs to.
+
+    Attributes:
+        content: The schema of content in place of the constraint's; None: the constraint is none,
+            or must stay as it is.
+        tools: The tools that outputs may call; of those, `strict` are all whose arguments a
+            grammar holds.
+        checks: What is left to check; None: nothing.
+    """
+
+    content: Mapping[str, Any] | None
+    tools: Sequence[Tool]
+    checks: SchemaChecks | None
+
+
+def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
+    """Return the schemas of a valid request, as far as a grammar can hold outputs to them."""
+    checks = _Checks()
+    content = None
+    if message.constraint.WhichOneof("kind") == "json_schema":
+        content = _content(message, checks)
+    chat = message.chat
+    named, forced = chat.tool_choice.name, must_call(chat)
+    tools = []
+    for i, tool in enumerate(offered_tools(chat)):
+        if not forced:
+            schema = exact(tool.schema) if tool.strict else tool.schema
+            tools.append(Tool(tool.name, schema, strict=tool.strict))
+        elif named in {"", tool.name}:
+            # Where a tool must be called, its arguments are always those of its schema.
+            whole = closed(tool.schema)
+            found = LenientSchema(exact(whole)) if tool.strict else lenient(whole)
+            if found.unenforced:
+                checks.arguments[tool.name] = chat.tools[i].parameters
+                checks.add(f"chat.tools[{i}].parameters", chat.tools[i].parameters, found)
+            tools.append(Tool(tool.name, found.schema, strict=True))
+    return HeldSchemas(content, tools, checks.result())
+
+
+@dataclass(slots=True)
+class _Checks:
+    content: str | None = None
+    arguments: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, str] = field(default_factory=dict)
+    places: list[str] = field(default_factory=list)
+
+    def add(self, name: str, schema: str, found: LenientSchema) -> None:
+        """Note what is left out of the schema in a field."""
+        self.fields[name] = schema
+        self.places += (f"{name}{place}" for place in found.unenforced)
+
+    def result(self) -> SchemaChecks | None:
+        if not self.places:
+            return None
+        return SchemaChecks(self.content, self.arguments, self.fields, self.places[:MAX_PLACES])
+
+
+def _content(message: generation_pb2.GenerateRequest, checks: _Checks) -> Mapping[str, Any] | None:
+    """Return the schema that content is held to; None: the constraint's own."""
+    text = message.constraint.json_schema
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(schema, dict):
+        return None
+    found = lenient(schema)
+    if found.unenforced and not message.constraint.lenient:
+        return None
+    if found.unenforced:
+        checks.content = text
+        checks.add("constraint.json_schema", text, found)
+    return None if found.schema == schema else found.schema

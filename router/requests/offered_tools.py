@@ -1,0 +1,52 @@
+"""The tools that outputs may call, and those that they must."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.router.requests.parsers.formats import Tool
+from octavo.v1 import generation_pb2
+from octavo.v1.generation_pb2 import ToolChoiceMode
+
+NO_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+_OPEN_ENDED = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+_COMBINING = (
+    *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+)
+
+
+def offered_tools(chat: generation_pb2.ChatPrompt) -> list[Tool]:
+    """Return the tools that a valid chat's outputs may call."""
+    if _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_NONE:
+        return []
+    return [Tool(one.name, arguments_schema(one), strict=one.strict) for one in chat.tools]
+
+
+def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:
+    """Return the JSON Schema of a valid tool's arguments."""
+    schema: dict[str, Any] = json.loads(tool.parameters) if tool.parameters else {}
+    return schema or NO_ARGUMENTS
+
+
+def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema of an object that has no other properties than it names.
+
+    What it accepts, the original does too. A schema that says more of its properties stays.
+    """
+    if "properties" not in schema or any(key in schema for key in (*_OPEN_ENDED, *_COMBINING)):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def must_call(chat: generation_pb2.ChatPrompt) -> bool:
+    """Return whether a chat's outputs must call a tool."""
+    return bool(chat.tool_choice.name) or _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED
+
+
+def _mode(chat: generation_pb2.ChatPrompt) -> ToolChoiceMode.ValueType:
+    return chat.tool_choice.mode
