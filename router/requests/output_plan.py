@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.common import rpc
 from octavo.common.json_schema import Pointer
@@ -14,11 +14,13 @@ from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
 from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
 from octavo.router.requests.parsers.parser import Parser
+from octavo.router.requests.parsers.response_template import NAME as RESPONSE_TEMPLATE
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 from octavo.v1 import generation_pb2, sampling_pb2
 
 AUTO, NONE = "auto", "none"
+F = TypeVar("F", ToolFormat, ReasoningFormat)
 SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a pair of UTF-16: JSON's escapes can say it, UTF-8 cannot."""
 
@@ -81,13 +83,13 @@ class OutputFormats:
     def tools(self, model: ModelText) -> ToolFormat | None:
         """Return how a model calls tools, if that is known."""
         if self._tool_parser != AUTO:
-            return TOOL_FORMATS.get(self._tool_parser)
+            return _readable(TOOL_FORMATS.get(self._tool_parser), model)
         return next((one for one in TOOL_FORMATS.values() if one.recognizes(model)), None)
 
     def reasoning(self, model: ModelText) -> ReasoningFormat | None:
         """Return how a model marks its reasoning, if it does."""
         if self._reasoning_parser != AUTO:
-            return REASONING_FORMATS.get(self._reasoning_parser)
+            return _readable(REASONING_FORMATS.get(self._reasoning_parser), model)
         return next((one for one in REASONING_FORMATS.values() if one.recognizes(model)), None)
 
     def check(self, chat: generation_pb2.ChatPrompt, model: ModelText) -> None:
@@ -98,8 +100,10 @@ class OutputFormats:
         """
         if not offered_tools(chat) or self.tools(model) is not None:
             return
-        why = "the router was started with --tool-parser none"
-        if self._tool_parser == AUTO:
+        why = "the model has no response template"
+        if self._tool_parser == NONE:
+            why = "the router was started with --tool-parser none"
+        elif self._tool_parser == AUTO:
             why = "the model's chat template does not say in which form it calls tools"
         raise rpc.precondition(
             "chat.tools",
@@ -153,6 +157,12 @@ class OutputFormats:
         return OutputPlan(context, form, reasoning, answers, held, schemas.checks)
 
 
+def _readable(form: F | None, model: ModelText) -> F | None:
+    """Return a form that was chosen by name; None: the model has no template to read it by."""
+    needs_template = form is not None and form.name == RESPONSE_TEMPLATE
+    return None if needs_template and model.response_template is None else form
+
+
 class _Constraint:
     """Makes the grammar of whole outputs: reasoning, calls, and the client's form.
 
@@ -185,12 +195,14 @@ class _Constraint:
             limit: Maximum tokens of reasoning; None: any number.
         """
         lark, lead = self._lark, ""
+        body = self._calls()
+        if body is None and limit is None and not self._message.HasField("constraint"):
+            return None
         if self._reasoning is not None:
             try:
                 lead = self._reasoning.lead(lark, self._context, limit)
             except ValueError as error:
                 raise _unbounded(str(error)) from None
-        body = self._calls()
         if body is None and self._message.HasField("constraint"):
             form = _form(lark, self._message.constraint)
             answer = form
@@ -202,8 +214,7 @@ class _Constraint:
             if self._format is not None:
                 body = either(self._forced(), answer)
         if body is None:
-            if limit is None or self._reasoning is None:
-                return None
+            assert self._reasoning is not None, "a limit needs reasoning"
             body = self._reasoning.rest(lark, self._context)
         return lark.render(sequence(lead, body))
 

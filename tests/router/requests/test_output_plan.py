@@ -479,3 +479,11 @@ def test_reasoning_may_spell_its_end(thinker):
     output.push([*spelt, *thinker.bytes(b"yes"), EOS], [], FinishReason.FINISH_REASON_EOS)
     reader.take(output)
     assert (reader.reasoning, reader.text) == ("a </think> b", "yes")
+
+
+def test_a_response_template_that_is_not_there_is_no_parser():
+    model = Model(MARKERS["hermes"])
+    formats = OutputFormats("response_template", "response_template")
+    assert formats.reasoning(model.text) is None
+    with pytest.raises(RpcError, match=r"no response template; start the router with --tool-par"):
+        formats.check(ask(TOOL).chat, model.text)
