@@ -1,6 +1,7 @@
 """EngineService: what routers ask of an engine, over one core."""
 
 import asyncio
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -62,6 +63,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 "kernels": parts.kernels,
             }
         )
+        self._instance_id = uuid.uuid4().hex
         metrics.ranks.set(parts.ranks)
         if parts.leader is not None:
             metrics.show_rank_times(parts.leader.world.times)
@@ -115,6 +117,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         (budget,) = limits.budgets
         return engine_pb2.GetEngineInfoResponse(
             model=settings.model_name,
+            instance_id=self._instance_id,
             tokenizer=settings.model,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,

@@ -90,8 +90,8 @@ class PoolAdapters:
         """Return the engine at an address, or every connected one."""
         found = self._pool.up()
         if address:
-            self._pool.link(address)  # raises NOT_FOUND
-            found = [engine for engine in found if engine.address == address]
+            engine = self._pool.link(address).up
+            found = [] if engine is None else [engine]
         if not found:
             raise rpc.unavailable(f"no engine is connected{f' at {address}' if address else ''}")
         return found

@@ -1,6 +1,8 @@
 """The connection to one engine's address: connect, learn what it serves, notice its loss."""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +50,7 @@ class Engine:
         adapters: The LoRA adapters that it has loaded, by name.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
+        up_since: When it came up, by the monotonic clock.
     """
 
     address: str
@@ -61,6 +64,12 @@ class Engine:
     adapters: dict[str, engine_pb2.Adapter]
     prefixes: Prefixes = field(default_factory=Prefixes)
     up: bool = False
+    up_since: float = math.inf
+
+    @property
+    def instance(self) -> str:
+        """What identifies the running engine, whatever its addresses."""
+        return self.info.instance_id or self.address
 
     @property
     def models(self) -> list[str]:
@@ -295,7 +304,7 @@ class EngineLink:
             cpus=engine.info.cpus,
             numa_nodes=list(engine.info.numa_nodes),
         )
-        engine.up = True
+        engine.up, engine.up_since = True, time.monotonic()
         self.breaker.connected()
         before, self.engine = self.engine, engine
         if before is not None:

@@ -21,6 +21,9 @@ log = structlog.get_logger(__name__)
 class EnginePool:
     """Keeps a connection to every engine that is added.
 
+    An engine that is reached by several addresses is used, and counted, by one of them: the first
+    that came up, while it is not drained. The others are connected, to replace it.
+
     Args:
         settings: Timeouts.
         tokenizers: Where engines' tokenizers are loaded.
@@ -104,9 +107,21 @@ class EnginePool:
         """Close every connection."""
         await end(*self._tasks.values())
 
+    @property
+    def used(self) -> list[EngineLink]:
+        """Each connected engine once, by the address at which it is used."""
+        found: dict[str, EngineLink] = {}
+        for link in self._links.values():
+            if (engine := link.up) is None:
+                continue
+            other = found.setdefault(engine.instance, link)
+            if other is not link and _rank(link) < _rank(other):
+                found[engine.instance] = link
+        return list(found.values())
+
     def up(self, model: str | None = None) -> list[Engine]:
         """Return the engines that are connected, of one model or of all."""
-        engines = (link.up for link in self._links.values())
+        engines = (link.up for link in self.used)
         return [e for e in engines if e and (model is None or e.serves(model))]
 
     def models(self) -> list[str]:
@@ -155,7 +170,7 @@ class EnginePool:
         """
         taking = [
             (engine, link.doubtful)
-            for link in self._links.values()
+            for link in self.used
             if (engine := link.taking) is not None and engine.serves(model)
         ]
         if not taking:
@@ -164,7 +179,7 @@ class EnginePool:
 
     def has_other(self, engine: Engine, model: str) -> bool:
         """Return whether another engine of a model takes requests."""
-        taking = (link.taking for link in self._links.values())
+        taking = (link.taking for link in self.used)
         return any(e and e is not engine and e.serves(model) for e in taking)
 
     def tokenizer(self, model: str) -> Tokenizer:
@@ -289,6 +304,12 @@ class EnginePool:
             "retry when one is, or start one with `octavo engine`",
             retry_after=1.0,
         )
+
+
+def _rank(link: EngineLink) -> tuple[bool, float]:
+    """Return an address' place among those of one engine; the lowest is used."""
+    assert link.engine is not None
+    return link.draining, link.engine.up_since
 
 
 def warnings(info: engine_pb2.GetEngineInfoResponse, load: engine_pb2.Load) -> Iterator[str]:

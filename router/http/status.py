@@ -1,6 +1,7 @@
 """The engines' load, as last reported."""
 
 from collections.abc import Set as AbstractSet
+from operator import itemgetter
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
@@ -11,7 +12,7 @@ from octavo.router.generate import Generator
 from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
-PRIVATE = {"address", "models"}
+PRIVATE = {"address", "instance", "models"}
 """What clients are not told of an engine: it is the operator's business; AdminService has it."""
 
 
@@ -47,7 +48,7 @@ class OwnFigures:
         return {
             "requests": self._generator.in_flight,
             "output_tokens": self._generator.metrics.total_output_tokens,
-            "engines": [_engine(link) for link in self._pool.links if link.up],
+            "engines": sorted(map(_engine, self._pool.used), key=itemgetter("address")),
         }
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
@@ -71,6 +72,7 @@ def _engine(link: EngineLink) -> dict[str, Any]:
     info, load = engine.info, engine.load
     return {
         "address": link.address,
+        "instance": engine.instance,
         "models": engine.models,
         "model": info.model,
         "device": info.device,

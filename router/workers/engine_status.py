@@ -1,6 +1,7 @@
 """An engine's status as all workers of a router see it."""
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from octavo.v1 import admin_pb2
@@ -44,10 +45,10 @@ def merged_figures(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
     engines: dict[str, dict[str, Any]] = {}
     for each in figures:
         for engine in each["engines"]:
-            merged = engines.setdefault(engine["address"], {**engine, "sequences": 0})
+            merged = engines.setdefault(engine["instance"], {**engine, "sequences": 0})
             merged["sequences"] += engine["sequences"]
     return {
         "requests": sum(each["requests"] for each in figures),
         "output_tokens": sum(each["output_tokens"] for each in figures),
-        "engines": [engines[address] for address in sorted(engines)],
+        "engines": sorted(engines.values(), key=itemgetter("address")),
     }

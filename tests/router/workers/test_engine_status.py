@@ -22,7 +22,13 @@ def test_an_engine_is_connected_when_every_worker_has_it():
 def test_figures_are_summed_and_loads_are_not():
     def figures(requests, *sequences):
         engines = [
-            {"address": str(n), "models": ["m"], "sequences": count, "load": {"running": 9}}
+            {
+                "address": str(n),
+                "instance": f"i{n}",
+                "models": ["m"],
+                "sequences": count,
+                "load": {"running": 9},
+            }
             for n, count in enumerate(sequences)
         ]
         return {"requests": requests, "output_tokens": 10 * requests, "engines": engines}
