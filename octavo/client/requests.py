@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
 
 from octavo.client.checks import checked, invalid
@@ -10,6 +11,14 @@ from octavo.client.prompts import Prompt, set_prompt, set_tool_choice, set_tools
 from octavo.common.sampling_parameters import PARAMETERS, ChatOptions, GenerateOptions
 from octavo.common.tools import schema_text
 from octavo.v1 import generation_pb2 as pb
+
+HIGHEST = {
+    FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1,
+    FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1,
+}
+"""The highest number of each unsigned type."""
+LOWEST = {"stop.max_tokens": 1}
+"""The lowest number of fields that may not be 0."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -95,6 +104,8 @@ def _set(request: Protobuf, path: str, value: object) -> None:
     target = request
     for parent in parents:
         target = getattr(target, parent)
+    if isinstance(value, int):
+        _check_integer(path, value, target.DESCRIPTOR.fields_by_name[name].cpp_type)
     with checked(path):
         if isinstance(value, Mapping):
             getattr(target, name).update(value)
@@ -102,3 +113,10 @@ def _set(request: Protobuf, path: str, value: object) -> None:
             setattr(target, name, value)
         else:
             getattr(target, name).extend([value] if isinstance(value, str) else value)
+
+
+def _check_integer(path: str, value: int, cpp_type: int) -> None:
+    """Refuse a number that a field of this type, if unsigned, cannot hold; say what it can."""
+    low, high = LOWEST.get(path, 0), HIGHEST.get(cpp_type)
+    if high is not None and not 0 <= value <= high:
+        raise invalid(path, f"{path} must be in [{low}, {high}]; got {value}")

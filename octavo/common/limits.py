@@ -198,6 +198,7 @@ def output_length(
             "prompt",
             f"a prompt of {prompt_tokens} tokens with {outputs} output(s) could never fit: the "
             f"engine has {budget.total_blocks} KV-cache blocks of {budget.block_size} tokens",
+            reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(room, fits)
     if max_tokens > room:
@@ -228,6 +229,7 @@ def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
         "prompt",
         f"the prompt must have at most {max_tokens} tokens, which leaves one of the model's "
         f"{max_tokens + 1} for the output; it has {'more' if tokens is None else tokens}",
+        reason=rpc.CONTEXT_LENGTH_EXCEEDED,
     )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
@@ -45,17 +44,20 @@ class Answer:
         request: The body of the HTTP request.
         layout: The API's form of answers.
         vocabularies: For log-probabilities.
+        request_id: The id of the HTTP request.
 
     Attributes:
-        id: The answer's id, with the `request_id` of the body if it has one; logs and traces name
+        id: The answer's id, with the `request_id` of the body, else of the request; logs and traces name
             its calls by it.
 
     Raises:
         ApiError: An argument does not fit its type.
     """
 
-    def __init__(self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies) -> None:
-        self.id = layout.id_prefix + (request.request_id or uuid.uuid4().hex)
+    def __init__(
+        self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies, request_id: str
+    ) -> None:
+        self.id = layout.id_prefix + (request.request_id or request_id)
         self._started = False
         self._request = request
         self._layout = layout

@@ -83,7 +83,7 @@ class Api:
                     allow_origins=self._settings.http_cors_origin,
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
-                    expose_headers=["X-Request-Id", "Retry-After", "Retry-After-Ms", IGNORED],
+                    expose_headers=[headers.REQUEST_ID, "Retry-After", "Retry-After-Ms", IGNORED],
                 )
             )
         if self._settings.max_calls_per_peer:
@@ -144,7 +144,7 @@ class Api:
         body: ChatRequest | CompletionRequest,
         layout: ChatLayout | CompletionLayout,
     ) -> Response:
-        answer = Answer(body, layout, self._vocabularies)
+        answer = Answer(body, layout, self._vocabularies, request.state.request_id)
         ignored = _ignored(body)
         generate = functools.partial(
             self._generator.generate,
@@ -156,7 +156,7 @@ class Api:
             interval = self._settings.http_ping_interval
             return EventStream(request, answer, generate, ignored, interval)
         whole = await while_connected(request, answer.whole(generate))
-        return JSONResponse(whole, headers={"X-Request-Id": answer.id, **ignored})
+        return JSONResponse(whole, headers={headers.REQUEST_ID: answer.id, **ignored})
 
     async def _tokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.TokenizeRequest)

@@ -34,6 +34,9 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "deadline_exceeded"),
 }
 
+_REASONS = {rpc.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}
+"""OpenAI's codes of errors that have a reason besides their status."""
+
 _PARAMS = {
     "beam": "beam_width",
     "beam.width": "beam_width",
@@ -106,6 +109,7 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
         params: This request's names for fields of GenerateRequest that have another name there.
     """
     status, kind, code = _STATUSES.get(error.code, (500, "server_error", None))
+    code = _REASONS.get(error.reason or "", code)
     names = _PARAMS | dict(params or {})
     field = error.field
     param = None if field is None else _param(field, names)
@@ -120,6 +124,8 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
     if retry_after is not None:
         headers["Retry-After"] = str(math.ceil(retry_after))
         headers["Retry-After-Ms"] = str(math.ceil(retry_after * 1000))
+    if status == 504:
+        headers["X-Should-Retry"] = "false"  # the client's time is over
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ApiError(

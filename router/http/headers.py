@@ -1,8 +1,13 @@
 """The headers of HTTP requests that the router reads."""
 
 import math
+import re
+import uuid
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from structlog.contextvars import bind_contextvars
 
 from octavo.router.http.errors import ApiError
 
@@ -10,6 +15,11 @@ FORWARDED = ("authorization", "traceparent", "tracestate")
 """Headers that have the meaning of gRPC metadata of the same name."""
 TIMEOUT = "X-Request-Timeout"
 """Seconds until the client gives up: OpenAI's API has no parameter for a deadline."""
+
+REQUEST_ID = "X-Request-Id"
+"""The id of a request, the client's or the server's, in answers, errors and log lines."""
+
+_WELL_FORMED = re.compile(r"[!-~]{1,100}")
 
 Metadata = tuple[tuple[str, str], ...]
 
@@ -47,3 +57,34 @@ def timeout(request: Request) -> float | None:
     if not 0 < seconds < math.inf:
         raise ApiError(400, f"the header {TIMEOUT} must be a number of seconds above 0")
     return seconds
+
+
+class RequestIds:
+    """Gives each request an id, and names it in its response and in log lines.
+
+    A client's own id is taken over as it is. Otherwise an answer's id stays what the endpoint
+    says, and errors have an id of the server's.
+
+    Args:
+        app: What is asked.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        known = _WELL_FORMED.fullmatch(given) is not None
+        request_id = given if known else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        bind_contextvars(http_request_id=request_id)  # in the task of this request alone
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                if known or REQUEST_ID not in headers:
+                    headers[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

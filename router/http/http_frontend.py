@@ -5,6 +5,7 @@ from collections.abc import Callable
 from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
+from octavo.router.http.headers import RequestIds
 from octavo.router.http.server import CLOSE_SECONDS, HttpServer
 from octavo.router.http.status import Figures
 from octavo.router.http.vocabulary import Vocabulary
@@ -46,7 +47,7 @@ class HttpFrontend:
             is_serving=is_serving,
             figures=figures,
         )
-        self._server = HttpServer(api.app(), settings)
+        self._server = HttpServer(RequestIds(api.app()), settings)
 
     def start(self) -> None:
         """Listen.

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 import uvicorn
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from octavo.common import background
 from octavo.common.descriptors import Reserve, none_left
@@ -43,7 +43,7 @@ class HttpServer:
             leaving does.
     """
 
-    def __init__(self, app: Starlette, settings: RouterSettings) -> None:
+    def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
         self._settings = settings
         self._config = uvicorn.Config(
             app,

@@ -62,6 +62,7 @@ def check_chat(request: PromptRequest, limits: Limits) -> None:
             "chat.messages",
             f"chat.messages may have at most {limits.max_model_len} entries, the model's tokens; "
             f"it has {len(request.chat.messages)}",
+            reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     if request.chat.continue_final_message and request.chat.add_generation_prompt:
         raise rpc.invalid(

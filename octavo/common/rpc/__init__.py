@@ -4,6 +4,7 @@ A handler raises `RpcError`; `RpcInterceptor` answers it with google.rpc details
 """
 
 from octavo.common.rpc.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
     RpcError,
     denied,
     exhausted,
@@ -33,6 +34,7 @@ from octavo.common.rpc.server import (
 )
 
 __all__ = [
+    "CONTEXT_LENGTH_EXCEEDED",
     "LIVENESS",
     "UNEXPECTED",
     "Guard",

@@ -10,6 +10,11 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 from grpc_status import rpc_status
 
+DOMAIN = "octavo"
+"""Whose reasons they are, in google.rpc.ErrorInfo."""
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""The reason of prompts that the model or its cache cannot hold."""
+
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -21,6 +26,7 @@ class RpcError(Exception):
         message: What was wrong, what is allowed, and what to do; for people.
         field: The path of the invalid field in the request.
         retry_after: Seconds until a retry makes sense.
+        reason: What programs tell this failure from others of the same status by.
     """
 
     def __init__(
@@ -30,12 +36,14 @@ class RpcError(Exception):
         *,
         field: str | None = None,
         retry_after: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
         self.message = message
         self.field = field
         self.retry_after = retry_after
+        self.reason = reason
 
     @classmethod
     def from_code(cls, code: int, message: str, field: str | None = None) -> "RpcError":
@@ -71,6 +79,8 @@ class RpcError(Exception):
             retry.retry_delay.seconds = seconds
             retry.retry_delay.nanos = int((self.retry_after - seconds) * 1e9)
             _pack(status, retry)
+        if self.reason is not None:
+            _pack(status, error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN))
         return status
 
 
@@ -89,9 +99,9 @@ def _pack(status: status_pb2.Status, detail: Message) -> None:
     status.details.append(packed)
 
 
-def invalid(field: str, message: str) -> RpcError:
+def invalid(field: str, message: str, *, reason: str | None = None) -> RpcError:
     """Return INVALID_ARGUMENT: `field` is invalid, whatever the state of the service."""
-    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field=field)
+    return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field=field, reason=reason)
 
 
 def not_found(field: str, message: str) -> RpcError:

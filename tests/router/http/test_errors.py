@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import logging
+import operator
+import re
 
 import grpc
 import openai
 import pytest
+import structlog
 
 from octavo.common import rpc
 
@@ -66,6 +70,7 @@ async def test_a_deadline_passes(frontend, scripted, hello, streamed):
                 **hello, stream=streamed, extra_headers={"X-Request-Timeout": "0.3"}
             )
         assert caught.value.status_code == 504
+        assert caught.value.response.headers["x-should-retry"] == "false"
         await app.clean()
         await app.until(lambda: engine.aborts)
         for wrong in ("0", "soon", "nan", "inf"):
@@ -128,3 +133,78 @@ async def test_an_unexpected_error_hides_its_details(frontend, scripted, hello):
         with pytest.raises(openai.InternalServerError, match="the server's log") as caught:
             await client.chat.completions.create(**hello)
         assert "NoneType" not in json.dumps(caught.value.body)
+
+
+async def test_a_prompt_that_is_too_long_has_openai_s_code(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
+        long = [{"role": "user", "content": "x" * 600}]
+        for call in (
+            client.chat.completions.create(**hello | {"messages": long}),
+            client.chat.completions.create(**hello | {"messages": hello["messages"] * 600}),
+            client.completions.create(model="tiny", prompt="x" * 600),
+            client.completions.create(model="tiny", prompt=[1] * 600),
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await call
+            assert caught.value.code == "context_length_exceeded"
+
+
+async def test_a_negative_number_is_told_its_range(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
+        with pytest.raises(openai.BadRequestError, match=r"max_tokens must be in \[1, .*got -1"):
+            await client.chat.completions.create(**hello, max_tokens=-1)
+        with pytest.raises(openai.BadRequestError, match=r"min_tokens must be in \[0, .*got -2"):
+            await client.chat.completions.create(**hello, extra_body={"min_tokens": -2})
+
+
+async def test_every_error_has_an_id(frontend, scripted, hello):
+    async with frontend(scripted("a")) as (_, client):
+        for call, given, expected in (
+            (client.chat.completions.create(**hello, n=0), None, r"[0-9a-f]{32}"),
+            (client.models.retrieve("huge", extra_headers={"X-Request-Id": "a-1"}), "a-1", "a-1"),
+            (client.embeddings.create(model="tiny", input="x"), None, r"[0-9a-f]{32}"),
+        ):
+            with pytest.raises(openai.APIStatusError) as caught:
+                await call
+            assert re.fullmatch(expected, caught.value.response.headers["x-request-id"]), given
+        for wrong in ("a b", "x" * 101, ""):
+            answer = await client.chat.completions.with_raw_response.create(
+                **hello, extra_headers={"X-Request-Id": wrong}
+            )
+            assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+async def test_an_id_of_the_client_s_own_names_answers_and_streams(frontend, scripted, hello):
+    mine = {"X-Request-Id": "mine"}
+    create = "chat.completions.with_raw_response.create"
+    async with frontend(scripted("a")) as (_, client):
+        for streamed in (False, True):
+            answer = await operator.attrgetter(create)(client)(
+                **hello, stream=streamed, extra_headers=mine
+            )
+            assert answer.headers["x-request-id"] == "mine"
+            if not streamed:
+                assert answer.parse().id == "chatcmpl-mine"
+
+
+class Contexts(logging.Handler):
+    """Keeps what log lines would say of their context."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def emit(self, record):
+        self.kept.append((record.getMessage(), structlog.contextvars.get_contextvars()))
+
+
+async def test_a_failure_is_found_in_the_log_by_its_id(frontend, scripted, get, monkeypatch):
+    logged = Contexts()
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [logged])
+    monkeypatch.delattr("octavo.router.http.app.version")  # the frontend itself is broken
+    async with frontend(scripted("a")) as (app, _):
+        response = await get(f"{app.url}/version", headers={"X-Request-Id": "a-1"}.items())
+        assert (response.status, response.headers["x-request-id"]) == (500, "a-1")
+        await get(f"{app.url}/health")
+    (context,) = [context for message, context in logged.kept if "Exception in ASGI" in message]
+    assert context["http_request_id"] == "a-1"
