@@ -64,11 +64,21 @@ def _by_class(directory: Path) -> "PreTrainedTokenizerBase":
 
 def _as_in_file(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa: ANN401
     """Give transformers' tokenizer the tokens of its file."""
-    from tokenizers import Tokenizer  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    if not isinstance(loaded, PreTrainedTokenizerFast):  # a class written in Python
-        loaded = PreTrainedTokenizerFast.from_pretrained(file.parent)
+    if isinstance(loaded, PreTrainedTokenizerFast):
+        try:
+            return _with_tokens(loaded, file)
+        except ModelError:  # MBart's class changes its tokens with each call
+            if type(loaded) is PreTrainedTokenizerFast:
+                raise
+    return _with_tokens(PreTrainedTokenizerFast.from_pretrained(file.parent), file)
+
+
+def _with_tokens(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa: ANN401
+    """Give a tokenizer the tokens of a file, and check that it keeps them."""
+    from tokenizers import Tokenizer  # noqa: PLC0415
+
     backend = Tokenizer.from_file(str(file))
     backend.no_padding()
     backend.no_truncation()
