@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -24,6 +25,7 @@ from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import validation
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
+from octavo.router.requests.held_schemas import held_schemas
 from octavo.router.requests.output_plan import OutputFormats, OutputPlan
 from octavo.router.requests.pacing import Pacer, WriteLimit
 from octavo.router.requests.request import Request
@@ -40,10 +42,11 @@ from octavo.v1 import generation_pb2
 log = structlog.get_logger(__name__)
 
 LARGE_BYTES = 32_768
-"""Bytes of schemas beyond which a request is planned in another thread."""
+"""Bytes of schemas beyond which they are read in another thread."""
 TAIL_TOKENS = 256
 """Tokens of a prompt's end in which to look for what begins reasoning or an answer."""
 
+T = TypeVar("T")
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 """Sends one response to the client; returns when the client can take the next."""
 
@@ -320,6 +323,11 @@ class Generator:
             max_unread_tokens=self._settings.max_unread_tokens,
         )
 
+    async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
+        """Return what Accepted will say of it; of a request that is not valid, anything."""
+        checks = (await _planned(message, partial(held_schemas, message))).checks
+        return () if checks is None else checks.unenforced
+
     async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
     ) -> OutputPlan:
@@ -330,9 +338,7 @@ class Generator:
         plan = partial(
             self._formats.plan, message, tokenizer.model, tail, self._pool.eos_token_ids(model)
         )
-        tools = sum(tool.ByteSize() for tool in message.chat.tools)
-        large = message.constraint.ByteSize() + tools > LARGE_BYTES
-        return await asyncio.to_thread(plan) if large else plan()
+        return await _planned(message, plan)
 
     def _tokens_to_reserve(self, state: RequestState) -> int:
         """Return how many of its tenant's tokens a request reserves.
@@ -421,6 +427,13 @@ class Generator:
 async def _accept_queued(state: RequestState, write: Write, position: int) -> None:
     if (response := state.accept_queued(position)) is not None:
         await write(response)
+
+
+async def _planned(message: generation_pb2.GenerateRequest, plan: Callable[[], T]) -> T:
+    """Read a request's schemas, in another thread if they are large."""
+    tools = sum(tool.ByteSize() for tool in message.chat.tools)
+    large = message.constraint.ByteSize() + tools > LARGE_BYTES
+    return await asyncio.to_thread(plan) if large else plan()
 
 
 @asynccontextmanager

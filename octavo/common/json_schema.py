@@ -65,7 +65,7 @@ def subschemas(schema: object) -> Iterator[Place]:
             continue
         seen.add(id(found))
         yield pointer, found
-        left += _inside(pointer, found)
+        left += reversed(list(_inside(pointer, found)))
         reference = found.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             left.append((Pointer(reference), resolve(schema, reference)))

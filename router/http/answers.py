@@ -13,7 +13,7 @@ from octavo.client.requests import generate_request
 from octavo.common import rpc
 from octavo.common.background import joined
 from octavo.router.generate import Write
-from octavo.router.http.errors import from_client, from_rpc
+from octavo.router.http.errors import from_client, from_rpc, named
 from octavo.router.http.layout import Choice, Layout, usage
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
@@ -31,6 +31,8 @@ Vocabularies = Callable[[str], Vocabulary]
 """A function that returns a model's vocabulary."""
 Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
 """Generates the outputs of one call for the HTTP request's tenant; `Write` gets the responses."""
+FindUnenforced = Callable[[GenerateRequest], Awaitable[Sequence[str]]]
+"""Returns what is not enforced of a request's schemas."""
 Send = Callable[[bytes], Awaitable[None]]
 """Sends a part of the response's body."""
 
@@ -47,8 +49,9 @@ class Answer:
         request_id: The id of the HTTP request.
 
     Attributes:
-        id: The answer's id, with the `request_id` of the body, else of the request; logs and traces name
-            its calls by it.
+        id: The answer's id, with the `request_id` of the body, else of the request; logs and
+            traces name its calls by it.
+        unenforced: Places of schemas that are not enforced, by their names here.
 
     Raises:
         ApiError: An argument does not fit its type.
@@ -58,7 +61,9 @@ class Answer:
         self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies, request_id: str
     ) -> None:
         self.id = layout.id_prefix + (request.request_id or request_id)
+        self.unenforced: Sequence[str] = ()
         self._started = False
+        self._told = False  # what is not enforced
         self._request = request
         self._layout = layout
         self._vocabularies = vocabularies
@@ -88,8 +93,17 @@ class Answer:
                 delta = deltas.get(end.index, Delta())
                 shown = self._shown(delta.logprobs, vocabulary)
                 index = self._index(i, end.index)
-                choices.append(self._layout.whole(index, delta, shown, end.reason, vocabulary))
-        return self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
+                choice = self._layout.whole(index, delta, shown, end.reason, vocabulary)
+                choices.append(choice | _errors(end))
+        body = self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
+        return body | ({"unenforced_schema": self.unenforced} if self.unenforced else {})
+
+    async def find_unenforced(self, find: FindUnenforced) -> None:
+        """Set `unenforced`; it is known before the answer begins."""
+        names = self._request.params
+        for place in await find(self._messages[0]):
+            field, mark, pointer = place.partition("#")
+            self.unenforced = [*self.unenforced, f"{named(field, names)}{mark}{pointer}"]
 
     async def stream(self, generate: Generate, send: Send) -> None:
         """Send the answer as server-sent events.
@@ -155,7 +169,8 @@ class Answer:
                 return self._layout.piece(index, delta, shown, vocabulary)
             case "finished":
                 finished = response.finished
-                return self._layout.ending(self._index(i, finished.index), finished.reason)
+                index = self._index(i, finished.index)
+                return self._layout.ending(index, finished.reason) | _errors(finished)
         return None
 
     def _count(self, i: int, response: GenerateResponse) -> None:
@@ -200,6 +215,9 @@ class Answer:
             body["usage"] = usage(self._usages)
         elif options is not None and options.include_usage:
             body["usage"] = None
+        if self.unenforced and not self._told:
+            self._told = True
+            body["unenforced_schema"] = self.unenforced
         return event(body)
 
     def _body(self, kind: str, choices: list[Choice]) -> dict[str, Any]:
@@ -222,6 +240,11 @@ class Answer:
             except InvalidArgumentError as error:
                 raise from_client(error, self._request.params) from None
         return messages
+
+
+def _errors(end: Finished) -> Choice:
+    """Return the member of an output's choice that says what in it breaks its schemas."""
+    return {"schema_errors": list(end.schema_errors)} if end.schema_errors else {}
 
 
 def _place(end: Finished) -> int:

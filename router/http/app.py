@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import quote
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -41,6 +42,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 IGNORED = "X-Ignored-Arguments"
 """The header that names a body's members that are passed over."""
+UNENFORCED = "X-Unenforced-Schema"
+"""The header that names what is not enforced of schemas, percent-encoded."""
+MAX_UNENFORCED = 1_000
+"""Most characters of its value; the answer's body has all."""
 
 
 class Api:
@@ -83,7 +88,10 @@ class Api:
                     allow_origins=self._settings.http_cors_origin,
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
-                    expose_headers=[headers.REQUEST_ID, "Retry-After", "Retry-After-Ms", IGNORED],
+                    expose_headers=[
+                        *(headers.REQUEST_ID, "Retry-After", "Retry-After-Ms"),
+                        *(IGNORED, UNENFORCED),
+                    ],
                 )
             )
         if self._settings.max_calls_per_peer:
@@ -145,7 +153,8 @@ class Api:
         layout: ChatLayout | CompletionLayout,
     ) -> Response:
         answer = Answer(body, layout, self._vocabularies, request.state.request_id)
-        ignored = _ignored(body)
+        await answer.find_unenforced(self._generator.unenforced)
+        extra = _ignored(body) | _unenforced(answer)
         generate = functools.partial(
             self._generator.generate,
             tenant=tenant,
@@ -154,9 +163,9 @@ class Api:
         )
         if body.stream:
             interval = self._settings.http_ping_interval
-            return EventStream(request, answer, generate, ignored, interval)
+            return EventStream(request, answer, generate, extra, interval)
         whole = await while_connected(request, answer.whole(generate))
-        return JSONResponse(whole, headers={headers.REQUEST_ID: answer.id, **ignored})
+        return JSONResponse(whole, headers={headers.REQUEST_ID: answer.id, **extra})
 
     async def _tokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.TokenizeRequest)
@@ -253,6 +262,14 @@ def _ignored(body: Open) -> dict[str, str]:
     """Return the header that names the arguments which are passed over, if there are any."""
     names = body.ignored()
     return {IGNORED: ", ".join(names)} if names else {}
+
+
+def _unenforced(answer: Answer) -> dict[str, str]:
+    """Return the header that names what is not enforced of schemas, if there is anything."""
+    value = ", ".join(quote(place, safe="/#~[]$") for place in answer.unenforced)
+    if len(value) > MAX_UNENFORCED:
+        value = f"{value[:MAX_UNENFORCED].rpartition(', ')[0]}, ..."
+    return {UNENFORCED: value} if value else {}
 
 
 def _refusal(error: ApiError | ClientLeftError) -> Response:

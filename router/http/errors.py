@@ -110,13 +110,12 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
     """
     status, kind, code = _STATUSES.get(error.code, (500, "server_error", None))
     code = _REASONS.get(error.reason or "", code)
-    names = _PARAMS | dict(params or {})
     field = error.field
-    param = None if field is None else _param(field, names)
+    param = None if field is None else named(field, params)
     message = error.message
     if field is not None and param is not None and message.startswith(f"{field} "):
         message = param + message.removeprefix(field)
-    message = _PATH.sub(lambda path: _param(path[0], names), message)
+    message = _PATH.sub(lambda path: named(path[0], params), message)
     headers = {}
     retry_after = error.retry_after
     if retry_after is None and status == 503:
@@ -161,13 +160,17 @@ def from_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {what[:1].lower()}{what[1:]}", param=param)
 
 
-def _param(path: str, names: Mapping[str, str]) -> str:
+def named(path: str, params: Mapping[str, str] | None = None) -> str:
     """Return what `path`, a field of GenerateRequest, is called in the API.
 
-    >>> _param("sampling.logit_bias[5]", _PARAMS)
+    >>> named("sampling.logit_bias[5]")
     'logit_bias'
+
+    Args:
+        path: The field.
+        params: As for `from_rpc`.
     """
-    for known, name in names.items():
+    for known, name in (_PARAMS | dict(params or {})).items():
         if path == known or path.startswith((f"{known}[", f"{known}.")):
             return _within(name + path.removeprefix(known)) if name in _NESTED else name
     return path.rpartition(".")[2].partition("[")[0]

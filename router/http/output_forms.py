@@ -27,7 +27,7 @@ SchemaText: TypeAlias = Annotated[str | None, BeforeValidator(_schema)]
 
 
 class JsonSchema(Open):
-    """A named JSON Schema. Outputs keep to it whether it is `strict` or not."""
+    """A named JSON Schema. Unless it is `strict`, what cannot be enforced of it is left out."""
 
     name: str
     description: str | None = None
@@ -84,11 +84,13 @@ class Form:
         param: The argument that says so.
         option: The option of the client's `generate`.
         value: The option's value.
+        strict: Whether a schema is refused if not all of it can be enforced.
     """
 
     param: str
     option: str
     value: object
+    strict: bool = False
 
 
 class FormArguments(Open):
@@ -111,7 +113,11 @@ class FormArguments(Open):
 
     def form_options(self) -> GenerateOptions:
         """Return the options as the client's `generate` takes them."""
-        options: Any = {form.option: form.value for form in self._forms()}
+        options: Any = {}
+        for form in self._forms():
+            options[form.option] = form.value
+            if form.option == "json_schema":
+                options["lenient_schema"] = not form.strict
         typed: GenerateOptions = options
         return typed
 
@@ -127,7 +133,8 @@ class FormArguments(Open):
                 yield Form("response_format", "json_object", True)
             elif asked.json_schema is not None:
                 param = "response_format.json_schema.schema"
-                yield Form(param, "json_schema", asked.json_schema.schema_)
+                schema = asked.json_schema
+                yield Form(param, "json_schema", schema.schema_, strict=bool(schema.strict))
         if (outputs := self.structured_outputs) is not None:
             for name, option, value in (
                 ("json", "json_schema", outputs.json_),

@@ -74,8 +74,11 @@ class LenientSchema:
 
 
 def lenient(schema: Mapping[str, Any]) -> LenientSchema:
-    """Return what a grammar can hold of a JSON Schema."""
-    copied: Schema = json.loads(json.dumps(schema))
+    """Return what a grammar can hold of a JSON Schema; one too deep stays, and is refused."""
+    try:
+        copied: Schema = json.loads(json.dumps(schema))
+    except RecursionError:
+        return LenientSchema(schema)
     visited = [(pointer, found) for pointer, found in subschemas(copied)]
     reduction = _Reduction(schema, mixes=any(_mixes(found) for _, found in visited))
     branches = _Branches(schema)
