@@ -8,10 +8,14 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from octavo.common.background import joined
+from octavo.router.http.content_coding import CODINGS, CodingError, TooLongError, inflate
 from octavo.router.http.errors import ApiError, from_validation
 
 SECONDS = 30.0
 """Seconds that a client has to send a body."""
+
+MAX_SHOWN = 128
+"""Most characters of a header that an error shows."""
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -34,6 +38,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    coding = _coding(request)
     try:
         async with asyncio.timeout(SECONDS):
             body = await _read(request, max_bytes)
@@ -41,6 +46,8 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
         raise ApiError(408, f"the body did not come in {SECONDS:g} s") from None
     except ClientDisconnect:
         raise ClientLeftError from None
+    if coding is not None:
+        body = await asyncio.to_thread(_inflate, body, coding, max_bytes)
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
@@ -63,16 +70,56 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
 
 
+def _coding(request: Request) -> str | None:
+    """Return the coding that a body is compressed with; None: it is not."""
+    transfer = _values(request, "transfer-encoding")
+    if transfer not in ([], ["chunked"]):
+        raise ApiError(
+            501, f"Transfer-Encoding must be chunked; got {', '.join(transfer)[:MAX_SHOWN]!r}"
+        )
+    codings = [name for name in _values(request, "content-encoding") if name != "identity"]
+    if not codings:
+        return None
+    if len(codings) > 1 or codings[0] not in CODINGS:
+        raise ApiError(
+            415,
+            f"Content-Encoding must be one of {', '.join(CODINGS)} or identity; got "
+            f"{', '.join(codings)[:MAX_SHOWN]!r}",
+            headers={"Accept-Encoding": ", ".join(CODINGS)},
+        )
+    return codings[0]
+
+
+def _values(request: Request, name: str) -> list[str]:
+    """Return the values of a header that is a list, in lower case."""
+    values = ",".join(request.headers.getlist(name)).lower().split(",")
+    return [value.strip() for value in values if value.strip()]
+
+
+def _inflate(body: bytes, coding: str, max_bytes: int) -> bytes:
+    try:
+        return inflate(body, coding, max_bytes)
+    except TooLongError:
+        raise _too_long(max_bytes, ", inflated") from None
+    except CodingError as error:
+        raise ApiError(
+            400, f"the body is not {coding}, which its Content-Encoding says: {error}"
+        ) from None
+
+
+def _too_long(max_bytes: int, state: str = "") -> ApiError:
+    return ApiError(413, f"the body must have at most {max_bytes} bytes{state}")
+
+
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_long = ApiError(413, f"the body must have at most {max_bytes} bytes")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length) > max_bytes:
-        raise too_long
+        raise _too_long(max_bytes)
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise too_long
+            raise _too_long(max_bytes)
     return bytes(body)
 
 
