@@ -107,5 +107,5 @@ class SchemaChecker:
             *(sys.executable, "-m", "octavo.router.requests.schema_sandbox", str(CHECK_SECONDS)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            process_group=0,  # Ctrl-C is the router's to handle
+            start_new_session=True,  # Ctrl-C is the router's to handle; uvloop has no process_group
         )

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import uvloop
 
 from octavo.common.rpc import RpcError
 from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
@@ -44,6 +45,17 @@ async def test_errors_have_places(checker):
     encoded = {"type": "string", "format": "base64"}
     assert await errors(checker, encoded, '"QUI="') == []
     assert await errors(checker, encoded, '"QUI"') == ['content#: "QUI" is not a "base64"']
+
+
+def test_it_runs_in_the_router_s_loop():
+    async def check() -> list[str]:
+        checker = SchemaChecker()
+        try:
+            return await errors(checker, SET, '{"tags": 1}')
+        finally:
+            await checker.close()
+
+    assert uvloop.run(check()) == ['content#/tags: 1 is not of type "array"']
 
 
 async def test_errors_are_few_and_short(checker):
