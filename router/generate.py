@@ -227,11 +227,11 @@ class Generator:
         )
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new calls and wait for those in progress; fail the rest after `timeout` seconds.
+        """Wait for the calls in progress; fail the rest after `timeout` seconds with UNAVAILABLE.
 
-        They fail with UNAVAILABLE.
+        Calls that come meanwhile, as clients had sent them before they heard of the drain, are
+        served too.
         """
-        self._draining = True
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()

@@ -244,7 +244,7 @@ class Router:
         await asyncio.sleep(settings.drain_delay)
         end_time = loop.time() + settings.drain_timeout + CLOSE_SECONDS
         if self._http is not None:
-            await self._http.stop_accepting()
+            await self._http.refuse()
         closing = self._server.stop(settings.drain_timeout + CLOSE_SECONDS)
         async with joined(closing, names=("grpc-closing",)) as tasks:
             await self.generator.drain(settings.drain_timeout)

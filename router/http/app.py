@@ -76,6 +76,7 @@ class Api:
         self._vocabularies = vocabularies
         self._is_serving = is_serving
         self._figures = figures
+        self._refusing = False
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -116,6 +117,10 @@ class Api:
             exception_handlers={HTTPException: _not_there, Exception: _broken},
         )
 
+    def refuse(self) -> None:
+        """Refuse requests from now on, but for those that show something."""
+        self._refusing = True
+
     async def _chat(self, request: Request) -> Response:
         tenant, body = await self._parse(request, ChatRequest)
         layout = ChatLayout(
@@ -136,6 +141,8 @@ class Api:
     async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
         """Authenticate the caller, then read the body; nobody else's body is read."""
         tenant = self._authenticate(request)
+        if self._refusing:
+            raise rpc.unavailable("the router is shutting down; retry with another")
         return tenant, await parse(request, model, self._settings.max_message_bytes)
 
     def _authenticate(self, request: Request) -> Tenant:

@@ -39,7 +39,7 @@ class HttpFrontend:
         self._settings = settings
         self._pool = pool
         self._vocabularies: dict[Tokenizer, Vocabulary] = {}
-        api = Api(
+        self._api = Api(
             settings,
             generator,
             authenticator=authenticator,
@@ -47,7 +47,7 @@ class HttpFrontend:
             is_serving=is_serving,
             figures=figures,
         )
-        self._server = HttpServer(RequestIds(api.app()), settings)
+        self._server = HttpServer(RequestIds(self._api.app()), settings)
 
     def start(self) -> None:
         """Listen.
@@ -66,9 +66,10 @@ class HttpFrontend:
         """Let each response from now on close its connection."""
         self._server.close_connections()
 
-    async def stop_accepting(self) -> None:
-        """Accept no more connections."""
+    async def refuse(self) -> None:
+        """Accept no more connections, and refuse requests on those that there are."""
         await self._server.stop_accepting()
+        self._api.refuse()
 
     async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
         """End what is in progress; clients have `seconds` to read what was answered."""
