@@ -1,6 +1,7 @@
 """Whatever an answer holds can be sent back, wherever it was cut."""
 
 import json
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from tests.router.requests.parsers.outputs import EXAMPLES, SCHEMAS
 
 TURNS = 6
 CONVERSATIONS = 2_000
+FAMILIES = tuple(family for family in TOOL_FORMATS if family != RESPONSE_TEMPLATE)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
@@ -88,14 +90,14 @@ async def converse(client, hello, examples, said, draw):
 
 
 @pytest.mark.parametrize(
-    "conversations", [1, pytest.param(CONVERSATIONS // len(TOOL_FORMATS), marks=pytest.mark.slow)]
+    "conversations",
+    [1, pytest.param(math.ceil(CONVERSATIONS / len(FAMILIES)), marks=pytest.mark.slow)],
 )
 async def test_answers_cut_anywhere_are_taken_back(
     frontend, scripted, encode, hello, directories, conversations
 ):
     draw = random.Random(conversations)
-    families = [family for family in TOOL_FORMATS if family != RESPONSE_TEMPLATE]
-    for number, family in enumerate(families):
+    for number, family in enumerate(FAMILIES):
         examples = [one for one in EXAMPLES if one.format == family]
         said: list[str] = []
         engine = scripted(
