@@ -1,6 +1,7 @@
 """What the JSON Schema of a tool's arguments says of each argument."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +17,8 @@ ANNOTATIONS = frozenset(
 DEFINITIONS = ("$defs", "definitions")
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
-_MAX_REFERENCES = 32
+_MAX_DEPTH = 64
+"""Most parts of a schema within each other, or references, that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +121,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
         schema: What the value must be.
         root: The schema that has the definitions.
     """
-    return _types(schema, root, 0)
-
-
-def _types(schema: Any, root: Schema, depth: int) -> frozenset[str]:  # noqa: ANN401 - any JSON
-    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
-        return frozenset()
-    declared = schema.get("type")
-    if isinstance(declared, str):
-        return frozenset({declared})
-    if isinstance(declared, list):
-        return frozenset(one for one in declared if isinstance(one, str))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list):
-        return frozenset().union(*map(json_types, values))
-    for name in ("anyOf", "oneOf"):
-        if isinstance(branches := schema.get(name), list):
-            each = [_types(one, root, depth + 1) for one in branches]
-            return frozenset().union(*each) if all(each) else frozenset()
-    known = [_types(one, root, depth + 1) for one in _parts(schema, root)]
-    return next(filter(None, known), frozenset())
+    return _Reader(root).types(schema)
 
 
 def refers_to_whole(schema: Any) -> bool:  # noqa: ANN401 - any JSON
@@ -165,32 +148,95 @@ def values_of(schema: Schema, root: Schema) -> Values | None:
         schema: What its value must be.
         root: The schema that has the definitions.
     """
-    return _values(schema, root, 0)
+    return _Reader(root).values(schema)
 
 
-def _values(schema: Schema, root: Schema, depth: int) -> Values | None:
-    schema = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
-    types = _types(schema, root, depth)
-    if types and "string" not in types:
-        return Values(others=(schema,))
-    if "enum" in schema or "const" in schema:
-        return _listed(schema)
-    if "type" in schema:
-        return _of_types(schema, schema["type"])
-    return Values(free=True) if not schema else _combined(schema, root, depth)
+class _Reader:
+    """Reads what values a schema allows; each of its parts once, as many may refer to one.
 
+    Args:
+        root: The schema that has the definitions.
+    """
 
-def _combined(schema: Schema, root: Schema, depth: int) -> Values | None:
-    """Return the values of a schema that is made of others."""
-    if depth > _MAX_REFERENCES or len(schema) > 1:
-        return None
-    if "oneOf" in schema and not _disjoint(schema["oneOf"], root):
-        return None
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(branches, list):
-        return _joined(_values(one, root, depth + 1) for one in branches)
-    parts = list(_parts(schema, root))
-    return _values(parts[0], root, depth + 1) if len(parts) == 1 else None
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        # By the identity of a part; one that is being read is unknown where it refers to itself.
+        self._types: dict[int, frozenset[str]] = {}
+        self._values: dict[int, Values | None] = {}
+        self._depth = 0
+
+    def types(self, schema: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
+        """Return the JSON types that a value may have; empty: any, or unknown."""
+        if not isinstance(schema, Mapping):
+            return frozenset()
+        if id(schema) not in self._types:
+            self._types[id(schema)] = frozenset()
+            with self._deeper() as read:
+                if read:
+                    self._types[id(schema)] = self._read_types(schema)
+        return self._types[id(schema)]
+
+    @contextmanager
+    def _deeper(self) -> Iterator[bool]:
+        """Go into a part; tell whether it is to be read, or too deep."""
+        self._depth += 1
+        yield self._depth <= _MAX_DEPTH
+        self._depth -= 1
+
+    def _read_types(self, schema: Schema) -> frozenset[str]:
+        declared = schema.get("type")
+        if isinstance(declared, str):
+            return frozenset({declared})
+        if isinstance(declared, list):
+            return frozenset(one for one in declared if isinstance(one, str))
+        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(values, list):
+            return frozenset().union(*map(json_types, values))
+        for name in ("anyOf", "oneOf"):
+            if isinstance(branches := schema.get(name), list):
+                each = list(map(self.types, branches))
+                return frozenset().union(*each) if all(each) else frozenset()
+        return next(filter(None, map(self.types, _parts(schema, self._root))), frozenset())
+
+    def values(self, schema: Schema) -> Values | None:
+        """Return what an argument may be; None if strings cannot be told from the rest."""
+        if id(schema) not in self._values:
+            self._values[id(schema)] = None
+            with self._deeper() as read:
+                if read:
+                    self._values[id(schema)] = self._read_values(schema)
+        return self._values[id(schema)]
+
+    def _read_values(self, schema: Schema) -> Values | None:
+        types = self.types(schema)
+        schema = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+        if types and "string" not in types:
+            return Values(others=(schema,))
+        if "enum" in schema or "const" in schema:
+            return _listed(schema)
+        if "type" in schema:
+            return _of_types(schema, schema["type"])
+        return Values(free=True) if not schema else self._combined(schema)
+
+    def _combined(self, schema: Schema) -> Values | None:
+        """Return the values of a schema that is made of others."""
+        if len(schema) > 1:
+            return None
+        if "oneOf" in schema and not self._disjoint(schema["oneOf"]):
+            return None
+        branches = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(branches, list):
+            return _joined(map(self.values, branches))
+        parts = list(_parts(schema, self._root))
+        return self.values(parts[0]) if len(parts) == 1 else None
+
+    def _disjoint(self, branches: Any) -> bool:  # noqa: ANN401 - any JSON
+        """Return whether no value is of two branches, by their types."""
+        if not isinstance(branches, list):
+            return False
+        each = list(map(self.types, branches))
+        each = [one | {"number"} if "integer" in one else one for one in each]
+        return all(each) and len(frozenset().union(*each)) == sum(map(len, each))
 
 
 def _listed(schema: Schema) -> Values | None:
@@ -230,16 +276,12 @@ def _joined(each: Iterator[Values | None]) -> Values | None:
             return None
         strings, words = strings + one.strings, words + one.words
         others, free = others + one.others, free or one.free
-    return Values(free=True) if free else Values(strings, words, others)
+    return Values(free=True) if free else Values(_once(strings), words, _once(others))
 
 
-def _disjoint(branches: Any, root: Schema) -> bool:  # noqa: ANN401 - any JSON
-    """Return whether no value is of two branches, by their types."""
-    if not isinstance(branches, list):
-        return False
-    each = [types_of(one, root) for one in branches]
-    each = [one | {"number"} if "integer" in one else one for one in each]
-    return all(each) and len(frozenset().union(*each)) == sum(map(len, each))
+def _once(schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
+    """Return schemas without those that are there before: several branches may be one part."""
+    return tuple({id(one): one for one in schemas}.values())
 
 
 def _parts(schema: Schema, root: Schema) -> Iterator[Schema]:
