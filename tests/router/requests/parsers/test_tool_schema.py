@@ -1,5 +1,7 @@
 """What schemas say of arguments."""
 
+import itertools
+
 import pytest
 
 from octavo.router.requests.parsers.tool_schema import types_of, values_of
@@ -10,7 +12,7 @@ def chain(links: int) -> dict:
     names = [f"a{i}" for i in range(links + 1)]
     twice = {
         one: {"anyOf": [{"$ref": f"#/$defs/{other}"}] * 2}
-        for one, other in zip(names, names[1:], strict=False)
+        for one, other in itertools.pairwise(names)
     }
     return {"$defs": twice | {names[-1]: {"type": "string"}}}
 
