@@ -228,7 +228,9 @@ def as_refusal(error, responses=0):
     status = rpc_status.from_call(error)  # raises if code or message differ from the details'
     for detail in status.details if status else ():
         bad = error_details_pb2.BadRequest()
-        assert detail.Unpack(bad), detail.type_url
+        if not detail.Unpack(bad):
+            assert detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR), detail.type_url
+            continue
         for violation in bad.field_violations:
             assert violation.description == error.details()
             fields.append(violation.field)

@@ -147,7 +147,7 @@ def test_sigterm_while_it_compiles_ends_all(
 INTERRUPTS = [
     ("serve", "", 0.0),  # while the command is imported
     ("serve", "Loading", 0.0),  # while the engine's process is started
-    ("serve", "Loading", 2.0),  # while it imports
+    ("serve", "Loading", 0.5),  # while it imports
     pytest.param("serve", "router listening", 0.0, marks=pytest.mark.slow),
     ("engine", "Loading", 1.0),
 ]

@@ -227,7 +227,9 @@ async def test_engines_and_admission_know_the_tenant(shop, scripted):
     async with shop(*tables, engines=[engine]) as s:
         seen = []
         admit = s.router.admission.admit
-        s.router.admission.admit = lambda state: seen.append(state.request) or admit(state)
+        s.router.admission.admit = lambda state, *more: (
+            seen.append(state.request) or admit(state, *more)
+        )
         for who in ("alice", "bob", "carol", "dave"):
             await read(s.stub.Generate(ask(cache_salt="s"), metadata=bearer(who)))
     assert [(t.tenant.name, t.tenant.weight) for t in seen[:2]] == [("alice", 3.0), ("bob", 1.0)]
