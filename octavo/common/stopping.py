@@ -102,6 +102,7 @@ def exit_at_once(code: int) -> NoReturn:
             with suppress(psutil.Error):
                 child.kill()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
+        # RuntimeError: the signal came while the stream was being written.
+        with suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)
