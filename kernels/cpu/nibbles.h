@@ -170,7 +170,7 @@ inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
   return step;
 }
 
-template <class Kind, Locality kLocality, int kRows, class Store>
+template <class Kind, int kRows, class Store>
 void multiply_groups(const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
   using Group = GroupOf<Kind>;
   const Numbers<Kind> numbers;
@@ -178,7 +178,7 @@ void multiply_groups(const GroupedRows& few, const uint8_t* panel, const uint8_t
   for (int64_t group = 0; group < few.groups; group++) {
     const uint8_t* at = panel + group * Group::kBytes;
     for (int line = 0; line < Group::kBytes; line += 64)
-      __builtin_prefetch(ahead + group * Group::kBytes + line, 0, kLocality);
+      __builtin_prefetch(ahead + group * Group::kBytes + line, 0, kSecondCache);
     typename Numbers<Kind>::Sum sums[kRows][kPanelVectors] = {};
 #pragma GCC unroll 4
     for (int t = 0; t < 4; t++) {
@@ -234,13 +234,13 @@ inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words
 }
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
-template <class Kind, Locality kLocality = kSecondCache, class Store>
+template <class Kind, class Store>
 void multiply_few(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {
   switch (rows) {
-    case 1: return multiply_groups<Kind, kLocality, 1>(few, panel, ahead, store);
-    case 2: return multiply_groups<Kind, kLocality, 2>(few, panel, ahead, store);
-    case 3: return multiply_groups<Kind, kLocality, 3>(few, panel, ahead, store);
-    case 4: return multiply_groups<Kind, kLocality, 4>(few, panel, ahead, store);
+    case 1: return multiply_groups<Kind, 1>(few, panel, ahead, store);
+    case 2: return multiply_groups<Kind, 2>(few, panel, ahead, store);
+    case 3: return multiply_groups<Kind, 3>(few, panel, ahead, store);
+    case 4: return multiply_groups<Kind, 4>(few, panel, ahead, store);
   }
 }

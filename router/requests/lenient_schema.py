@@ -95,7 +95,7 @@ def lenient(schema: Mapping[str, Any]) -> LenientSchema:
 
 
 def exact(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema as a grammar can hold it, or the schema itself if it can only in part."""
+    """Return a schema in the form that a grammar takes; itself if no form says all of it."""
     found = lenient(schema)
     return schema if found.unenforced else found.schema
 

@@ -90,7 +90,7 @@ def held(pattern: str) -> Held | None:
 
 
 def _tokens(pattern: str) -> list[_Token] | None:
-    """Return the parts of an expression; None if one may mean another thing in Rust."""
+    """Return the parts of an expression; None if Rust may read one of them otherwise."""
     tokens: list[_Token] = []
     opened: list[int] = []
     at = 0
