@@ -289,14 +289,15 @@ async def test_a_queued_request_is_accepted_with_its_place(scripted, serve):
             accepted = (await asyncio.wait_for(queued[-1].read(), 5)).accepted
             assert accepted.prompt_tokens == len("prompt")
             assert accepted.queue_position == position
-        for call in (*running, *queued[:2]):
-            call.cancel()
+        running[0].cancel()  # one place is free: the first of the queue takes it
         await s.until(lambda: len(engine.submits) == 3)
         request_id = engine.submits[-1].request_id
         engine.send(started=[{"request_id": request_id, "cached_tokens": 3}])
         engine.send_tokens(request_id, [65], reason=FinishReason.FINISH_REASON_LENGTH)
         assert (await queued[2].read()).HasField("delta")
         assert (await queued[2].read()).finished.usage.cached_tokens == 3
+        for call in (running[1], *queued[:2]):
+            call.cancel()
         await s.clean()
 
 
