@@ -39,7 +39,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 
 def tokenize_request(
-    prompt: Prompt, model: str | None, options: ChatOptions | None = None
+    prompt: Prompt,
+    model: str | None,
+    options: ChatOptions | None = None,
+    add_special_tokens: bool | None = None,
 ) -> pb.TokenizeRequest:
     """Build a TokenizeRequest from text or a chat.
 
@@ -47,7 +50,7 @@ def tokenize_request(
         InvalidArgumentError: A value does not fit its field's type, or the prompt is no chat.
         TypeError: An option is unknown or the prompt is not text or a chat.
     """
-    request = pb.TokenizeRequest(model=model or "")
+    request = pb.TokenizeRequest(model=model or "", add_special_tokens=add_special_tokens)
     set_prompt(request, prompt)
     for name, value in (options or {}).items():
         if name not in get_type_hints(ChatOptions):

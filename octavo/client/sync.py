@@ -148,15 +148,23 @@ class Client(BaseClient):
         prompt: Prompt,
         *,
         model: str | None = None,
+        add_special_tokens: bool | None = None,
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> tuple[int, ...]:
         """Return the tokens that `generate` would use for a text or a chat.
 
+        Args:
+            prompt: The text or chat.
+            model: Name of the model; needed if several are served.
+            add_special_tokens: Whether the tokenizer adds its special tokens. Default: to a text.
+            timeout: Maximum seconds to wait.
+            options: How the chat is laid out.
+
         Raises:
             Error: The call failed.
         """
-        request = requests.tokenize_request(prompt, model, options)
+        request = requests.tokenize_request(prompt, model, options, add_special_tokens)
         return tuple((self._call(self._stub.Tokenize, request, timeout)).token_ids)
 
     def detokenize(

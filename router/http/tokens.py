@@ -27,13 +27,6 @@ class TokenizeRequest(ChatLayoutOptions):
     def _check(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "one of prompt and messages must be given", param="prompt")
-        adds = self.messages is None  # a chat's template writes the special tokens itself
-        if self.add_special_tokens not in (None, adds):
-            raise ApiError(
-                400,
-                f"add_special_tokens is supported only as {str(adds).lower()} here",
-                param="add_special_tokens",
-            )
         return self
 
     def message(self) -> generation_pb2.TokenizeRequest:
@@ -45,7 +38,7 @@ class TokenizeRequest(ChatLayoutOptions):
         prompt: Prompt = self.prompt or ""
         if self.messages is not None:
             prompt = [message.message() for message in self.messages]
-        return tokenize_request(prompt, self.model, self.chat_options())
+        return tokenize_request(prompt, self.model, self.chat_options(), self.add_special_tokens)
 
 
 class DetokenizeRequest(Open):

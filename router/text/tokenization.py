@@ -88,9 +88,15 @@ class Tokenizer:
                 INVALID_ARGUMENT if it is clear that they are more than `max_tokens`, before
                 all are counted.
         """
-        if request.WhichOneof("prompt") != "chat":
+        is_chat = request.WhichOneof("prompt") == "chat"
+        adds = not is_chat  # a chat's template writes the special tokens itself
+        if isinstance(request, generation_pb2.TokenizeRequest) and request.HasField(
+            "add_special_tokens"
+        ):
+            adds = request.add_special_tokens
+        if not is_chat:
             self._check_fits(request.text, max_tokens)
-            return self.encode(request.text)
+            return self.encode(request.text, add_special_tokens=adds)
         texts: list[str] = []
 
         def keep(text: str) -> str:
@@ -100,11 +106,17 @@ class Tokenizer:
         text = self._renderer.render(request.chat, keep)
         self._check_fits(text, max_tokens)
         if allow_special_tokens or not self._control.may_be_in(texts):
-            # A chat's template writes the special tokens itself.
-            return self.encode(text, add_special_tokens=False)
-        return self._control.encode(
+            return self.encode(text, add_special_tokens=adds)
+        ids = self._control.encode(
             text, texts, lambda change: self._renderer.render(request.chat, change)
         )
+        return self._between_special_tokens(ids) if adds else ids
+
+    def _between_special_tokens(self, token_ids: list[int]) -> list[int]:
+        """Return a text's tokens between those that the tokenizer adds to any text."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        start = whole.index(bare[0])
+        return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
 
     def _check_fits(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None:

@@ -574,6 +574,8 @@ async def test_tokenize_and_detokenize(scripted, serve, encode):
         tokens = await s.stub.Tokenize(generation_pb2.TokenizeRequest(text="née"))
         assert list(tokens.token_ids) == encode("née")
         assert tokens.max_model_len == 512
+        bare = generation_pb2.TokenizeRequest(text="née", add_special_tokens=False)
+        assert await s.stub.Tokenize(bare) == tokens
         ids = [*tokens.token_ids, 256]
         for keep, text in ((False, "née"), (True, "née</s>")):
             request = generation_pb2.DetokenizeRequest(token_ids=ids, keep_special_tokens=keep)

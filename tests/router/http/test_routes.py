@@ -7,6 +7,8 @@ from importlib.metadata import version
 
 import openai
 import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
 
 from octavo.common import rpc
 from octavo.common.ports import free_port
@@ -140,6 +142,50 @@ async def test_tokenize(frontend, scripted, post, encode):
         assert chat["tokens"] == encode("<s>user:hi<s>assistant:")
         for wrong in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
             assert (await ask(**wrong))[0] == 400
+
+
+async def test_tokenize_with_and_without_special_tokens(
+    frontend, scripted, post, encode, tokenizer_dir, tmp_path
+):
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 257), ("</s>", 256)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    engine = scripted("a", tokenizer=str(tmp_path))
+    async with frontend(engine) as (app, client):
+
+        async def ask(**body):
+            response = await post(f"{app.url}/tokenize", json.dumps(body).encode())
+            return json.loads(response.body)["tokens"]
+
+        def around(tokens):
+            return [257, *tokens, 256]
+
+        text = encode("hi")
+        assert await ask(prompt="hi") == around(text)
+        assert await ask(prompt="hi", add_special_tokens=None) == around(text)
+        assert await ask(prompt="hi", add_special_tokens=True) == around(text)
+        assert await ask(prompt="hi", add_special_tokens=False) == text
+        for content in ("hi", "a</s>b"):  # the latter spells a control token, and stays text
+            messages = [{"role": "user", "content": content}]
+            chat = await ask(messages=messages)
+            assert 256 not in chat
+            assert await ask(messages=messages, add_special_tokens=False) == chat
+            assert await ask(messages=messages, add_special_tokens=True) == around(chat)
+            used = await client.chat.completions.create(model="tiny", messages=messages)
+            assert used.usage.prompt_tokens == len(chat)
+        messages = [{"role": "user", "content": "hi"}]
+        for arguments, chat in [
+            (
+                {"chat_template_kwargs": {"reasoning_effort": "low"}},
+                "effort low<s>user:hi<s>assistant:",
+            ),
+            ({"add_generation_prompt": False}, "<s>user:hi"),
+            ({"continue_final_message": True}, "<s>user:hi"),
+        ]:
+            assert await ask(messages=messages, **arguments) == encode(chat)
 
 
 async def test_only_the_playground_s_files_are_served(frontend, scripted, get):
