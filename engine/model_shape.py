@@ -1,6 +1,6 @@
 """The dimensions of a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +65,12 @@ class ModelShape:
     max_position: int
     eos_token_ids: tuple[int, ...]
     states: tuple[StateShape, ...] = ()
+
+    def has_kinds_of(self, other: "ModelShape") -> bool:
+        """Return whether all kinds of another model's layers are among those of this one."""
+        return _kinds(self) >= _kinds(other)
+
+
+def _kinds(shape: ModelShape) -> set[object]:
+    layers = {replace(own, source=None if own.source is None else 0) for own in shape.layers}
+    return layers | set(shape.states)

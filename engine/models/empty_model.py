@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from octavo.engine.models.deferred import DeferredTensor
 from octavo.engine.models.experts.expert_layer import skip_experts
 
 SMALL = 1 << 16
@@ -105,6 +106,8 @@ def _returns_view(operator: Any) -> bool:  # noqa: ANN401
 
 
 def _is_empty(value: object) -> bool:
+    if isinstance(value, DeferredTensor):
+        return True
     if not isinstance(value, Tensor) or value.device.type == "meta" or value.numel() < SMALL:
         return False
     return value.untyped_storage().nbytes() <= value.itemsize

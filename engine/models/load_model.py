@@ -1,10 +1,9 @@
 """Loads a decoder from transformers, with its attention replaced by paged attention."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,14 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.module_routing import ModuleRouting
-from octavo.engine.models.checks.probe import attention_of, probe
-from octavo.engine.models.checks.reference import reference
+from octavo.engine.models.checks.probe import attention_of, probe, set_attention
+from octavo.engine.models.checks.reference import Reference, reference, with_rounding
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
 from octavo.engine.models.checks.trial_adapter import trial_reference
+from octavo.engine.models.checks.twin import make_twin
+from octavo.engine.models.checks.widened import is_small
+from octavo.engine.models.deferred import held, hold
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
@@ -60,9 +62,6 @@ CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 DEFAULT_CONTEXTS = {"bloom": 2048}
 """By model type: the context of models whose configs may not say it. Bloom was trained with 2,048
 tokens (Le Scao et al. 2022, table 3)."""
-
-LOAD_SHARE = 0.8
-"""Of a GPU's free memory, that weights may take before they are quantized: checks need some too."""
 
 log = structlog.get_logger(__name__)
 
@@ -193,19 +192,15 @@ def load(
     target = choose_device(device)
     scheme = find_scheme(quantization)
     with _as_model_error(path):
-        checkpoint = open_checkpoint(path)
-        config = read_config(path, quantized=checkpoint is not None)
-        kind = choose_dtype(dtype, config.get_text_config(), target)
+        source = _Source.open(path, dtype, target, max_model_len, quantized=scheme is not None)
+        model = source.read(world)
+    kind, checkpoint = source.dtype, source.checkpoint
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
-    with _as_model_error(path):
-        load_device = target
-        if target.type != "cpu" and (checkpoint is not None or scheme is not None):
-            load_device = choose_load_device(config, kind, target)
-        model = _read(path, config, checkpoint, world, dtype=kind, device=load_device)
     model.train(mode=False)
     replace_attention(model)
     with _as_unsupported(path):
-        shape = _inspect(model, max_model_len)
+        with running_empty():
+            shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             own = None if checkpoint is None else checkpoint.format
@@ -215,22 +210,24 @@ def load(
         routing = ModuleRouting(model)
         step: Step = EagerStep(model)
         trial = None
-        if world is None:
-            with attention_of(model, reference_attention(config)):
-                expected = reference(model, shape, routing)
-                if adapters:
-                    left_out = absorbed_linears(model)
-                    trial = trial_reference(model, expected, routing, left_out)
-        else:
-            fix = partial(_fix_context, max_model_len=max_model_len)
-            expected = whole_reference(path, config, kind, shape, world, prepare=fix)
-            step = RankStep(step, world, shape.vocab_size, everywhere=True)
-        absorb_expansions(model)
-        if kind != torch.float32 or scheme is not None or checkpoint is not None:
-            check_in_float32(
-                model, step, expected, shape, load_device, block_size=block_size, routing=routing
-            )
-        tolerance = 0.0
+        small = is_small(model)
+        with held(model) if small else nullcontext():
+            if world is None:
+                with attention_of(model, reference_attention(source.config)):
+                    expected = reference(model, shape, routing)
+                    if adapters:
+                        left_out = absorbed_linears(model)
+                        trial = trial_reference(model, expected, routing, left_out)
+            else:
+                fix = partial(_fix_context, max_model_len=max_model_len)
+                expected = whole_reference(path, source.config, kind, shape, world, prepare=fix)
+                step = RankStep(step, world, shape.vocab_size, everywhere=True)
+            absorb_expansions(model)
+            rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
+            if rounds and (small or not _check_twin(model, source, shape, block_size)):
+                check_in_float32(
+                    model, step, expected, shape, target, block_size=block_size, routing=routing
+                )
         if target.type == "cpu":
             tolerance = _pack(model, shape, path, scheme, checkpoint)
         else:
@@ -248,6 +245,7 @@ def load(
             cache_dtype=cache_kind,
             kv_scales=kv_scales,
             routing=routing,
+            measure=source.measure_rounding if world is None and not small else None,
         )
         check(step)
     adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
@@ -295,54 +293,85 @@ def load_empty(
     return EmptyModel(model, shape, kind, cache_kind, target, own)
 
 
-def choose_load_device(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> torch.device:
-    """Return where a model's weights are read to before they are quantized for a GPU.
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A model's files, and how its weights are read from them.
 
-    That is the GPU, or the CPU if they would not fit into the GPU's memory.
-
-    Args:
+    Attributes:
+        path: A directory or a hub name.
         config: The model's.
-        dtype: Of its weights before.
-        device: The GPU.
+        checkpoint: Its checkpoint if its weights are quantized.
+        dtype: Of its weights.
+        device: Where it runs.
+        max_model_len: As `EngineSettings`.
+        deferred: Whether large weights stay in the files until they are packed.
     """
-    empty = make_empty(config, dtype)
-    size = sum(weight.nbytes for weight in chain(empty.parameters(), empty.buffers()))
-    free, _ = torch.cuda.mem_get_info(device)
-    return device if size <= LOAD_SHARE * free else torch.device("cpu")
 
+    path: str
+    config: PreTrainedConfig
+    checkpoint: QuantizedCheckpoint | None
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int | None
+    deferred: bool
 
-def _read(
-    path: str,
-    config: PreTrainedConfig,
-    checkpoint: QuantizedCheckpoint | None,
-    world: World | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PreTrainedModel:
-    """Read a model's weights, or this rank's part of them.
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        dtype: str,
+        device: torch.device,
+        max_model_len: int | None,
+        *,
+        quantized: bool,
+    ) -> "_Source":
+        """Read what is not a weight.
 
-    Raises:
-        UnsupportedModelError: They cannot be split over the ranks.
-    """
-    if world is None:
-        model: PreTrainedModel = load_weights(
-            path,
-            config,
-            checkpoint,
-            dtype=dtype,
-            attn_implementation="eager",  # which all classes have
-            device_map=device,
-        )
-        return model
-    if checkpoint is not None:
-        raise UnsupportedModelError(
-            f"{path} has quantized weights ({checkpoint.format.description}), which are not split"
-            " over ranks yet: use --tensor-parallel-size 1"
-        )
-    return load_shard(path, config, dtype, make_plan(config, world.size), world)
+        Args:
+            path: See the attributes.
+            dtype: As `EngineSettings`.
+            device: See the attributes.
+            max_model_len: Likewise.
+            quantized: Whether weights are to be quantized.
+        """
+        checkpoint = open_checkpoint(path)
+        config = read_config(path, quantized=checkpoint is not None)
+        kind = choose_dtype(dtype, config.get_text_config(), device)
+        deferred = device.type == "cpu" or quantized
+        return cls(path, config, checkpoint, kind, device, max_model_len, deferred)
+
+    def read(self, world: World | None = None) -> PreTrainedModel:
+        """Read the model, or this rank's part of it.
+
+        Raises:
+            UnsupportedModelError: The weights cannot be split over the ranks.
+        """
+        if world is None:
+            model: PreTrainedModel = load_weights(
+                self.path,
+                self.config,
+                self.checkpoint,
+                dtype=self.dtype,
+                attn_implementation="eager",  # which all classes have
+                device_map=self.device,
+                deferred=self.deferred,
+            )
+            return model
+        if self.checkpoint is not None:
+            raise UnsupportedModelError(
+                f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
+                " are not split over ranks yet: use --tensor-parallel-size 1"
+            )
+        plan = make_plan(self.config, world.size)
+        return load_shard(self.path, self.config, self.dtype, plan, world)
+
+    def measure_rounding(self, known: Reference, number: int) -> Reference:
+        """Add the rounding errors of one pass of transformers' forward pass; see `SelfCheck`."""
+        model = self.read()
+        model.train(mode=False)
+        _fix_context(model, self.max_model_len)
+        set_attention(model, reference_attention(self.config))
+        return with_rounding(known, model, ModuleRouting(model), passes=1, first=number)
 
 
 def _pack(
@@ -371,6 +400,7 @@ def _pack(
     pack_linears(model)
     pack_experts(model)
     pack_latents(model)
+    hold(model)
     return tolerance
 
 
@@ -387,6 +417,7 @@ def _pack_on_gpu(
         tolerance = scheme.tolerance
     if checkpoint is not None:
         tolerance = pack_checkpoint_on_gpu(model, checkpoint, device)
+    hold(model)
     nn.Module.to(model, device)  # the model's own has no types for it
     fuse_linears(model)
     group_experts(model)
@@ -420,6 +451,44 @@ def _as_unsupported(path: str) -> Iterator[None]:
             f"{path} cannot be served: its code does not run with paged attention"
             f" ({type(error).__name__}: {first_line(error)})"
         ) from error
+
+
+def _check_twin(
+    model: PreTrainedModel, source: _Source, shape: ModelShape, block_size: int
+) -> bool:
+    """Check the structure of a large model by a small one of its kind.
+
+    Args:
+        model: The large model.
+        source: Where it is from.
+        shape: Its dimensions.
+        block_size: Tokens per block.
+
+    Returns:
+        False if none could be made that has all kinds of its layers.
+
+    Raises:
+        SelfCheckError: It does not compute what transformers' forward pass does.
+    """
+    try:
+        twin = make_twin(model)
+        nn.Module.to(twin, source.device)
+        replace_attention(twin)
+        own = _inspect(twin, source.max_model_len)
+    except Exception as error:  # noqa: BLE001 - transformers raises many types
+        log.info("the model has no small twin: it is checked itself", why=first_line(error))
+        return False
+    if not own.has_kinds_of(shape):
+        log.info("the model has no small twin: it is checked itself", why="other layers")
+        return False
+    routing = ModuleRouting(twin)
+    with attention_of(twin, reference_attention(twin.config)):
+        expected = reference(twin, own, routing)
+    absorb_expansions(twin)
+    check_in_float32(
+        twin, EagerStep(twin), expected, own, source.device, block_size=block_size, routing=routing
+    )
+    return True
 
 
 def _check_kernels(

@@ -88,7 +88,7 @@ class _Probe:
 _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference mode does not go with the modes of `running_empty`
 def probe(
     model: PreTrainedModel, max_position: int
 ) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:

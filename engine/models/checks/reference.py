@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.routing import Choice
-from octavo.engine.models.checks.widened import is_narrow, widened
+from octavo.engine.models.checks.widened import is_narrow, is_small, widened
 
 if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
     from octavo.engine.models.checks.module_routing import ModuleRouting
@@ -35,7 +35,7 @@ class Reference:
         tokens: `[TOKENS]` int64 token ids, on the CPU.
         logits: `[len(ROWS), vocab_size]` float32, on the CPU.
         rounding: `[passes * len(ROWS)]` float32, the errors of transformers' logits in the model's
-            own dtype, with the same choices; zeros in float32.
+            own dtype, with the same choices; zeros in float32, and while they are not measured.
         choices: Of each layer of experts, in order.
         free: Whether the logits are those of a checked step that chose its experts itself.
     """
@@ -84,6 +84,8 @@ def reference(
 ) -> Reference:
     """Run transformers' forward pass.
 
+    The rounding errors of a large model are not measured, which takes long; see `with_rounding`.
+
     Args:
         model: A transformers model with its attention, not Octavo's.
         shape: Its dimensions.
@@ -97,7 +99,9 @@ def reference(
     with widened(model), routing.recorded() as recorded:
         logits = forward_logits(model, tokens, device)
     exact = Reference(tokens, logits, torch.zeros(len(logits)), tuple(recorded))
-    return with_rounding(exact, model, routing, device) if is_narrow(model) else exact
+    if is_narrow(model) and is_small(model):
+        return with_rounding(exact, model, routing, device)
+    return exact
 
 
 @torch.inference_mode()
@@ -106,7 +110,9 @@ def with_rounding(
     model: nn.Module,
     routing: "ModuleRouting",
     device: torch.device | None = None,
+    *,
     passes: int = PASSES,
+    first: int = 0,
 ) -> Reference:
     """Add the errors of transformers' forward passes in the model's own dtype.
 
@@ -119,9 +125,10 @@ def with_rounding(
         routing: Likewise.
         device: Likewise.
         passes: The number of passes.
+        first: The number of the first.
     """
-    errors = []
-    for number in range(passes):
+    errors = [expected.rounding] if first else []
+    for number in range(first, first + passes):
         with routing.forced(expected.choices, 0), _rounded_again(model, number):
             rounded = forward_logits(model, expected.tokens, device)
         errors.append(row_errors(rounded, expected.logits))

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.library import Library, register_fake
 from transformers import PreTrainedModel
 
+from octavo.engine.models.deferred import held
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.kernels.activation import Activation
 from octavo.kernels.cpu import experts as kernels
@@ -77,7 +78,8 @@ def pack_experts(model: PreTrainedModel) -> None:
     """
     for layer in find_experts(model):
         if has_kernels(layer, layer.dtype):
-            layer.replace(packed(layer))
+            with held(layer.module):
+                layer.replace(packed(layer))
 
 
 def count_packed(model: nn.Module) -> int:

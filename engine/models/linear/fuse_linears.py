@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.models.empty_model import running_empty
 from octavo.engine.models.linear.plain_linears import make_linear, plain_linears
 from octavo.engine.models.linear.wide_linear import WideLinear
 
@@ -32,7 +33,7 @@ class LocatedLinear(NamedTuple):
     layer: nn.Linear
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inference mode does not go with the mode of `running_empty`
 def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
     """Return a model's plain linear layers, grouped by parent and input tensor.
 
@@ -45,7 +46,7 @@ def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
         for layer in plain
     ]
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-    with attending(DryRun()):
+    with attending(DryRun()), running_empty():
         model(input_ids=token, position_ids=token, use_cache=False)
     for hook in hooks:
         hook.remove()

@@ -5,6 +5,7 @@ gated product.
 """
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from torch.library import Library, register_fake
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
+from octavo.engine.models.deferred import present
 from octavo.engine.models.linear.adapted_layers import with_adapters
 from octavo.engine.models.linear.fuse_linears import (
     JoinLinears,
@@ -22,7 +24,11 @@ from octavo.engine.models.linear.fuse_linears import (
     group_linears_by_input,
     join_linears,
 )
+from octavo.engine.models.linear.plain_linears import make_linear
 from octavo.kernels.cpu import linear as kernels
+
+SIZES = (24, 16)
+"""Outputs and inputs of a small layer."""
 
 
 class PackedLayer(nn.Module):
@@ -44,6 +50,7 @@ class PackedLayer(nn.Module):
         self.outputs = linear.out_features
         self.gated = False
         self.adapted = -1
+        self.weight = torch.empty(0, dtype=linear.weight.dtype)  # some models ask for its type
         self.register_buffer("bias", padded_bias(linear))
 
     def gate(self, outputs: int) -> None:
@@ -83,7 +90,7 @@ class PackedLinear(PackedLayer):
         super().__init__(linear)
         assert kernels is not None
         self.wide = wide
-        self.register_buffer("panels", kernels.pack(linear.weight.detach()))
+        self.register_buffer("panels", kernels.pack(present(linear.weight.detach())))
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""
@@ -126,7 +133,9 @@ def pack_linears(model: PreTrainedModel) -> None:
     if kernels is None:
         return
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    for group in group_linears_by_input(model):
+    groups = group_linears_by_input(model)
+    while groups:
+        group = groups.pop()  # frees it once it is replaced
         if has_kernels(group[0].layer):
             replace(model, group, partial(PackedLinear, wide=group[0].layer is head))
 
@@ -165,20 +174,23 @@ def replace(
 @torch.inference_mode()
 def _are_swiglu(group: list[LocatedLinear]) -> bool:
     """Return whether layers are the gate and up projections of an MLP that computes a SwiGLU."""
-    mlp, gate = group[0].parent, group[0].layer
+    mlp = group[0].parent
     names = [located.name for located in group]
     if names != ["gate_proj", "up_proj"] or {name for name, _ in mlp.named_children()} != {
         *(*names, "down_proj", "act_fn"),
     }:
         return False
-    down: nn.Module = mlp.get_submodule("down_proj")
-    x = torch.randn(
-        (1, 8, gate.in_features),
-        generator=torch.Generator().manual_seed(0),
-        dtype=gate.weight.dtype,
-    )
-    expected = down(silu(gate(x)) * group[1].layer(x))
-    return torch.allclose(mlp(x), expected)
+    generator = torch.Generator().manual_seed(0)
+    small = copy(mlp)  # whose code is that of the large one
+    small._modules = dict(mlp._modules)  # noqa: SLF001 - not those of the other
+    for name, sizes in (("gate_proj", SIZES), ("up_proj", SIZES), ("down_proj", SIZES[::-1])):
+        small._modules[name] = make_linear(torch.randn(sizes, generator=generator))  # noqa: SLF001
+    x = torch.randn((1, 8, SIZES[1]), generator=generator)
+    gate, up, down = (small.get_submodule(name) for name in (*names, "down_proj"))
+    try:
+        return torch.allclose(small(x), down(silu(gate(x)) * up(x)))
+    except RuntimeError:  # it counts on its own sizes
+        return False
 
 
 class GatedMLP(nn.Module):

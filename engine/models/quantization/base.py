@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.deferred import held
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.quantized_experts import QuantizedExperts
@@ -95,7 +96,9 @@ class Scheme(ABC):
         experts = find_experts(model)
         inputs = calibrate(model, shape, path, [layer.path for layer in experts])
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        for group in group_linears_by_input(model):
+        groups = group_linears_by_input(model)
+        while groups:
+            group = groups.pop()  # frees it once it is replaced
             first = group[0]
             is_head = first.layer is head
             if self.takes_head or not is_head:
@@ -103,8 +106,9 @@ class Scheme(ABC):
                 replace(model, group, convert)
         for layer in experts:
             own = inputs.experts.get(layer.path)  # none if the model does not call the layer
-            if own is not None and (converted := self.convert_experts(layer, own)):
-                layer.replace(converted)
+            with held(layer.module):
+                if own is not None and (converted := self.convert_experts(layer, own)):
+                    layer.replace(converted)
 
     def quantize_on_gpu(self, model: PreTrainedModel, device: torch.device) -> None:
         """Replace a model's linear layers and experts by layers on a GPU.

@@ -86,7 +86,7 @@ def fp8_weight(codes: Tensor, scale: Tensor, group: int) -> GpuWeight:
     return GpuWeight(made, as_fp8=(codes, scale[:, 0].float()) if whole else None)
 
 
-def stored_weight(stored: StoredWeight) -> GpuWeight | None:
+def stored_weight(stored: StoredWeight | None) -> GpuWeight | None:
     """Return a checkpoint's weight as the kernels take it; None if they do not."""
     if isinstance(stored, Integers):
         return _integers(stored)

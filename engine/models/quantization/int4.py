@@ -7,6 +7,7 @@ weights. Experts run with inputs in 16 bits.
 import torch
 from torch import Tensor, nn
 
+from octavo.engine.models.deferred import present
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
@@ -37,7 +38,7 @@ class Int4(Scheme):
 
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
         """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""
-        weight = layer.weight.detach()
+        weight = present(layer.weight.detach())
         if is_head or layer.in_features % GROUP or not has_kernels(layer):
             return to_int8(layer, weight.float(), inputs)
         codes, scale, zero = round_to_4_bits(weight.float(), torch.float16)

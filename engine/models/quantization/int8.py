@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import register_fake
 
+from octavo.engine.models.deferred import present
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
@@ -44,7 +45,7 @@ class Int8(Scheme):
 
     def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:  # noqa: ARG002
         """Return an 8-bit layer."""
-        return to_int8(layer, layer.weight.detach().float(), inputs)
+        return to_int8(layer, present(layer.weight.detach()).float(), inputs)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
         """Return the bits per weight."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo.engine.models.deferred import held, present
 from octavo.engine.models.experts.expert_layer import find_experts
 from octavo.engine.models.linear.fuse_linears import (
     LocatedLinear,
@@ -48,13 +49,14 @@ def quantize_on_gpu(
     while groups:
         group = groups.pop()  # frees it once it is replaced
         is_head = group[0].layer is head
-        weights = [round_weight(own.layer.weight.detach(), is_head) for own in group]
+        weights = [round_weight(present(own.layer.weight.detach()), is_head) for own in group]
         found = [one for one in weights if one is not None]
         if len(found) == len(group):
             share(group, _make(group, found, device, is_head=is_head))
     for layer in find_experts(model):
-        if made := round_experts(layer, device, lambda weight: round_weight(weight, False)):
-            layer.replace(made)
+        with held(layer.module):
+            if made := round_experts(layer, device, lambda weight: round_weight(weight, False)):
+                layer.replace(made)
 
 
 def pack_checkpoint_on_gpu(
@@ -72,13 +74,11 @@ def pack_checkpoint_on_gpu(
     """
     replace_conv1d(model)
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    embeddings = tied_embeddings(model)
     tolerance, packed = 0.0, 0
     groups = group_linears_by_input(model)
     while groups:
         whole = groups.pop()
-        paths = [embeddings.get(own.layer, own.path) for own in whole]
-        found = [_find(*own, checkpoint) for own in zip(whole, paths, strict=True)]
+        found = [stored_weight(checkpoint.find(own.layer.weight)) for own in whole]
         for group, weights in split_alike(whole, found):
             made = _make(group, weights, device, is_head=group[0].layer is head)
             if isinstance(made, Fp8Linear):
@@ -86,9 +86,10 @@ def pack_checkpoint_on_gpu(
             packed += sum(located.layer.weight.numel() for located in group)
             share(group, made)
     for layer in find_experts(model):
-        if experts := pack_experts(layer, checkpoint, device):
-            packed += layer.elements
-            layer.replace(experts)
+        with held(layer.module):
+            if experts := pack_experts(layer, checkpoint, device):
+                packed += layer.elements
+                layer.replace(experts)
     log_widened(checkpoint, packed, model.dtype)
     return tolerance
 
@@ -101,16 +102,6 @@ def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
         return {}
     path = next(path for path, own in model.named_modules() if own is embeddings)
     return {head: path}
-
-
-def _find(located: LocatedLinear, path: str, checkpoint: QuantizedCheckpoint) -> GpuWeight | None:
-    """Return a layer's quantized weights; None if the file has none, or others than the layer."""
-    name = f"{path}.weight"
-    if name not in checkpoint.shapes:
-        return None
-    stored, weight = checkpoint.read(name), located.layer.weight.detach()
-    same = torch.equal(stored.dequantize().to(weight.dtype), weight.cpu())
-    return stored_weight(stored) if same else None
 
 
 def _make(

@@ -8,7 +8,7 @@
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
 
 All others are widened to the model's dtype, as transformers loads them here. A weight is packed
-only if it dequantizes to the very weight that transformers has: no other is taken for it.
+only if transformers took it as it is, whatever it calls it: no other is taken for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo.engine.models.deferred import held
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import (
     PackedExperts,
@@ -211,7 +212,7 @@ class _Packing:
             factor = 1.0 if type(layer) is nn.Linear else embedding_factor(layer)
             if factor is None:
                 continue
-            own = shared.get(weight) or self._find_blocks(f"{paths[layer]}.weight", weight)
+            own = shared.get(weight) or self._find_blocks(weight)
             if own is None:
                 continue
             own = BlockWeights(own.rows, own.format, own.pack(), wide=True)
@@ -231,33 +232,25 @@ class _Packing:
         for layer in find_experts(self._model):
             if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
                 continue  # the kernel would round rows in float32
-            experts = list(stored_experts(self._checkpoint, layer))
+            with held(layer.module):
+                experts = list(stored_experts(self._checkpoint, layer))
             if len(experts) < layer.count:
                 continue
             if made := pack_e2m1(layer, experts) or _pack_nibbles(layer, experts):
                 self.packed += layer.elements
                 layer.replace(made)
 
-    def _find_blocks(self, name: str, weight: Tensor) -> BlockWeights | None:
+    def _find_blocks(self, weight: Tensor) -> BlockWeights | None:
         """Return a weight in blocks; None if it is not so in the file."""
-        if name not in self._checkpoint.shapes:
-            return None
-        stored = self._checkpoint.read(name)
-        own = block_weights(stored, weight.dtype)
-        if own is None or not torch.equal(stored.dequantize().to(weight.dtype), weight.detach()):
-            return None
-        return own
+        stored = self._checkpoint.find(weight)
+        return block_weights(stored, weight.dtype)
 
     def _find(self, located: LocatedLinear) -> Packable | None:
         """Return a layer's weights as kernels take them; None if they are not so in the file."""
-        name = f"{located.path}.weight"
-        if (own := self._find_blocks(name, located.layer.weight)) is not None:
+        stored = self._checkpoint.find(located.layer.weight)
+        if (own := block_weights(stored, located.layer.weight.dtype)) is not None:
             return own
-        if name not in self._checkpoint.shapes or not has_kernels(located.layer):
-            return None
-        stored = self._checkpoint.read(name)
-        weight = located.layer.weight.detach()
-        if not torch.equal(stored.dequantize().to(weight.dtype), weight):
+        if not has_kernels(located.layer):
             return None
         own_weights = for_kernels(stored)
         return own_weights.blocks() if isinstance(own_weights, Nibbles) else own_weights

@@ -1,8 +1,10 @@
 """Reads a quantized checkpoint's weights, whatever its format, by the names of their tensors."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -17,6 +19,7 @@ from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.quantized import KEYS
 from octavo.common.models.weight_files import weight_files
+from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.base import (
     Format,
@@ -25,24 +28,32 @@ from octavo.engine.models.quantization.checkpoints.base import (
     WeightError,
 )
 
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""Of weights that may be large, by safetensors' names."""
+
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight that transformers reads when it needs it, as it reads a slice of a file.
+    """A weight of a file, as transformers takes them, which is deferred.
 
     Attributes:
-        checkpoint: The checkpoint.
         name: The weight's name.
+        shape: Its shape.
+        dtype: Its type.
+        read: Returns it.
     """
 
-    checkpoint: "QuantizedCheckpoint"
     name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        """Return the weight in float32."""
-        return self.checkpoint.read(self.name).dequantize()
+        """Return the weight."""
+        like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return DeferredTensor(like, self.read, self.name)
 
 
 class QuantizedCheckpoint:
@@ -58,13 +69,11 @@ class QuantizedCheckpoint:
 
     Attributes:
         format: See above.
-        error: Why a weight could not be read, whatever its reader made of that; None if all could.
         shapes: Each quantized weight's shape, by its name in transformers.
     """
 
     def __init__(self, directory: Path, own: Format) -> None:
         self.format = own
-        self.error: WeightError | None = None
         self._directory = directory
         self._files: dict[str, Any] = {}
         headers: dict[str, TensorHeader] = {}
@@ -86,7 +95,10 @@ class QuantizedCheckpoint:
     def weights(self) -> dict[str, Any]:
         """Return all weights by their names in transformers, to be read when they are needed."""
         plain = {name: self._files[name].get_slice(name) for name in self._plain}
-        return plain | {name: LazyWeight(self, name) for name in self.shapes}
+        return {name: _lazy(name, own) for name, own in plain.items()} | {
+            name: LazyWeight(name, shape, torch.float32, partial(self._dequantize, name))
+            for name, shape in self.shapes.items()
+        }
 
     def empty_weights(self) -> dict[str, Tensor]:
         """Return the same on the meta device, for their shapes."""
@@ -100,7 +112,7 @@ class QuantizedCheckpoint:
             name: Its name in transformers, one of `shapes`.
 
         Raises:
-            WeightError: Its numbers cannot be right.
+            ModelError: Its numbers cannot be right.
         """
         layer = name.removesuffix(self.format.weight_ending)
         tensors = {
@@ -110,8 +122,19 @@ class QuantizedCheckpoint:
         try:
             return self.format.read(layer, tensors)
         except WeightError as error:
-            self.error = error
-            raise
+            raise ModelError(f"{self._directory}: {error}") from None
+
+    def find(self, weight: Tensor) -> StoredWeight | None:
+        """Return the quantized weight that a model's weight is; None if it is none.
+
+        Raises:
+            ModelError: As `read`.
+        """
+        name = weight.stored if isinstance(weight, DeferredTensor) else None
+        return self.read(name) if name in self.shapes else None
+
+    def _dequantize(self, name: str) -> Tensor:
+        return self.read(name).dequantize()
 
     def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
         """Return the names of each quantized layer's tensors by part."""
@@ -195,22 +218,26 @@ def load_weights(
     checkpoint: QuantizedCheckpoint | None,
     *,
     empty: bool = False,
+    deferred: bool = False,
     **options: Any,  # noqa: ANN401 - as transformers takes them
 ) -> Any:  # noqa: ANN401
     """Load a model with transformers, which reads no pickles and runs no code of the model.
+
+    Quantized weights are deferred; see `deferred.py`.
 
     Args:
         path: A directory or a hub name.
         config: Its config, from `read_config`.
         checkpoint: Its checkpoint if its weights are quantized: they are dequantized.
-        empty: Whether only the shapes of these are needed.
+        empty: Whether only the shapes of weights are needed.
+        deferred: Whether other large weights are deferred, too.
         **options: For transformers' `from_pretrained`, whose result this returns.
 
     Raises:
-        ModelError: The numbers of a quantized weight cannot be right.
+        OSError: A file cannot be read.
         Exception: What transformers raises.
     """
-    if checkpoint is None:
+    if checkpoint is None and not (empty or deferred):
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options
         )
@@ -218,12 +245,37 @@ def load_weights(
         made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if (Path(path) / GENERATION_CONFIG).is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
-    weights = checkpoint.empty_weights() if empty else checkpoint.weights()
-    try:
-        return type(made).from_pretrained(None, config=made.config, state_dict=weights, **options)
-    finally:
-        if checkpoint.error is not None:
-            raise ModelError(f"{path}: {checkpoint.error}") from None
+    if checkpoint is not None:
+        weights = checkpoint.empty_weights() if empty else checkpoint.weights()
+    else:
+        weights = _plain_weights(Path(path), empty=empty)
+    return type(made).from_pretrained(None, config=made.config, state_dict=weights, **options)
+
+
+def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
+    """Return a model's weights by name, none of which is quantized.
+
+    Args:
+        directory: The model's.
+        empty: Whether only their shapes are needed.
+    """
+    weights: dict[str, Any] = {}
+    for file in weight_files(directory):
+        opened: Any = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118 - it is no mapping
+            own = opened.get_slice(name)
+            weights[name] = (
+                torch.empty(own.get_shape(), device="meta") if empty else _lazy(name, own)
+            )
+    return weights
+
+
+def _lazy(name: str, own: Any) -> Any:  # noqa: ANN401 - a slice of safetensors
+    """Return a slice of a file, deferred if it is large."""
+    shape, dtype = tuple(own.get_shape()), TYPES.get(own.get_dtype())
+    if dtype is None or math.prod(shape) < SMALL:
+        return own
+    return LazyWeight(name, shape, dtype, lambda: own[...])
 
 
 def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:

@@ -1,0 +1,101 @@
+"""Makes a small model of a large one's kind, of which the structure can be checked in float32.
+
+How a model reads its masks, positions and states depends on its config and on code, not on its
+weights. So a twin has the same attention, and a layer of each kind; its vocabulary and what is
+within its feed-forward layers are narrow, and its weights are random.
+"""
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+VOCABULARY = 1024
+INNER = 128
+"""Most elements between the products of a feed-forward layer."""
+INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
+"""What the names of configs' sizes of these hold."""
+LEAST_LAYERS = 2
+SHARE = 0.1
+"""The size of what vectors are moved by, so that no bias is zero."""
+
+
+def make_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Return a small model of a model's kind, with random weights, on a CPU.
+
+    Args:
+        model: The model; its weights are not read.
+        dtype: Of the small one's weights.
+
+    Raises:
+        Exception: What transformers raises for a config that cannot be made smaller.
+    """
+    config = _narrow(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+        _randomize(made)
+    twin: PreTrainedModel = made.eval()
+    return twin
+
+
+def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return a model's config with fewer layers, and narrow ones."""
+    config: PreTrainedConfig = copy.deepcopy(model.config)
+    own: Any = config.get_text_config(decoder=True)
+    count: int = own.num_hidden_layers
+    kept = _count_layers(model, own)
+    own.vocab_size = min(own.vocab_size, VOCABULARY)
+    for name, value in list(vars(own).items()):
+        if isinstance(value, list | tuple) and len(value) == count:
+            setattr(own, name, type(value)(value[:kept]))
+        elif any(part in name for part in INNER_NAMES) and isinstance(value, int):
+            setattr(own, name, min(value, INNER))
+        elif name.endswith("_token_id") and isinstance(value, int):
+            setattr(own, name, value if value < own.vocab_size else None)
+    own.num_hidden_layers = kept
+    return config
+
+
+def _count_layers(model: PreTrainedModel, config: Any) -> int:  # noqa: ANN401
+    """Return how many of a model's first layers have one of each kind."""
+    count: int = config.num_hidden_layers
+    found = [own for own in model.modules() if isinstance(own, nn.ModuleList) and len(own) == count]
+    lists = [value for value in vars(config).values() if _is_list(value, count)]
+    kinds = [
+        (
+            *(repr(values[number]) for values in lists),
+            *(_kind(layers[number]) for layers in found),
+        )
+        for number in range(count)
+    ]
+    firsts = {kind: kinds.index(kind) for kind in kinds}
+    return min(count, max(LEAST_LAYERS, *(first + 1 for first in firsts.values())))
+
+
+def _is_list(value: object, count: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == count
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Return what a layer consists of."""
+    modules = tuple((path, type(own).__name__) for path, own in layer.named_modules())
+    return modules, tuple((name, tuple(own.shape)) for name, own in layer.named_parameters())
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    """Give a model weights with which each of its parts changes what it computes."""
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if weight.dim() > 1 and isinstance(module, nn.Embedding):
+                weight.normal_()
+            elif weight.dim() > 1 and (weight.dim() == 3 or isinstance(module, nn.Linear)):
+                weight.normal_(std=1 / math.sqrt(weight.shape[-1]))
+            elif weight.dim() == 1:
+                weight.add_(SHARE * torch.randn_like(weight))

@@ -1,0 +1,173 @@
+"""Weights that stay in their files until they are used.
+
+A `DeferredTensor` knows how to make its numbers, and keeps none. Operators of deferred tensors
+alone are deferred too: transposing, joining or widening one takes no memory. An operator with other
+tensors makes the numbers, uses them and drops them. So a model of such weights computes what it
+would compute with all of them in memory, with little more memory than its largest weight.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
+
+SMALL = 1 << 16
+"""Elements of a weight that is read at once."""
+UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+"""Operators that return the same numbers, like `CASTS`."""
+CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - has no public name
+
+
+class DeferredTensor(Tensor):
+    """A tensor whose numbers are made each time that they are used.
+
+    Attributes:
+        make: Makes them.
+        stored: The name of the stored weight that it holds, if it is one, in whatever type.
+    """
+
+    make: Callable[[], Tensor]
+    stored: str | None
+
+    @staticmethod
+    def __new__(  # noqa: D102, PYI034 - as the class; torch's typing wants no Self here
+        cls: type["DeferredTensor"],
+        like: Tensor,
+        make: Callable[[], Tensor],
+        stored: str | None = None,
+        device: torch.device | None = None,
+    ) -> "DeferredTensor":
+        made: DeferredTensor = Tensor._make_wrapper_subclass( # noqa: SLF001
+            cls, like.shape, dtype=like.dtype, device=device or torch.device("cpu")
+        )
+        made.make, made.stored = make, stored
+        return made
+
+    def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
+        """Return a text without the numbers."""
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype}, stored={self.stored!r})"
+
+    def __deepcopy__(self, _: dict[int, Any]) -> "DeferredTensor":
+        """Return a tensor that makes the same numbers."""
+        copied = self.detach()
+        assert isinstance(copied, DeferredTensor)
+        return copied
+
+    @classmethod
+    @torch.inference_mode(mode=False)  # in which no view can be made of a tensor from without
+    @torch.no_grad()
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        operator: Any,  # noqa: ANN401 - torch has no public type for it
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if operator._schema.is_mutable:  # noqa: SLF001
+            raise NotImplementedError(f"{operator} would change a weight that is in its file")
+        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, Tensor)]
+        if all(isinstance(own, DeferredTensor) for own in tensors):
+            made = _defer(operator, args, kwargs, tensors[0].device)
+            if made is not None:
+                return made
+        return operator(*tree_map(present, args), **tree_map(present, kwargs))
+
+
+def _defer(
+    operator: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+) -> Any:  # noqa: ANN401
+    """Return what an operator of deferred tensors returns, deferred; None if it is no tensor."""
+    moved = kwargs.get("device")
+    options = kwargs if moved is None else kwargs | {"device": torch.device("meta")}
+    try:
+        shapes = operator(*tree_map(_on_meta, args), **tree_map(_on_meta, options))
+    except (NotImplementedError, RuntimeError):  # what it returns depends on numbers
+        return None
+    if tree_any(lambda own: not isinstance(own, Tensor), shapes):
+        return None
+    given = args[0]
+    same = operator in UNCHANGED or operator in CASTS
+    stored = given.stored if same and isinstance(given, DeferredTensor) else None
+    where = device if moved is None else torch.device(moved)
+
+    def run() -> Any:  # noqa: ANN401
+        return operator(*tree_map(present, args), **tree_map(present, kwargs))
+
+    if isinstance(shapes, Tensor):
+        return DeferredTensor(shapes, run, stored, where)
+    return type(shapes)(
+        DeferredTensor(own, partial(_part, run, number), device=where)
+        for number, own in enumerate(shapes)
+    )
+
+
+def _part(run: Callable[[], Any], number: int) -> Tensor:
+    part: Tensor = run()[number]
+    return part
+
+
+def present(value: Any) -> Any:  # noqa: ANN401 - whatever operators take
+    """Return a deferred tensor's numbers; anything else as it is."""
+    return value.make() if isinstance(value, DeferredTensor) else value
+
+
+def _on_meta(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, DeferredTensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield where a module, without those in it, keeps each weight, with its name and itself."""
+    for kept in (module._parameters, module._buffers):  # noqa: SLF001 - to put others there
+        yield from ((kept, name, own) for name, own in list(kept.items()) if own is not None)
+
+
+@contextmanager
+def held(module: nn.Module) -> Iterator[None]:
+    """Keep the numbers of a module's deferred weights within, which are used many times.
+
+    Args:
+        module: The module; weights that are replaced or removed within stay so.
+    """
+    kept = _hold(module)
+    try:
+        yield
+    finally:
+        for weights, name, own, numbers in kept:
+            if weights.get(name) is numbers:
+                weights[name] = own
+
+
+def hold(model: nn.Module) -> None:
+    """Keep the numbers of all of a model's weights from now on.
+
+    Args:
+        model: Changed in place.
+    """
+    _hold(model)
+
+
+def _hold(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
+    """Replace deferred weights; return where, their names, themselves and what replaced them."""
+    made: dict[Tensor, Tensor] = {}  # tied weights stay tied
+    kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+    for weights, name, own in list(chain.from_iterable(map(own_tensors, module.modules()))):
+        if not isinstance(own, DeferredTensor):
+            continue
+        if own not in made:
+            numbers = own.make()
+            is_parameter = isinstance(own, nn.Parameter)
+            made[own] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
+        weights[name] = made[own]
+        kept.append((weights, name, own, made[own]))
+    return kept

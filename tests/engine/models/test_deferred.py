@@ -1,0 +1,115 @@
+"""Weights that stay in their files compute what the same weights in memory do."""
+
+import copy
+from itertools import chain
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from octavo.engine.models.checks import widened
+from octavo.engine.models.deferred import DeferredTensor, held, hold, present
+from octavo.engine.models.empty_model import running_empty
+from octavo.engine.models.quantization.checkpoints import reader
+from octavo.engine.models.quantization.checkpoints.reader import load_weights, read_config
+from tests.architectures.entries import entries
+from tests.architectures.serve import save
+
+BY_NAME = {entry.name: entry for entry in entries()}
+TOKENS = torch.arange(3, 40)[None]
+
+
+class Weight:
+    """Numbers that are counted each time they are read."""
+
+    def __init__(self, *shape):
+        self.numbers, self.reads = torch.randn(shape), 0
+
+    def read(self):
+        self.reads += 1
+        return self.numbers
+
+    def deferred(self):
+        return DeferredTensor(torch.empty(self.numbers.shape, device="meta"), self.read, "own")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.t().contiguous(),
+        lambda x: torch.cat([x, x[:1]]),
+        lambda x: torch.stack([x, x]).flatten(0, 1),
+        lambda x: x.to(torch.bfloat16).float() * 2,
+        lambda x: x.chunk(2)[1],
+        lambda x: x.detach(),
+    ],
+)
+def test_what_is_made_of_one_is_read_when_it_is_used(change):
+    weight = Weight(6, 4)
+    made = change(weight.deferred())
+    assert isinstance(made, DeferredTensor)
+    assert not weight.reads
+    assert torch.equal(present(made), change(weight.numbers))
+    x = torch.randn(made.shape)
+    assert torch.equal(made + x, change(weight.numbers) + x)
+
+
+def test_a_weight_is_known_by_its_name_until_its_numbers_change():
+    own = Weight(6, 4).deferred()
+    parameter = nn.Parameter(own.to(torch.bfloat16), requires_grad=False)
+    assert own.stored == own.detach().stored == parameter.stored == "own"
+    assert own.t().stored is own[1:].stored is torch.cat([own]).stored is None
+
+
+def test_what_depends_on_numbers_reads_them():
+    weight = Weight(6, 4)
+    assert float(weight.deferred().sum()) == float(weight.numbers.sum())
+    assert torch.equal(weight.deferred().nonzero(), weight.numbers.nonzero())
+    with pytest.raises(NotImplementedError, match="would change a weight"):
+        weight.deferred().zero_()
+
+
+def test_tied_weights_stay_tied():
+    weight = Weight(6, 4)
+    model = nn.ModuleList([nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)])
+    model[0].weight = model[1].weight = nn.Parameter(weight.deferred(), requires_grad=False)
+    with held(model):
+        assert type(model[0].weight) is nn.Parameter
+        assert model[0].weight is model[1].weight
+    assert isinstance(model[0].weight, DeferredTensor)
+    copied = copy.deepcopy(model)
+    assert copied[0].weight is copied[1].weight
+    hold(copied)
+    assert copied[0].weight is copied[1].weight
+    assert torch.equal(copied[0].weight, weight.numbers)
+    assert weight.reads == 2
+
+
+def test_nothing_is_read_where_only_shapes_matter():
+    weight = Weight(6, 4)
+    layer = nn.Linear(4, 6, bias=False)
+    layer.weight = nn.Parameter(weight.deferred(), requires_grad=False)
+    with running_empty(), torch.no_grad():
+        assert layer(torch.randn(3, 4)).shape == (3, 6)
+    assert not weight.reads
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "falcon_h1", "gpt2", "deepseek_v3"])
+def test_models_compute_the_same(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "SMALL", 1)
+    monkeypatch.setattr(widened, "SMALL", 0)
+    save(BY_NAME[name], tmp_path)
+    config = read_config(str(tmp_path), quantized=False)
+    options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "device_map": "cpu"}
+    model = load_weights(str(tmp_path), config, None, deferred=True, **options)
+    kept = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    before = list(chain(model.parameters(), model.buffers()))
+    assert any(isinstance(own, DeferredTensor) for own in before)
+    with torch.inference_mode():
+        assert torch.equal(model(TOKENS).logits, kept(TOKENS).logits)
+        with widened.widened(model):
+            wide = model(TOKENS).logits
+        assert torch.allclose(wide, kept.float()(TOKENS).logits, atol=1e-5)
+    after = chain(model.parameters(), model.buffers())
+    assert all(own is other for own, other in zip(before, after, strict=True))
