@@ -54,7 +54,7 @@ class Router:
             Default: its own.
 
     Raises:
-        SettingsError: The tenants' file cannot be read, or is wrong.
+        SettingsError: The tenants' file cannot be read, or is wrong, or --chat-template-kwargs is.
 
     Attributes:
         address: HOST:PORT that it listens on, once started.
@@ -79,7 +79,10 @@ class Router:
         self.authenticator = Authenticator(
             settings.tenants, self.registry, workers=settings.workers
         )
-        self._tokenizers = Tokenizers(allow_special_tokens=settings.allow_special_tokens)
+        self._tokenizers = Tokenizers(
+            allow_special_tokens=settings.allow_special_tokens,
+            template_variables=settings.chat_template_kwargs,
+        )
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(
             settings,

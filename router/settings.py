@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -108,6 +108,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         description="Hub name, directory or `demo` to load the tokenizer from. Default: the "
         "engine's model.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {},
+        description="Variables of the chat template, as a JSON object, for requests that do not "
+        "set them themselves in `chat_template_kwargs`.",
     )
     tool_parser: ToolParserName = Field(
         "auto",

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from octavo.cli.signature import make_like
-from octavo.common.settings import Settings, SettingsError, arms, flag, is_collection
+from octavo.common.settings import Settings, SettingsError, arms, flag, is_collection, is_table
 
 Flags = dict[str, Any]
 """Values given on the command line, by field name."""
@@ -114,7 +114,7 @@ def declaring(cls: type[Settings], name: str) -> type[Settings]:
 def describe(field: FieldInfo) -> tuple[str, str]:
     """Return a field's type and default as text."""
     kinds = [_kind(arm) for arm in arms(field.annotation) if arm is not type(None)]
-    if field.default_factory is not None or field.default in (None, PydanticUndefined):
+    if field.default_factory is not None or field.default in (None, {}, PydanticUndefined):
         default = ""
     elif isinstance(field.default, list):
         default = ", ".join(map(str, field.default))
@@ -136,7 +136,8 @@ def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     if field.annotation is bool:
         declaration, annotation, metavar = f"{flag(name)}/--no-{flag(name)[2:]}", bool | None, ""
     else:
-        annotation = list[str] | None if is_collection(field) else str | None  # type: ignore[assignment]
+        repeated = is_collection(field) and not is_table(field)
+        annotation = list[str] | None if repeated else str | None  # type: ignore[assignment]
         declaration, metavar = flag(name), kind.upper() if "|" not in kind else f"[{kind}]"
     option = typer.Option(
         declaration,
@@ -158,6 +159,8 @@ def _kind(annotation: object) -> str:
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(annotation))
+    if origin is dict:
+        return "JSON"
     if origin is Annotated:
         return _kind(typing.get_args(annotation)[0])
     if origin is not None and typing.get_args(annotation):

@@ -27,7 +27,7 @@ class Settings(BaseSettings):
     """Settings of every command; the engine's and the router's derive from it.
 
     Precedence: flags, environment (`OCTAVO_NAME`; lists are comma-separated or JSON), the TOML file
-    of `config` or `OCTAVO_CONFIG`, the field's default.
+    of `config` or `OCTAVO_CONFIG`, the field's default. Tables are JSON in both of the former.
     """
 
     model_config = SettingsConfigDict(
@@ -56,12 +56,15 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _decode(cls, value: object, info: ValidationInfo) -> object:
-        """Parse lists and tables from the environment's strings."""
+        """Parse lists and tables from strings."""
         field = cls.model_fields[info.field_name or ""]
         if not isinstance(value, str) or not is_collection(field):
             return value
-        if value.lstrip()[:1] in {"[", "{"}:
-            return json.loads(value)
+        if is_table(field) or value.lstrip()[:1] == "[":
+            try:
+                return json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"is not valid JSON: {error}") from None
         return [part.strip() for part in value.split(",") if part.strip()]
 
     @classmethod
@@ -146,9 +149,14 @@ def variable(name: str) -> str:
 def is_collection(field: FieldInfo) -> bool:
     """Return whether a field holds a list, set, tuple or table."""
     return any(
-        typing.get_origin(arm) in {list, set, frozenset, tuple, dict} or arm in {list, dict}
+        typing.get_origin(arm) in {list, set, frozenset, tuple, dict}
         for arm in arms(field.annotation)
     )
+
+
+def is_table(field: FieldInfo) -> bool:
+    """Return whether a field holds a table."""
+    return any(typing.get_origin(arm) is dict for arm in arms(field.annotation))
 
 
 def arms(annotation: object) -> tuple[object, ...]:

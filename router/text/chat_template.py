@@ -1,7 +1,7 @@
 """The variables that a request gives to its model's chat template."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jinja2
@@ -26,6 +26,11 @@ TEMPLATE_ERRORS = (
 """What a template may fail with, as variables may have any type."""
 
 
+def own_name(names: Iterable[str]) -> str | None:
+    """Return the first of some names that no caller may set, if there is one."""
+    return min(OWN.intersection(names), default=None)
+
+
 def template_variables(
     chat: generation_pb2.ChatPrompt, change: Callable[[str], str] = str
 ) -> dict[str, Any]:
@@ -39,10 +44,10 @@ def template_variables(
         rpc.RpcError: INVALID_ARGUMENT: a name is not free to be set.
     """
     fields = chat.chat_template_kwargs.fields
-    if taken := sorted(set(fields) & OWN):
+    if (taken := own_name(fields)) is not None:
         raise rpc.invalid(
             "chat.chat_template_kwargs",
-            f"chat.chat_template_kwargs may not have {taken[0]!r}, which the server sets itself",
+            f"chat.chat_template_kwargs may not have {taken!r}, which the server sets itself",
         )
     return {name: changed(_plain(value), change) for name, value in fields.items()}
 

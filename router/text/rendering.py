@@ -1,5 +1,6 @@
 """Chats as a model's template writes them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,11 +19,18 @@ class ChatRenderer:
     Args:
         tokenizer: The model's.
         model: Its template.
+        variables: Of the template, for chats that do not set them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: ModelText) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: ModelText,
+        variables: Mapping[str, Any],
+    ) -> None:
         self._tokenizer: Any = tokenizer
         self._model = model
+        self._variables = variables
 
     def render(self, chat: generation_pb2.ChatPrompt, change: Change = str) -> str:
         """Return a chat laid out by the model's template, by default with the answer begun.
@@ -75,7 +83,7 @@ class ChatRenderer:
         return before_end(end, change)
 
     def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
-        variables = template_variables(chat, change)
+        variables = {**self._variables, **template_variables(chat, change)}
 
         def fill(form: Form) -> str:
             layout = lay_out(chat, self._model, change, form)

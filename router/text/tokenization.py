@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import structlog
@@ -15,8 +16,10 @@ from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.tokenizer import load_tokenizer
 from octavo.common.models.tokenizer_files import tokenizer_files
+from octavo.common.settings import SettingsError
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
+from octavo.router.text.chat_template import own_name
 from octavo.router.text.control_tokens import ControlTokens
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.model_text import model_text
@@ -36,6 +39,8 @@ LONG = 256 << 10
 """Characters, or tokens, of work that not all threads do at once."""
 MAX_WAITING = 64 << 20
 """Characters, or tokens, of one tenant that may wait."""
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+"""Of a chat template."""
 
 
 class Tokenizer:
@@ -44,9 +49,17 @@ class Tokenizer:
     Fast tokenizers are used through their Rust object: transformers' own calls
     set its padding and truncation anew each time, which no second thread may
     be in the way of.
+
+    Args:
+        tokenizer: transformers'.
+        template_variables: Of its chat template, for chats that do not set them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> None:
         self._tokenizer: Any = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
@@ -54,7 +67,7 @@ class Tokenizer:
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
         self.model = model_text(tokenizer)
-        self._renderer = ChatRenderer(tokenizer, self.model)
+        self._renderer = ChatRenderer(tokenizer, self.model, template_variables)
         added = self._backend and self._backend.get_added_tokens_decoder()
         self._control = ControlTokens(added or tokenizer.added_tokens_decoder, self._backend)
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
@@ -190,13 +203,27 @@ class Tokenizers:
     Tenants take turns, so that none waits for more than what others have begun.
     """
 
-    def __init__(self, *, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        allow_special_tokens: bool = False,
+        template_variables: Mapping[str, Any] = NO_VARIABLES,
+    ) -> None:
         """Load none yet.
 
         Args:
             allow_special_tokens: Whether texts of chats may spell control tokens.
+            template_variables: Of chat templates, for chats that do not set them.
+
+        Raises:
+            SettingsError: One of the variables is not free to be set.
         """
+        if (taken := own_name(template_variables)) is not None:
+            raise SettingsError(
+                f"--chat-template-kwargs may not have {taken!r}, which the server sets itself"
+            )
         self._allow_special_tokens = allow_special_tokens
+        self._template_variables = template_variables
         # One more than there are turns: a tokenizer is loaded while others are used.
         self._threads = Workers(THREADS + 1, "tokenizer")
         self._turns = Turns(THREADS, LONG, MAX_WAITING)
@@ -212,7 +239,9 @@ class Tokenizers:
         async with self._lock:
             if source not in self._loaded:
                 try:
-                    self._loaded[source] = await self._threads.run(_load, source)
+                    self._loaded[source] = await self._threads.run(
+                        _load, source, self._template_variables
+                    )
                 except Exception as error:
                     raise TokenizerError(_explain(source, error)) from error
                 log.info("tokenizer loaded", source=source)
@@ -293,10 +322,10 @@ class Tokenizers:
             job.exception()  # looked at here, as the caller may have gone
 
 
-def _load(source: str) -> Tokenizer:
+def _load(source: str, template_variables: Mapping[str, Any] = NO_VARIABLES) -> Tokenizer:
     tokenizer = load_tokenizer(Path(models.resolve_tokenizer(source)))
     _check_vocabulary(tokenizer)
-    return Tokenizer(tokenizer)
+    return Tokenizer(tokenizer, template_variables)
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:

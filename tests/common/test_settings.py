@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 import typer
@@ -19,6 +19,7 @@ class Example(Settings):
     mode: Literal["a", "b"] = Field("a", description="The mode.")
     fast: bool = Field(True, description="Whether to hurry.")
     share: float | None = Field(None, description="The share [0, 1].")
+    notes: dict[str, Any] = Field({}, description="Some notes.")
 
 
 @pytest.fixture
@@ -67,6 +68,12 @@ def test_broken_lists_in_variables(text, monkeypatch):
         Example.load(model="m")
 
 
+@pytest.mark.parametrize("text", ["", "a=1", "{'a': 1}", "[1]", "5", "null", "[" * 100_000])
+def test_broken_tables(text):
+    with pytest.raises(SettingsError, match=r"--notes: .*(JSON|dictionary)"):
+        Example.load(model="m", notes=text)
+
+
 def test_errors_name_where_it_was_set(toml, monkeypatch):
     with pytest.raises(SettingsError, match=r"--port: .*65535.*'70000'"):
         Example.load(model="m", port="70000")
@@ -112,17 +119,20 @@ def command():
 
 def test_options_are_the_fields(command):
     result, seen = command(
-        "--model", "m", "--port", "7", "--peers", "a", "--peers", "b", "--no-fast", "--share", "0.5"
+        *("--model", "m", "--port", "7", "--peers", "a", "--peers", "b", "--no-fast"),
+        *("--share", "0.5", "--notes", '{"a": [1]}'),
     )
     assert result.exit_code == 0, result.output
-    assert seen == [Example(model="m", port=7, peers=["a", "b"], fast=False, share=0.5)]
+    expected = {"port": 7, "peers": ["a", "b"], "fast": False, "share": 0.5, "notes": {"a": [1]}}
+    assert seen == [Example(model="m", **expected)]
 
 
 def test_options_not_given_fall_through(command, monkeypatch):
     monkeypatch.setenv("OCTAVO_FAST", "false")
     monkeypatch.setenv("OCTAVO_PEERS", "x")
+    monkeypatch.setenv("OCTAVO_NOTES", '{"a": null}')
     _, seen = command("--model", "m")
-    assert (seen[0].fast, seen[0].peers) == (False, ["x"])
+    assert (seen[0].fast, seen[0].peers, seen[0].notes) == (False, ["x"], {"a": None})
 
 
 def test_help_shows_types_and_defaults(command, monkeypatch):

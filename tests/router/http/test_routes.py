@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 
 from octavo.common import rpc
 from octavo.common.ports import free_port
+from octavo.common.settings import SettingsError
 from octavo.router.http.page import PLAYGROUND
 from octavo.router.server import Router
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.tenant import ANONYMOUS
+from octavo.v1 import generation_pb2
 
 
 async def test_models(frontend, scripted):
@@ -186,6 +188,40 @@ async def test_tokenize_with_and_without_special_tokens(
             ({"continue_final_message": True}, "<s>user:hi"),
         ]:
             assert await ask(messages=messages, **arguments) == encode(chat)
+
+
+async def test_template_variables_of_the_server(frontend, scripted, post, encode, hello):
+    engine = scripted("a")
+    async with frontend(engine, chat_template_kwargs={"reasoning_effort": "low"}) as (app, client):
+
+        def chat(effort):
+            return encode(f"effort {effort}<s>user:hi<s>assistant:")
+
+        for own, expected in [
+            ({}, chat("low")),
+            ({"chat_template_kwargs": {"other": 1}}, chat("low")),
+            ({"reasoning_effort": "high"}, chat("high")),
+            ({"chat_template_kwargs": {"reasoning_effort": "high"}}, chat("high")),
+            (
+                {"chat_template_kwargs": {"reasoning_effort": None}},
+                encode("<s>user:hi<s>assistant:"),
+            ),
+        ]:
+            await client.chat.completions.create(**hello, extra_body=own)
+            assert list(engine.submits[-1].prompt_token_ids) == expected
+            body = json.dumps({**hello, **own}).encode()
+            found = json.loads((await post(f"{app.url}/tokenize", body)).body)
+            assert found["tokens"] == expected
+        prompt = generation_pb2.ChatPrompt(messages=[{"role": "user", "content": "hi"}])
+        async for _ in app.stub.Generate(generation_pb2.GenerateRequest(chat=prompt)):
+            pass
+        assert list(engine.submits[-1].prompt_token_ids) == chat("low")
+
+
+def test_template_variables_of_the_server_have_names_of_their_own():
+    settings = RouterSettings(chat_template_kwargs={"a": 1, "tools": [], "messages": []})
+    with pytest.raises(SettingsError, match=r"--chat-template-kwargs may not have 'messages'"):
+        Router(settings)
 
 
 async def test_only_the_playground_s_files_are_served(frontend, scripted, get):
