@@ -33,6 +33,7 @@ from octavo.router.http.status import Figures, OwnFigures
 from octavo.router.service import GenerationService
 from octavo.router.settings import DNS_SCHEME, RouterSettings
 from octavo.router.tenants.auth import Authenticator
+from octavo.router.text.chat_template import ServerTemplate
 from octavo.router.text.tokenization import Tokenizers
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 
@@ -54,7 +55,8 @@ class Router:
             Default: its own.
 
     Raises:
-        SettingsError: The tenants' file cannot be read, or is wrong, or --chat-template-kwargs is.
+        SettingsError: The tenants' file cannot be read, or is wrong, or the chat template's
+            settings are.
 
     Attributes:
         address: HOST:PORT that it listens on, once started.
@@ -81,7 +83,7 @@ class Router:
         )
         self._tokenizers = Tokenizers(
             allow_special_tokens=settings.allow_special_tokens,
-            template_variables=settings.chat_template_kwargs,
+            template=ServerTemplate.read(settings.chat_template, settings.chat_template_kwargs),
         )
         self._tracing = Tracing(settings.otlp_endpoint, "octavo-router")
         self.pool = EnginePool(

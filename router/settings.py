@@ -109,6 +109,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Hub name, directory or `demo` to load the tokenizer from. Default: the "
         "engine's model.",
     )
+    chat_template: Path | None = Field(
+        None,
+        description="Jinja file of the chat template, in place of the model's own. Default: the "
+        "model's.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(
         {},
         description="Variables of the chat template, as a JSON object, for requests that do not "

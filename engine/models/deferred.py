@@ -42,7 +42,7 @@ class DeferredTensor(Tensor):
         stored: str | None = None,
         device: torch.device | None = None,
     ) -> "DeferredTensor":
-        made: DeferredTensor = Tensor._make_wrapper_subclass( # noqa: SLF001
+        made: DeferredTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=like.dtype, device=device or torch.device("cpu")
         )
         made.make, made.stored = make, stored

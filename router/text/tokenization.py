@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import structlog
@@ -16,10 +15,9 @@ from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.tokenizer import load_tokenizer
 from octavo.common.models.tokenizer_files import tokenizer_files
-from octavo.common.settings import SettingsError
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text import prompt_length
-from octavo.router.text.chat_template import own_name
+from octavo.router.text.chat_template import MODELS_OWN, ServerTemplate
 from octavo.router.text.control_tokens import ControlTokens
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.model_text import model_text
@@ -39,8 +37,6 @@ LONG = 256 << 10
 """Characters, or tokens, of work that not all threads do at once."""
 MAX_WAITING = 64 << 20
 """Characters, or tokens, of one tenant that may wait."""
-NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
-"""Of a chat template."""
 
 
 class Tokenizer:
@@ -52,14 +48,14 @@ class Tokenizer:
 
     Args:
         tokenizer: transformers'.
-        template_variables: Of its chat template, for chats that do not set them.
+        template: What the server sets of its chat template.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template_variables: Mapping[str, Any] = NO_VARIABLES,
+        self, tokenizer: PreTrainedTokenizerBase, template: ServerTemplate = MODELS_OWN
     ) -> None:
+        if template.text is not None:
+            tokenizer.chat_template = template.text
         self._tokenizer: Any = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if self._backend is not None:
@@ -67,7 +63,7 @@ class Tokenizer:
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
         self.model = model_text(tokenizer)
-        self._renderer = ChatRenderer(tokenizer, self.model, template_variables)
+        self._renderer = ChatRenderer(tokenizer, self.model, template.variables)
         added = self._backend and self._backend.get_added_tokens_decoder()
         self._control = ControlTokens(added or tokenizer.added_tokens_decoder, self._backend)
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
@@ -207,23 +203,16 @@ class Tokenizers:
         self,
         *,
         allow_special_tokens: bool = False,
-        template_variables: Mapping[str, Any] = NO_VARIABLES,
+        template: ServerTemplate = MODELS_OWN,
     ) -> None:
         """Load none yet.
 
         Args:
             allow_special_tokens: Whether texts of chats may spell control tokens.
-            template_variables: Of chat templates, for chats that do not set them.
-
-        Raises:
-            SettingsError: One of the variables is not free to be set.
+            template: What the server sets of chat templates.
         """
-        if (taken := own_name(template_variables)) is not None:
-            raise SettingsError(
-                f"--chat-template-kwargs may not have {taken!r}, which the server sets itself"
-            )
         self._allow_special_tokens = allow_special_tokens
-        self._template_variables = template_variables
+        self._template = template
         # One more than there are turns: a tokenizer is loaded while others are used.
         self._threads = Workers(THREADS + 1, "tokenizer")
         self._turns = Turns(THREADS, LONG, MAX_WAITING)
@@ -239,9 +228,7 @@ class Tokenizers:
         async with self._lock:
             if source not in self._loaded:
                 try:
-                    self._loaded[source] = await self._threads.run(
-                        _load, source, self._template_variables
-                    )
+                    self._loaded[source] = await self._threads.run(_load, source, self._template)
                 except Exception as error:
                     raise TokenizerError(_explain(source, error)) from error
                 log.info("tokenizer loaded", source=source)
@@ -322,10 +309,10 @@ class Tokenizers:
             job.exception()  # looked at here, as the caller may have gone
 
 
-def _load(source: str, template_variables: Mapping[str, Any] = NO_VARIABLES) -> Tokenizer:
+def _load(source: str, template: ServerTemplate = MODELS_OWN) -> Tokenizer:
     tokenizer = load_tokenizer(Path(models.resolve_tokenizer(source)))
     _check_vocabulary(tokenizer)
-    return Tokenizer(tokenizer, template_variables)
+    return Tokenizer(tokenizer, template)
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -224,6 +224,38 @@ def test_template_variables_of_the_server_have_names_of_their_own():
         Router(settings)
 
 
+async def test_the_server_s_chat_template(frontend, scripted, post, encode, hello, tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}|{{ tone }}{% endfor %}")
+    settings = {"chat_template": file, "chat_template_kwargs": {"tone": "kind"}}
+    engine = scripted("a")
+    async with frontend(engine, **settings) as (app, client):
+        answer = await client.chat.completions.create(**hello)
+        assert list(engine.submits[-1].prompt_token_ids) == encode("hi|kind")
+        found = await post(f"{app.url}/tokenize", json.dumps(hello).encode())
+        assert json.loads(found.body)["count"] == answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "no chat template: line 2: "),
+        (b"\xff", "no chat template: .*utf-8"),
+        (b" \n", "is empty"),
+        (None, "No such file"),
+    ],
+)
+def test_a_broken_chat_template_is_refused_at_the_start(tmp_path, content, why):
+    file = tmp_path / "template.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(
+        SettingsError, match=rf"template.jinja \(--chat-template\).*{why}"
+    ) as caught:
+        Router(RouterSettings(chat_template=file))
+    assert "\n" not in str(caught.value)
+
+
 async def test_only_the_playground_s_files_are_served(frontend, scripted, get):
     async with frontend(scripted("a")) as (app, _):
         page = await get(f"{app.url}/")
