@@ -23,12 +23,12 @@ from octavo.engine.compilation import cache_cleanup
 from octavo.engine.compilation.container import Container
 from octavo.engine.compilation.cpp_compiler import has_compiler
 from octavo.engine.compilation.translated import TranslatedModel
-from octavo.engine.memory import huge_pages
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.engine.models.checks.reference import Reference
 from octavo.engine.models.checks.routing import OperatorRouting
 from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.engine.models.step import Step
+from octavo.kernels import huge_pages
 from octavo.kernels.integrity import (
     DamagedFileError,
     Fingerprint,

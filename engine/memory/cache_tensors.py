@@ -7,10 +7,10 @@ import torch
 from octavo.common import resources
 from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
-from octavo.engine.memory import huge_pages
 from octavo.engine.memory.cache_layout import CacheLayout, Place
 from octavo.engine.memory.pinned import pin
 from octavo.engine.memory.swap import CopyTime, make_swapper
+from octavo.kernels import huge_pages
 from octavo.kernels.metadata import LayerCache, StateCache
 from octavo.kernels.ops import copy_blocks
 

@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels import quantized, reference_states
 from octavo.kernels.cpu import fallback
+from octavo.kernels.cpu.blocks import dequantize
 from octavo.kernels.cpu.native import NativeKernels
 
 SLOW = (
@@ -47,6 +48,7 @@ latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
 blocks = None if _kernels is None else _kernels.blocks
+dequantize_blocks = dequantize if _kernels is None else _kernels.blocks.dequantize
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
 if _kernels is not None:  # for compiled steps, which need the C++ kernels

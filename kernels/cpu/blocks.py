@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from octavo.kernels import huge_pages
 from octavo.kernels.cpu.linear import Layer, LinearKernels, rows_of
 from octavo.kernels.low_rank import LowRankOfLayer
 
@@ -45,6 +45,11 @@ class BlockFormat(NamedTuple):
     def unit(self) -> int:
         """Inputs of a unit."""
         return BLOCK * _UNIT_BLOCKS if self.is_super else BLOCK
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of a unit in the kernels' layout: numbers of 6 bits take 8."""
+        return self.unit_bytes + (4 if self.is_super and self.has_min else 0)
 
     @property
     def group(self) -> int:
@@ -160,17 +165,24 @@ def to_q4_1(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     return torch.cat([halves.view(torch.uint8), low | high << 4], -1).flatten(1)
 
 
-def dequantize(rows: Tensor, own: BlockFormat) -> Tensor:
-    """Return the weights that bytes stand for.
+def dequantize(
+    rows: Tensor,
+    own: BlockFormat,
+    dtype: torch.dtype = torch.float32,
+    order: Tensor | None = None,
+) -> Tensor:
+    """Return the weights that bytes stand for; the kernels have the same bits.
 
     Args:
-        rows: `[outputs, bytes]` uint8, as in the file.
+        rows: `[rows, bytes]` uint8, as in the file.
         own: Their format.
+        dtype: Of the weights: float32 or bfloat16.
+        order: `[outputs]` int64, the row of each output; None if they are in order.
 
     Returns:
-        `[outputs, inputs]` float32.
+        `[outputs, inputs]`.
     """
-    fields = read_fields(rows, own)
+    fields = read_fields(rows if order is None else rows[order], own)
     blocks = _UNIT_BLOCKS if own.is_super else 1
     codes = fields.codes.view(torch.int8) if own.bits == 8 else fields.codes
     scale = fields.scale.float().repeat_interleave(blocks, 1)[..., None]
@@ -184,11 +196,11 @@ def dequantize(rows: Tensor, own: BlockFormat) -> Tensor:
     if fields.least is not None:
         least = fields.least.float().repeat_interleave(blocks, 1)[..., None, None]
         wide = wide + least if fields.mins is None else wide - least * fields.mins[..., None]
-    return wide.reshape(len(rows), -1)
+    return wide.reshape(len(codes), -1).to(dtype)
 
 
 class BlockKernels:
-    """The kernels of linear_blocks.cpp.
+    """The kernels of linear_blocks.cpp and stored_blocks.cpp.
 
     Args:
         library: The compiled kernels.
@@ -209,32 +221,53 @@ class BlockKernels:
             *(c_void_p, c_int),
         )
         self._embed.restype = None
+        stored = c_void_p, c_int64, c_void_p, c_int64, c_int64
+        self._widen, self._pack = library.octavo_widen_blocks, library.octavo_pack_blocks
+        self._widen.argtypes, self._widen.restype = (*stored, c_int64, c_void_p, c_int), None
+        self._pack.argtypes, self._pack.restype = (*stored, c_void_p, c_int), None
 
-    def pack(self, rows: Tensor, own: BlockFormat) -> Tensor:
+    def dequantize(
+        self,
+        rows: Tensor,
+        own: BlockFormat,
+        dtype: torch.dtype = torch.float32,
+        order: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weights that bytes stand for; see `dequantize`.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        rows = rows.contiguous()
+        outputs, stored = _stored(rows, order)
+        out = torch.empty((outputs, rows.shape[1] // own.unit_bytes * own.unit), dtype=dtype)
+        huge_pages.ask_for(out)
+        wide = int(dtype == torch.float32)
+        self._widen(*stored, outputs, own.number, wide, out.data_ptr(), torch.get_num_threads())
+        return out
+
+    def pack(self, rows: Tensor, own: BlockFormat, order: Tensor | None = None) -> Tensor:
         """Lay out a weight's bytes for the kernels.
 
         Args:
-            rows: `[outputs, bytes]` uint8, as in the file.
+            rows: `[rows, bytes]` uint8, as in the file.
             own: Their format.
+            order: `[outputs]` int64, the row of each output; None if they are in order.
 
         Returns:
             `[panels, units, bytes]` uint8.
+
+        Raises:
+            IndexError: There is no such row.
         """
-        rows = pad(rows, (0, 0, 0, -len(rows) % self._panel))
-        panels = len(rows) // self._panel
-        fields = read_fields(rows, own)
-        blocks = fields.codes.shape[1]
-        codes = fields.codes.reshape(panels, 2, self._panel // 2, blocks, 8, 4)
-        lanes = _lanes(codes, own.bits).permute(0, 3, 1, 4, 2, 5).flatten(2)
-        small = [part for part in (fields.scales, fields.mins) if part is not None]
-        parts = [_of_panels(part, panels).transpose(2, 3).flatten(2) for part in small]
-        units = torch.cat([*parts, lanes], -1).reshape(panels, fields.scale.shape[1], -1)
-        halves = [part for part in (fields.scale, fields.least) if part is not None]
-        outer = [
-            _of_panels(_apart(part.contiguous().view(torch.uint8), 1, -1, 2), panels)
-            for part in halves
-        ]
-        return torch.cat([*(part.flatten(2) for part in outer), units], -1).contiguous()
+        rows = rows.contiguous()
+        outputs, stored = _stored(rows, order)
+        units = rows.shape[1] // own.unit_bytes
+        shape = -(-outputs // self._panel), units, self._panel * own.packed_bytes
+        out = torch.empty(shape, dtype=torch.uint8)
+        huge_pages.ask_for(out)
+        self._pack(*stored, outputs, own.number, out.data_ptr(), torch.get_num_threads())
+        return out
 
     def linear(
         self,
@@ -333,28 +366,12 @@ def _apart(values: Tensor, dim: int, *sizes: int) -> Tensor:
     return taken
 
 
-def _of_panels(values: Tensor, panels: int) -> Tensor:
-    """Return `[panels, n, outputs of a panel, ...]` of `[outputs, n, ...]`."""
-    return _apart(values, 0, panels, -1).transpose(1, 2)
-
-
-def _lanes(codes: Tensor, bits: int) -> Tensor:
-    """Return the bytes of words of `bits` words of codes each, as blocks.h has them.
-
-    Args:
-        codes: `[..., 8, 4]` uint8.
-        bits: Of a code.
-
-    Returns:
-        `[..., bits, 4]` uint8.
-    """
-    if bits == 8:
-        return codes
-    first, last = codes[..., :4, :], codes[..., 4:, :]
-    low, high = first & 15 | last << 4, codes >> 4
-    if bits == 4:
-        return low
-    each = 8 if bits == 5 else 4  # that share a byte
-    shifts = torch.arange(each, dtype=torch.uint8)[:, None] * (bits - 4)
-    spread = _apart(high, -2, -1, each) << shifts
-    return torch.cat([low, spread.sum(-2, dtype=torch.uint8)], -2)
+def _stored(rows: Tensor, order: Tensor | None) -> tuple[int, tuple[int, int, int | None]]:
+    """Return how many outputs there are, and rows and their order as C++ takes them."""
+    if order is None:
+        return len(rows), (rows.data_ptr(), rows.shape[1], None)
+    assert order.is_contiguous()
+    assert order.dtype == torch.int64
+    if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(rows):
+        raise IndexError(f"an output is of none of {len(rows)} rows")
+    return len(order), (rows.data_ptr(), rows.shape[1], order.data_ptr())

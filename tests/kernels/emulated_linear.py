@@ -15,10 +15,9 @@ CALL = struct.Struct(f"9q{ARRAYS}qd")
 """The same as in emulation/remote_linear.cpp."""
 
 
-def packed_bytes(inputs, form):
-    """Bytes of an output in the kernels' layout: numbers of 6 bits take 8."""
-    small = 4 if form.is_super and form.has_min else 0
-    return inputs // form.unit * (form.unit_bytes + small)
+def format_of(number):
+    (form,) = (form for form in FORMATS.values() if form.number == number)
+    return form
 
 
 class EmulatedLibrary:
@@ -38,6 +37,8 @@ class EmulatedLibrary:
         self.octavo_linear_int8 = Function(self._int8)
         self.octavo_linear_blocks = Function(self._blocks)
         self.octavo_embed_blocks = Function(None)
+        self.octavo_widen_blocks = Function(self._widen)
+        self.octavo_pack_blocks = Function(self._pack)
 
     def close(self):
         self._program.stdin.close()
@@ -49,6 +50,26 @@ class EmulatedLibrary:
     def _blocks(self, x, rows, stride, layer, number, elements, out, threads):
         self._call(3, x, rows, stride, layer, out, threads, blocks=(number, elements))
 
+    def _widen(self, rows, row_bytes, order, outputs, number, wide, out, _threads):
+        form = format_of(number)
+        size = outputs * row_bytes // form.unit_bytes * form.unit * (4 if wide else 2)
+        self._read_stored(4, rows, row_bytes, order, outputs, number, wide, out, size)
+
+    def _pack(self, rows, row_bytes, order, outputs, number, out, _threads):
+        form = format_of(number)
+        padded = -(-outputs // self._panel) * self._panel
+        size = padded * row_bytes // form.unit_bytes * form.packed_bytes
+        self._read_stored(5, rows, row_bytes, order, outputs, number, 0, out, size)
+
+    def _read_stored(self, kind, rows, row_bytes, order, outputs, number, wide, out, size):
+        places = range(outputs)
+        if order is not None:
+            places = (ctypes.c_int64 * outputs).from_address(order)
+        sent = ctypes.string_at(rows, row_bytes * (max(places) + 1))
+        places = b"" if order is None else bytes(places)
+        self._send((kind, 0, row_bytes, 0, outputs, 0, size, number, wide), [sent, places])
+        ctypes.memmove(out, self._read(size), size)
+
     def _call(self, kind, x, rows, stride, layer, out, _threads, scales=None, blocks=(0, 0)):
         layer = layer._obj
         own = self._panel // 2 if layer.gated else self._panel
@@ -57,8 +78,8 @@ class EmulatedLibrary:
         number, elements = blocks
         panels = padded * inputs * (2 if kind < 2 else 1)
         if kind == 3:
-            (form,) = (form for form in FORMATS.values() if form.number == number)
-            panels = padded * packed_bytes(inputs, form)
+            form = format_of(number)
+            panels = padded * inputs // form.unit * form.packed_bytes
         factors = scales._obj if scales is not None else None
         arrays = (
             (x, (4 if elements == 2 else 2) * ((rows - 1) * stride + inputs)),
@@ -72,11 +93,15 @@ class EmulatedLibrary:
         )
         sent = [ctypes.string_at(at, size) if at else b"" for at, size in arrays]
         head = (kind, rows, stride, inputs, outputs, layer.gated, layer.residual_stride, *blocks)
-        self._program.stdin.write(CALL.pack(*head, *map(len, sent), layer.epsilon))
-        self._program.stdin.write(b"".join(sent))
-        self._program.stdin.flush()
+        self._send(head, sent, layer.epsilon)
         found = self._read(rows * outputs * (4 if kind == 1 or elements else 2))
         ctypes.memmove(out, found, len(found))
+
+    def _send(self, head, arrays, epsilon=0.0):
+        sizes = [*map(len, arrays), *[0] * (ARRAYS - len(arrays))]
+        self._program.stdin.write(CALL.pack(*head, *sizes, epsilon))
+        self._program.stdin.write(b"".join(arrays))
+        self._program.stdin.flush()
 
     def _read(self, size):
         found = self._program.stdout.read(size)

@@ -16,6 +16,7 @@ from octavo.kernels.cpu import blocks as native
 from octavo.kernels.cpu import linear as native_linear
 from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import LinearKernels
+from tests.kernels.packed_blocks import pack
 from tests.kernels.test_linear import ARM, FAST, X86, linear_library
 
 
@@ -59,6 +60,35 @@ def meaning(own, rows):
 def test_bytes_stand_for_what_gguf_says(own):
     rows = random_bytes(own, 7, 3, 1)
     assert dequantize(rows, own).equal(meaning(own, rows))
+
+
+@pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("outputs", [1, 33, None])
+def test_the_file_s_bytes(kernels, own, outputs):
+    """Widened and packed with the bits of the definitions, in order and in another one."""
+    blocks, linear = kernels
+    # One row more, at an odd address: a file aligns no row. Some scales and codes are zeros.
+    rows = random_bytes(own, 71, 9 if own.is_super else 40, 5)
+    rows[3::7] = 0
+    rows = torch.cat([torch.zeros(1, dtype=torch.uint8), rows.flatten()])[1:].view_as(rows)
+    order = None
+    if outputs is not None:
+        order = torch.randint(0, len(rows), (outputs,), generator=torch.Generator().manual_seed(1))
+    exact = dequantize(rows, own, order=order)
+    found = blocks.dequantize(rows, own, order=order)
+    assert found.view(torch.int32).equal(exact.view(torch.int32))
+    narrow = blocks.dequantize(rows, own, torch.bfloat16, order)
+    assert narrow.view(torch.int16).equal(exact.bfloat16().view(torch.int16))
+    expected = pack(rows if order is None else rows[order], own, linear.panel)
+    assert blocks.pack(rows, own, order).equal(expected)
+
+
+@pytest.mark.parametrize("read", ["dequantize", "pack"])
+@pytest.mark.parametrize("outside", [-1, 7])
+def test_there_must_be_a_row_of_each_output(kernels, read, outside):
+    own = FORMATS["Q4_0"]
+    with pytest.raises(IndexError, match="an output is of none of 7 rows"):
+        getattr(kernels[0], read)(random_bytes(own, 7, 3, 1), own, order=torch.tensor([outside]))
 
 
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)

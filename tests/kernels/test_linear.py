@@ -40,7 +40,9 @@ X86 = {
 """What the compiler may use, and what is emulated."""
 ARM = {level.name: level for level in LEVELS["aarch64"]}
 FAST = ("avx2",)
-KERNELS = [SOURCES / name for name in ("linear.cpp", "linear_blocks.cpp", "isa.cpp")]
+KERNELS = [
+    SOURCES / name for name in ("linear.cpp", "linear_blocks.cpp", "stored_blocks.cpp", "isa.cpp")
+]
 PANEL = 32
 """The most outputs of a panel."""
 

@@ -15,6 +15,9 @@ void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, c
                         uint16_t*, int);
 void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int64_t, int64_t, void*,
                           int);
+void octavo_widen_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, void*,
+                         int);
+void octavo_pack_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, uint8_t*, int);
 const char* octavo_isa();
 }
 
@@ -27,6 +30,10 @@ struct Call {
   int64_t kind, rows, stride, inputs, outputs, gated, residual_stride;
   int64_t format, elements;  // of blocks
   int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums
+
+  // Of a file's rows, which are x with their order in the place of panels: the stride is in bytes,
+  // and `residual_stride` is the number of the result's.
+  bool reads_stored() const { return kind >= 4; }
   double epsilon;
 };
 
@@ -46,6 +53,20 @@ int main() {
       memory[i].resize((call.bytes[i] + 7) / 8);
       if (!read(memory[i].data(), call.bytes[i])) return 1;
       at[i] = call.bytes[i] ? memory[i].data() : nullptr;
+    }
+    if (call.reads_stored()) {
+      std::vector<uint8_t> found(call.residual_stride);
+      const auto* rows = static_cast<const uint8_t*>(at[0]);
+      const auto* order = static_cast<const int64_t*>(at[1]);
+      if (call.kind == 4)
+        octavo_widen_blocks(rows, call.stride, order, call.outputs, call.format, call.elements,
+                            found.data(), kThreads);
+      else
+        octavo_pack_blocks(rows, call.stride, order, call.outputs, call.format, found.data(),
+                           kThreads);
+      std::fwrite(found.data(), 1, found.size(), stdout);
+      std::fflush(stdout);
+      continue;
     }
     const auto* x = static_cast<const uint16_t*>(at[0]);
     const LinearLayer layer{at[1],

@@ -22,12 +22,12 @@ from octavo.engine.models.quantization.checkpoints.base import (
     one_of,
     unsupported,
 )
+from octavo.kernels.cpu import dequantize_blocks
 from octavo.kernels.cpu.blocks import (
     BLOCK,
     FORMATS,
     BlockFields,
     BlockFormat,
-    dequantize,
     read_fields,
 )
 
@@ -46,7 +46,7 @@ class Blocks:
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""
-        return dequantize(self.rows, self.format)
+        return dequantize_blocks(self.rows, self.format)
 
     def fields(self) -> BlockFields:
         """Return what the bytes say."""

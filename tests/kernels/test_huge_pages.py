@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from octavo.engine.memory import huge_pages
+from octavo.kernels import huge_pages
 
 
 def test_weights_of_any_kind_are_as_before():
