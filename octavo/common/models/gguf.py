@@ -1,15 +1,17 @@
 """Conversion of a GGUF file into a model directory, kept in the cache because it is slow.
 
 There are two forms. In one, all weights are floats. In the other, those that CPU kernels take stay
-in the file's own blocks; see `gguf_blocks.py`.
+in the file, which is read where they are; see `gguf_blocks.py`.
 """
 
 import hashlib
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import cache, partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -18,20 +20,33 @@ from typing import Any
 
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.common.models.gguf_blocks import WEIGHT, keep_blocks, packed_types
+from octavo.common.models.gguf_blocks import (
+    BLOCK_TYPES,
+    BLOCKS,
+    FLOAT_TYPES,
+    METHOD,
+    ORDER,
+    WEIGHT,
+    Places,
+    relocate,
+)
 from octavo.common.models.gguf_config import FACTORS, complete_config, read_fields
+from octavo.common.models.gguf_tensors import LEAST_DIMENSIONS, Weight, find_weights
 from octavo.common.models.gguf_tokenizer import GgufTokenizer
+from octavo.common.models.weight_files import INDEX, WHOLE, Place
 from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
 HEAD = f"output{WEIGHT}"
 PACKED = "-packed"
 """What follows the name of the form with blocks in the cache."""
-REVISION = 4
+REVISION = 5
 """Increased when the conversion changes, to invalidate older caches."""
 
 _one_at_a_time = Lock()
-"""Held while `gguf.GGUFReader` is replaced."""
+"""Held while functions of `gguf` are replaced."""
+SHARD_BYTES = 2 << 30
+SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 
@@ -69,7 +84,9 @@ def prepare(path: Path, *, packed: bool | None = False) -> Path:
         if identity(path) != name:
             raise ModelError(f"{path} was written to while it was converted")
 
-    return model_cache.prepare(forms[keeps], make)
+    prepared = model_cache.prepare(forms[keeps], make)
+    relocate(prepared, [path])
+    return prepared
 
 
 def identity(path: Path) -> str:
@@ -96,7 +113,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     Args:
         source: The file.
         target: The directory.
-        packed: Whether the weights that CPU kernels take stay in blocks.
+        packed: Whether matrices that CPU kernels take are left in the file; see `gguf_blocks.py`.
 
     Raises:
         ModelError: The file is damaged or not supported by transformers, or there is no PyTorch.
@@ -104,36 +121,130 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
     if not has_torch():
         _convert_elsewhere(source, target, packed=packed)
         return
+    import torch  # noqa: PLC0415 - seconds to import, once in a model's life
+
     reader = _read(source)
-    packed = packed and bool(packed_types(reader))
     dtype = _dtype(reader)
     tokenizer = _tokenizer(source, reader)
+    architecture = _field(reader, "general.architecture")
     with redirect_stderr(StringIO()), _sharing(source, reader):  # progress bars over the spinner
-        # In float32, a weight can be told to be exactly one of the file's.
-        model = _load(source, reader, _float32() if packed else dtype)
-        _set_end_tokens(model, tokenizer.ends)
-        model.save_pretrained(target, **({"max_shard_size": "1000TB"} if packed else {}))
+        model = _make_model(source, reader, architecture, dtype)
+        if _reads_itself(architecture):
+            weights = [
+                Weight(name, (), False, None, partial(torch.clone, weight))
+                for name, weight in model.state_dict().items()
+            ]
+        else:
+            weights = find_weights(reader.tensors, architecture, model.config.to_dict(), model)
+            _check_complete(source, model, weights)
+            _check_all_taken(source, reader, model, weights)
+    _set_end_tokens(model, tokenizer.ends)
+    target.mkdir(parents=True, exist_ok=True)
+    places, kinds = _places(source, weights) if packed else ({}, {})
+    if kinds:
+        model.config.quantization_config = {"quant_method": METHOD, "weights": kinds}
+    model.config.save_pretrained(target)
+    model.generation_config.save_pretrained(target)
     tokenizer.save(target, model.config.max_position_embeddings)
-    del model
-    if packed:
-        keep_blocks(target, reader, dtype)
+    if places:
+        Places(((str(source), source.stat().st_size),), places).write(target)
+    _write_floats(target, weights, places, dtype)
+
+
+def _places(
+    source: Path, weights: Sequence[Weight]
+) -> tuple[dict[str, tuple[int, Place]], dict[str, str]]:
+    """Return where matrices are in the file, by name, and the types of those in blocks, by layer.
+
+    Args:
+        source: The file.
+        weights: The model's.
+    """
+    places: dict[str, tuple[int, Place]] = {}
+    kinds: dict[str, str] = {}
+    size = source.stat().st_size
+    for weight in weights:
+        if not weight.is_rows:
+            continue
+        (tensor,) = weight.tensors
+        kind, rows = tensor.tensor_type.name, int(tensor.shape[1])
+        layer, offset = weight.name.removesuffix(WEIGHT), int(tensor.data_offset)
+        within = offset + int(tensor.n_bytes) <= size and weight.name.endswith(WEIGHT)
+        if within and kind in BLOCK_TYPES:
+            kinds[layer] = kind
+            width = int(tensor.n_bytes) // rows
+            places[layer + BLOCKS] = 0, Place(offset, "U8", (rows, width))
+        elif within and kind in FLOAT_TYPES and weight.order is None:
+            columns = int(tensor.shape[0])
+            places[weight.name] = 0, Place(offset, kind, (rows, columns))
+    return places, kinds
+
+
+def _write_floats(
+    target: Path,
+    weights: Iterable[Weight],
+    places: Collection[str],
+    dtype: Any,  # noqa: ANN401
+) -> None:
+    """Write all weights that are not in places as floats, in files of at most `SHARD_BYTES`.
+
+    Matrices become `dtype`; vectors stay in float32 beside blocks.
+    """
+    import torch  # noqa: PLC0415
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    shards: list[list[str]] = []
+    held: dict[str, Any] = {}
+
+    def write() -> None:
+        save_file(held, target / f"{len(shards)}{WHOLE}", metadata={"format": "pt"})
+        shards.append(list(held))
+        held.clear()
+
+    for weight in weights:
+        layer = weight.name.removesuffix(WEIGHT)
+        if layer + BLOCKS in places:
+            if weight.order is not None:
+                held[layer + ORDER] = torch.from_numpy(weight.order)
+            continue
+        if weight.name in places:
+            continue
+        numbers = weight.numbers()
+        keeps = places and numbers.dim() < LEAST_DIMENSIONS
+        held[weight.name] = numbers if keeps else numbers.to(dtype)
+        if sum(own.nbytes for own in held.values()) > SHARD_BYTES:
+            write()
+    if held or not shards:
+        write()
+    if len(shards) == 1:
+        (target / f"0{WHOLE}").rename(target / WHOLE)
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        name = SHARD_NAME.format(number + 1, len(shards))
+        (target / f"{number}{WHOLE}").rename(target / name)
+        where |= dict.fromkeys(names, name)
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}) + "\n")
 
 
 @contextmanager
 def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
-    """Have transformers use a file's reader: each parses the vocabulary."""
+    """Have transformers use a file's reader, as each parses the vocabulary, and one map of names.
+
+    It makes the map, which takes long, for each module of a model.
+    """
     gguf: Any = import_module("gguf")
     with _one_at_a_time:
-        given = gguf.GGUFReader
+        given = gguf.GGUFReader, gguf.get_tensor_name_map
 
         def read(path: str, *options: Any) -> Any:  # noqa: ANN401
-            return reader if source.samefile(path) else given(path, *options)
+            return reader if source.samefile(path) else given[0](path, *options)
 
-        gguf.GGUFReader = read
+        gguf.GGUFReader, gguf.get_tensor_name_map = read, cache(given[1])
         try:
             yield
         finally:
-            gguf.GGUFReader = given
+            gguf.GGUFReader, gguf.get_tensor_name_map = given
 
 
 def _convert_elsewhere(source: Path, target: Path, *, packed: bool) -> None:
@@ -168,12 +279,6 @@ def main() -> None:
         sys.exit(1)
 
 
-def _float32() -> Any:  # noqa: ANN401
-    import torch  # noqa: PLC0415 - seconds to import, once in a model's life
-
-    return torch.float32
-
-
 def _tokenizer(source: Path, reader: Any) -> GgufTokenizer:  # noqa: ANN401
     """Read the tokenizer; build it once, so that what is refused is refused before the weights."""
     tokenizer = GgufTokenizer.read(reader)
@@ -184,56 +289,67 @@ def _tokenizer(source: Path, reader: Any) -> GgufTokenizer:  # noqa: ANN401
     return tokenizer
 
 
-def _load(source: Path, reader: Any, dtype: Any) -> Any:  # noqa: ANN401
-    """Read the model; missing weights, which would be random, are an error."""
-    from gguf import Keys  # noqa: PLC0415
-    from transformers import (  # noqa: PLC0415
-        AutoConfig,
-        AutoModelForCausalLM,
-        GgufConfig,
+def _reads_itself(architecture: str) -> bool:
+    """Return whether transformers maps an architecture's tensors by rules that only it can run."""
+    from transformers.modeling_gguf_pytorch_utils import (  # noqa: PLC0415
+        GGUF_SUPPORTED_ARCHITECTURES,
     )
+
+    return architecture.startswith("qwen35") and architecture not in GGUF_SUPPORTED_ARCHITECTURES
+
+
+def _make_model(source: Path, reader: Any, architecture: str, dtype: Any) -> Any:  # noqa: ANN401
+    """Return the model of transformers' class for a file, without weights if they can be found."""
+    import torch  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig  # noqa: PLC0415
 
     place: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     try:
         config = AutoConfig.from_pretrained(**place)
-        architecture = _field(reader, Keys.General.ARCHITECTURE)
         complete_config(config, architecture, read_fields(reader, architecture))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **place,
-            config=config,
-            dtype=dtype,
-            quantization_config=GgufConfig(dequantize=True),
-            output_loading_info=True,
-        )
+        if _reads_itself(architecture):
+            whole = GgufConfig(dequantize=True)
+            return AutoModelForCausalLM.from_pretrained(
+                **place, config=config, dtype=dtype, quantization_config=whole
+            )
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source} cannot be served: {error}") from None
     except Exception as error:
         raise ModelError(f"transformers cannot read {source}: {first_line(error)}") from error
-    model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):
-        raise ModelError(f"{source} lacks {len(missing)} of the model's weights, as {missing[0]}")
-    _check_all_taken(source, reader, model)
+    model.config.architectures = [type(model).__name__]
     return model
 
 
-def _check_all_taken(source: Path, reader: Any, model: Any) -> None:  # noqa: ANN401
-    """Refuse a file with numbers that no weight takes: transformers leaves them out silently.
+def _check_complete(source: Path, model: Any, weights: Iterable[Weight]) -> None:  # noqa: ANN401
+    """Refuse a file that lacks weights, which would be random."""
+    held = {weight.name for weight in weights}
+    own = dict(model.named_parameters(remove_duplicate=False))
+    tied = {id(weight) for name, weight in own.items() if name in held}
+    left = sorted(name for name, weight in own.items() if id(weight) not in tied)
+    if left:
+        raise ModelError(f"{source} lacks {len(left)} of the model's weights, as {left[0]}")
+
+
+def _check_all_taken(source: Path, reader: Any, model: Any, weights: Iterable[Weight]) -> None:  # noqa: ANN401
+    """Refuse a file with numbers that no weight takes.
 
     Raises:
         UnsupportedModelError: There are some, such as biases that the model's class does not have.
     """
-    weights = {weight.data_ptr(): weight.numel() for weight in model.state_dict().values()}
-    sizes = {
+    taken = {tensor.name for weight in weights for tensor in weight.tensors}
+    left = {
         tensor.name: int(tensor.n_elements)
         for tensor in reader.tensors
-        if tensor.name.removesuffix(WEIGHT) not in FACTORS
+        if tensor.name not in taken and tensor.name.removesuffix(WEIGHT) not in FACTORS
     }
     if model.config.tie_word_embeddings:  # some files have the head, too
-        sizes.pop(HEAD, None)
-    if (left := sum(sizes.values()) - sum(weights.values())) > 0:
+        left.pop(HEAD, None)
+    if left:
         raise UnsupportedModelError(
-            f"{source} cannot be served: {left:,} of its numbers are weights, such as biases, that"
-            f" {type(model).__name__} of transformers does not have"
+            f"{source} cannot be served: {sum(left.values()):,} of its numbers are weights, such as"
+            f" {next(iter(left))}, that {type(model).__name__} of transformers does not have"
         )
 
 
@@ -251,7 +367,7 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
 
     _check_magic(path)
     try:
-        reader = gguf.GGUFReader(path)
+        reader = _reader_class()(path)
     except Exception as error:
         if (unknown := UNKNOWN_TYPE.search(str(error))) is not None:
             raise ModelError(
@@ -275,6 +391,23 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     if _field(reader, gguf.Keys.Tokenizer.MODEL) is None:
         raise ModelError(f"{path} holds no tokenizer, so it is no language model of its own")
     return reader
+
+
+def _reader_class() -> Any:  # noqa: ANN401
+    """Return gguf's reader, which reads a vocabulary's bytes as plain arrays: it is twice as fast.
+
+    Slices of a `memmap` are slow to make, and it makes several for each token.
+    """
+    import gguf  # noqa: PLC0415 - rarely needed
+    import numpy as np  # noqa: PLC0415
+
+    def bytes_of(reader: Any) -> Any:  # noqa: ANN401
+        return vars(reader)["data"]
+
+    def set_bytes(reader: Any, mapped: Any) -> None:  # noqa: ANN401
+        vars(reader)["data"] = np.asarray(mapped)
+
+    return type("Reader", (gguf.GGUFReader,), {"data": property(bytes_of, set_bytes)})
 
 
 def _dtype(reader: Any) -> Any:  # noqa: ANN401

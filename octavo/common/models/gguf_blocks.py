@@ -1,101 +1,87 @@
-"""Keeps a GGUF file's weights in the file's own blocks, in a converted model's directory.
+"""The weights of a model that are read from its GGUF file as they are, and where they are in it.
 
-transformers renames a file's tensors and reorders the rows of some. A tensor is known again by its
-rows' numbers, whatever their order; only where these are exactly a weight's is the weight replaced
-by the tensor's bytes, its rows in the weight's order. All other weights stay floats.
+Matrices stay in the file's own blocks or floats, of which `FILE` in the model's directory says the
+place; all other weights are in the directory's safetensors files.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.common.models.files import CONFIG
-from octavo.common.models.weight_files import WHOLE
+from octavo.common.models.errors import ModelError
+from octavo.common.models.weight_files import Place
 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """GGUF's types that have kernels."""
-ENDING = ".blocks"
-"""What follows a layer's name in the name of its bytes."""
+FLOAT_TYPES = ("F32", "F16", "BF16")
+"""Its types of floats; safetensors calls them the same."""
+BLOCKS, ORDER = ".blocks", ".order"
+"""What follows a layer's name in the names of its bytes, and of its rows' numbers."""
 WEIGHT = ".weight"
 METHOD = "gguf"
-PART_ROWS = 4096
-"""Rows that are hashed at once."""
+FILE = "gguf.json"
 
 
-def packed_types(reader: Any) -> set[str]:  # noqa: ANN401 - gguf has no types
-    """Return those of a file's types that the kernels take."""
-    return {own.tensor_type.name for own in reader.tensors} & set(BLOCK_TYPES)
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tensors of a model are in its files.
+
+    Attributes:
+        files: The files' paths and sizes.
+        tensors: The number of its file, and the place in it, of each tensor by name.
+    """
+
+    files: tuple[tuple[str, int], ...]
+    tensors: Mapping[str, tuple[int, Place]]
+
+    def types(self) -> dict[str, str]:
+        """Return the type of each tensor, as `tensor_types` does."""
+        return {name: place.dtype for name, (_, place) in self.tensors.items()}
+
+    def write(self, directory: Path) -> None:
+        """Write them to a model's directory."""
+        tensors = {name: [file, asdict(place)] for name, (file, place) in self.tensors.items()}
+        content = {"files": self.files, "tensors": tensors}
+        (directory / FILE).write_text(json.dumps(content) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path) -> "Places":
+        """Read those of a model's directory; there are none in most.
+
+        Raises:
+            ModelError: A file is gone, or has another size.
+        """
+        try:
+            content = json.loads((directory / FILE).read_text())
+        except FileNotFoundError:
+            return cls((), {})
+        files = tuple((str(path), int(size)) for path, size in content["files"])
+        for path, size in files:
+            if not Path(path).is_file() or Path(path).stat().st_size != size:
+                raise ModelError(f"{path}, of which {directory} is made, is gone or has changed")
+        tensors = {
+            name: (int(file), Place(own["offset"], own["dtype"], tuple(own["shape"])))
+            for name, (file, own) in content["tensors"].items()
+        }
+        return cls(files, tensors)
 
 
-def keep_blocks(directory: Path, reader: Any, dtype: Any) -> None:  # noqa: ANN401
-    """Replace the weights of a converted model by the file's blocks, where they are the same.
+def relocate(directory: Path, paths: Sequence[Path]) -> None:
+    """Say where a model's files are now, if they were moved; their contents are the same.
 
     Args:
-        directory: The model's, with all weights in float32 in one file; it is changed.
-        reader: Of the GGUF file.
-        dtype: What other matrices become; vectors stay in float32.
+        directory: The model's.
+        paths: The files', in order.
     """
-    import torch  # noqa: PLC0415 - seconds to import, once in a model's life
-    from safetensors.torch import load_file, save_file  # noqa: PLC0415
-
-    weights = load_file(directory / WHOLE)
-    matrices = {
-        name: weight
-        for name, weight in weights.items()
-        if name.endswith(WEIGHT) and weight.dim() == 2 and weight.dtype == torch.float32
-    }
-    kinds: dict[str, str] = {}
-    stored: dict[str, Any] = {}
-    for name, (kind, rows) in _find_blocks(reader, matrices).items():
-        layer = name.removesuffix(WEIGHT)
-        kinds[layer], stored[layer + ENDING] = kind, rows
-    for name, weight in weights.items():
-        if name.removesuffix(WEIGHT) not in kinds:
-            stored[name] = weight if weight.dim() < 2 else weight.to(dtype)
-    made = directory / f"{WHOLE}.new"
-    save_file(stored, made, metadata={"format": "pt"})
-    del weights, matrices
-    made.replace(directory / WHOLE)
-    config = json.loads((directory / CONFIG).read_text())
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    if kinds:
-        config["quantization_config"] = {"quant_method": METHOD, "weights": kinds}
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _find_blocks(reader: Any, matrices: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:  # noqa: ANN401
-    """Return the type and bytes, `[outputs, bytes]`, of the matrices that are a file's tensors."""
-    import gguf  # noqa: PLC0415 - rarely needed
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
-
-    hashes = {name: _row_hashes(matrix) for name, matrix in matrices.items()}
-    alike = defaultdict(list)
-    for name, own in hashes.items():
-        alike[matrices[name].shape, int(own.sum())].append(name)
-    found: dict[str, tuple[str, Any]] = {}
-    for tensor in reader.tensors:
-        kind = tensor.tensor_type.name
-        if kind not in BLOCK_TYPES or len(tensor.shape) != 2:
-            continue
-        exact = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
-        own = _row_hashes(exact)
-        places = own.argsort(stable=True)
-        for name in alike.get((exact.shape, int(own.sum())), ()):
-            order = torch.empty_like(places)
-            order[hashes[name].argsort(stable=True)] = places
-            if torch.equal(exact[order], matrices[name]):
-                found[name] = kind, torch.from_numpy(np.array(tensor.data))[order]
-    return found
-
-
-def _row_hashes(matrix: Any) -> Any:  # noqa: ANN401
-    """Return a number of each row's bits, `[rows]` int64."""
-    import torch  # noqa: PLC0415
-
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, matrix.shape[1:], generator=generator)
-    parts = matrix.contiguous().view(torch.int32).split(PART_ROWS)
-    return torch.cat([(part.long() * factors).sum(1) for part in parts])
+    where = directory / FILE
+    if not where.is_file():
+        return
+    content: dict[str, Any] = json.loads(where.read_text())
+    names = [str(path) for path in paths]
+    if [path for path, _ in content["files"]] != names:
+        content["files"] = [[str(path), path.stat().st_size] for path in paths]
+        made = where.with_name(f"{FILE}.new")
+        made.write_text(json.dumps(content) + "\n")
+        made.replace(where)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,21 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The format's limit."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is in a file.
+
+    Attributes:
+        offset: The first byte.
+        dtype: The type, by safetensors' name.
+        shape: The shape.
+    """
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def tensor_types(directory: Path) -> dict[str, str]:
@@ -155,8 +171,18 @@ def check_file(file: Path) -> dict[str, str]:
     Raises:
         ModelError: Its size is not what its header states.
     """
+    return {name: place.dtype for name, place in tensor_places(file).items()}
+
+
+def tensor_places(file: Path) -> dict[str, Place]:
+    """Return where a safetensors file's tensors are, by its header.
+
+    Raises:
+        ModelError: As `check_file`.
+    """
     check_no_pointer(file)
-    size, needed, entries = file.stat().st_size, LENGTH_BYTES, {}
+    size, needed = file.stat().st_size, LENGTH_BYTES
+    entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     with file.open("rb") as opened:
         header = int.from_bytes(opened.read(LENGTH_BYTES), "little")
         if size >= LENGTH_BYTES and header > MAX_HEADER_BYTES:
@@ -164,7 +190,7 @@ def check_file(file: Path) -> dict[str, str]:
         needed += header
         if size >= needed > LENGTH_BYTES:
             entries = _entries(file, opened.read(header))
-            needed += max((end for _, end in entries.values()), default=0)
+            needed += max((end for *_, end in entries.values()), default=0)
     if size < needed or header == 0:
         raise ModelError(
             f"{file} is truncated: it has {size} of {needed} or more bytes. Download or convert it"
@@ -172,16 +198,25 @@ def check_file(file: Path) -> dict[str, str]:
         )
     if size > needed:
         raise ModelError(f"{file} is damaged: it has {size} bytes, but its header states {needed}")
-    return {name: dtype for name, (dtype, _) in entries.items()}
+    data = LENGTH_BYTES + header
+    return {
+        name: Place(data + begin, dtype, shape)
+        for name, (dtype, shape, begin, _) in entries.items()
+    }
 
 
-def _entries(file: Path, header: bytes) -> dict[str, tuple[str, int]]:
-    """Return each tensor's type, and where its data ends after the header."""
+def _entries(file: Path, header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+    """Return each tensor's type and shape, and where its data begins and ends after the header."""
     try:
         entries = json.loads(header, object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
         return {
-            name: (str(entry["dtype"]), int(entry["data_offsets"][1]))
+            name: (
+                str(entry["dtype"]),
+                tuple(int(size) for size in entry["shape"]),
+                int(entry["data_offsets"][0]),
+                int(entry["data_offsets"][1]),
+            )
             for name, entry in entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:

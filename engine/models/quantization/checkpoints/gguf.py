@@ -1,15 +1,18 @@
-"""GGUF's own blocks, of which `octavo.common.models.gguf_blocks` keeps the bytes.
+"""GGUF's own blocks, of which `octavo.common.models.gguf_blocks` says where they are.
 
 A layer's `blocks` `[outputs, bytes]` uint8 are whole units of one of GGUF's types, which the config
-names for each layer. ggml's ggml-common.h defines them.
+names for each layer; its `order` `[outputs]` int32, if there is one, is the row of each output.
+ggml's ggml-common.h defines the types.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from octavo.common.models.gguf_blocks import BLOCKS, ORDER
 from octavo.engine.models.quantization.checkpoints.base import (
     Format,
     Settings,
@@ -30,6 +33,9 @@ from octavo.kernels.cpu.blocks import (
     BlockFormat,
     read_fields,
 )
+
+SCALE_OF_Q6_K = 208
+"""The first byte of a unit's scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Blocks:
 class Gguf(Format):
     """Weights in GGUF's blocks."""
 
-    endings: ClassVar = {".blocks": "blocks"}
+    endings: ClassVar = {BLOCKS: "blocks", ORDER: "order"}
     packs_ends: ClassVar = True
 
     def __init__(self, settings: Settings) -> None:
@@ -97,17 +103,26 @@ class Gguf(Format):
         need_header(layer, "blocks", header, ["U8"], header.shape)
         outputs, size = header.shape
         whole = size > 0 and size % own.unit_bytes == 0
+        if "order" in parts:
+            need_header(layer, "order", parts["order"], ["I32"], (outputs,))
         need(whole, layer, f"has {size} bytes an output, which {own.name} does not divide")
         return outputs, size // own.unit_bytes * own.unit
 
     def read(self, layer: str, parts: Mapping[str, Tensor]) -> Blocks:
         """Return a weight."""
-        own = self._kinds[layer]
-        fields = read_fields(parts["blocks"], own)
-        for name, values in (("scales", fields.scale), ("minima", fields.least)):
-            if values is not None:
-                need_finite(layer, name, values)
-        return Blocks(parts["blocks"], own)
+        own, rows = self._kinds[layer], parts["blocks"]
+        if "order" in parts:
+            rows = rows[parts["order"]]
+        need_finite(layer, "scales", _half(rows, SCALE_OF_Q6_K if own.bits == 6 else 0, own))
+        if own.has_min:
+            need_finite(layer, "minima", _half(rows, 2, own))
+        return Blocks(rows, own)
+
+
+def _half(rows: Tensor, first: int, own: BlockFormat) -> Tensor:
+    """Return a number of each unit, `[outputs, units]` float16; its first byte is given."""
+    units = rows.reshape(len(rows), -1, own.unit_bytes)
+    return units[..., first : first + 2].contiguous().view(torch.float16)
 
 
 def _are_kinds(value: object) -> bool:

@@ -226,6 +226,7 @@ class _Packing:
         self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
         replace(self._model, group, self._convert, self._join)
         self.packed += sum(located.layer.weight.numel() for located in group)
+        self._checkpoint.give_back()
 
     def pack_experts(self) -> None:
         """Replace layers of experts where all of them can be packed."""

@@ -11,14 +11,13 @@ from typing import Any
 
 import structlog
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
 from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.common.models.gguf_blocks import FILE as GGUF_PLACES
 from octavo.common.models.quantized import KEYS
-from octavo.common.models.weight_files import weight_files
 from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.base import (
@@ -27,6 +26,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     TensorHeader,
     WeightError,
 )
+from octavo.engine.models.quantization.checkpoints.tensor_files import StoredTensor, open_tensors
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Of weights that may be large, by safetensors' names."""
@@ -75,14 +75,9 @@ class QuantizedCheckpoint:
     def __init__(self, directory: Path, own: Format) -> None:
         self.format = own
         self._directory = directory
-        self._files: dict[str, Any] = {}
-        headers: dict[str, TensorHeader] = {}
-        for file in weight_files(directory):
-            opened: Any = safe_open(file, framework="pt")
-            for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                found = opened.get_slice(name)
-                headers[name] = TensorHeader(found.get_dtype(), tuple(found.get_shape()))
-                self._files[name] = opened
+        self._latest: list[StoredTensor] = []
+        self._tensors = open_tensors(directory)
+        headers = {name: own.header for name, own in self._tensors.items()}
         self._parts = self._find_parts(headers)
         self.shapes = {
             layer + own.weight_ending: self._check(layer, parts, headers)
@@ -94,8 +89,8 @@ class QuantizedCheckpoint:
 
     def weights(self) -> dict[str, Any]:
         """Return all weights by their names in transformers, to be read when they are needed."""
-        plain = {name: self._files[name].get_slice(name) for name in self._plain}
-        return {name: _lazy(name, own) for name, own in plain.items()} | {
+        plain = {name: self._tensors[name] for name in self._plain}
+        return _lazy(plain) | {
             name: LazyWeight(name, shape, torch.float32, partial(self._dequantize, name))
             for name, shape in self.shapes.items()
         }
@@ -115,14 +110,18 @@ class QuantizedCheckpoint:
             ModelError: Its numbers cannot be right.
         """
         layer = name.removesuffix(self.format.weight_ending)
-        tensors = {
-            part: self._files[tensor].get_tensor(tensor)
-            for part, tensor in self._parts[layer].items()
-        }
+        self._latest += [self._tensors[name] for name in self._parts[layer].values()]
+        tensors = {part: self._tensors[tensor][...] for part, tensor in self._parts[layer].items()}
         try:
             return self.format.read(layer, tensors)
         except WeightError as error:
             raise ModelError(f"{self._directory}: {error}") from None
+
+    def give_back(self) -> None:
+        """Let the system have the memory of the files' parts that were read since the last time."""
+        for tensor in self._latest:
+            tensor.give_back()
+        self._latest.clear()
 
     def find(self, weight: Tensor) -> StoredWeight | None:
         """Return the quantized weight that a model's weight is; None if it is none.
@@ -134,7 +133,9 @@ class QuantizedCheckpoint:
         return self.read(name) if name in self.shapes else None
 
     def _dequantize(self, name: str) -> Tensor:
-        return self.read(name).dequantize()
+        made = self.read(name).dequantize()
+        self.give_back()
+        return made
 
     def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
         """Return the names of each quantized layer's tensors by part."""
@@ -237,6 +238,7 @@ def load_weights(
         OSError: A file cannot be read.
         Exception: What transformers raises.
     """
+    deferred = deferred or (Path(path) / GGUF_PLACES).is_file()
     if checkpoint is None and not (empty or deferred):
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options
@@ -259,23 +261,33 @@ def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
         directory: The model's.
         empty: Whether only their shapes are needed.
     """
+    found = open_tensors(directory).items()
+    if empty:
+        return {name: torch.empty(own.header.shape, device="meta") for name, own in found}
+    return _lazy(dict(found))
+
+
+def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """Return files' tensors by name, the large ones deferred.
+
+    The memory of each is given back when the next one is read.
+    """
+    latest: list[StoredTensor] = []
+
+    def read(own: StoredTensor) -> Tensor:
+        if latest and latest[0] is not own:
+            latest.pop().give_back()
+        latest[:] = [own]
+        return own[...]
+
     weights: dict[str, Any] = {}
-    for file in weight_files(directory):
-        opened: Any = safe_open(file, framework="pt")
-        for name in opened.keys():  # noqa: SIM118 - it is no mapping
-            own = opened.get_slice(name)
-            weights[name] = (
-                torch.empty(own.get_shape(), device="meta") if empty else _lazy(name, own)
-            )
+    for name, own in tensors.items():
+        dtype, shape = TYPES.get(own.place.dtype), own.place.shape
+        if dtype is None or math.prod(shape) < SMALL:
+            weights[name] = own
+        else:
+            weights[name] = LazyWeight(name, shape, dtype, partial(read, own))
     return weights
-
-
-def _lazy(name: str, own: Any) -> Any:  # noqa: ANN401 - a slice of safetensors
-    """Return a slice of a file, deferred if it is large."""
-    shape, dtype = tuple(own.get_shape()), TYPES.get(own.get_dtype())
-    if dtype is None or math.prod(shape) < SMALL:
-        return own
-    return LazyWeight(name, shape, dtype, lambda: own[...])
 
 
 def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:

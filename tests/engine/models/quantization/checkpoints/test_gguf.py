@@ -1,6 +1,8 @@
 """GGUF files whose weights stay in blocks say what transformers says with them dequantized."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -14,7 +16,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.common.models.gguf_blocks import Places
 from octavo.common.models.resolve import resolve
+from octavo.engine.models.deferred import hold
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.checkpoints.block_layers import (
     BlockWeights,
@@ -22,9 +26,9 @@ from octavo.engine.models.quantization.checkpoints.block_layers import (
     PackedBlocksLinear,
     embedding_factor,
 )
+from octavo.engine.models.quantization.checkpoints.reader import load_weights, read_config
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
-from tests.engine.models.quantization.checkpoints.quantize import change_tensors
 from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
     error,
     served_logits,
@@ -248,19 +252,44 @@ def test_both_forms_are_kept_apart(tmp_path):
     assert loaded_as("bfloat16", plain).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.F32])
+def test_floats_are_read_where_they_are(tmp_path, kind):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", kind=kind)
+    directory = resolve(str(file), packed=True)
+    assert "model.layers.0.mlp.up_proj.weight" in Places.read(Path(directory)).tensors
+    own, other = (loaded_as("float32", path) for path in (directory, resolve(str(file))))
+    tokens = torch.arange(40)
+    assert torch.equal(served_logits(own, tokens), served_logits(other, tokens))
+    own, other = (
+        load_weights(path, read_config(path, quantized=False), None, dtype="auto")
+        for path in (directory, resolve(str(file)))
+    )
+    assert own.dtype == other.dtype
+    hold(own)
+    assert all(map(torch.equal, own.state_dict().values(), other.state_dict().values()))
+
+
 def test_damaged_blocks_are_refused(tmp_path):
-    path = Path(resolve(str(write(tmp_path / "tiny.gguf", "llama", q4_k_m)), packed=True))
+    file = write(tmp_path / "tiny.gguf", "llama", q4_k_m)
+    path = Path(resolve(str(file), packed=True))
+    places = Places.read(path)
     name = "model.layers.0.mlp.up_proj.blocks"
-
-    def change(changed):
-        change_tensors(path, lambda own, value: (own, changed(value) if own == name else value))
-
-    change(lambda value: value[:, 1:].contiguous())
+    number, place = places.tensors[name]
+    cut = replace(place, shape=(place.shape[0], place.shape[1] - 1))
+    replace(places, tensors={**places.tensors, name: (number, cut)}).write(path)
     with pytest.raises(ModelError, match=r"up_proj has 143 bytes an output, which Q4_K does not"):
         loaded_as("bfloat16", str(path))
-    change(lambda value: torch.full((len(value), 144), 255, dtype=torch.uint8))
+    places.write(path)
+    with file.open("r+b") as opened:
+        opened.seek(place.offset)
+        opened.write(b"\xff" * 144)
     with pytest.raises(ModelError, match="up_proj has numbers in scales that are not finite"):
         loaded_as("bfloat16", str(path))
+    with file.open("ab") as opened:
+        opened.write(b"more")
+    with pytest.raises(ModelError, match=r"tiny.gguf, of which .* is made, is gone or has changed"):
+        loaded_as("bfloat16", str(path))
+    os.truncate(file, file.stat().st_size - 4)
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"]["weights"]["model.layers.0.mlp.up_proj"] = "Q9_K"
     (path / "config.json").write_text(json.dumps(config))

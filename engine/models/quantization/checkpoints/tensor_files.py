@@ -1,0 +1,108 @@
+"""Reads a model's tensors where they are in its files, and gives back the files' memory."""
+
+import mmap
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+
+import torch
+from torch import Tensor
+
+from octavo.common.models.errors import ModelError
+from octavo.common.models.gguf_blocks import Places
+from octavo.common.models.weight_files import Place, tensor_places, weight_files
+from octavo.engine.models.quantization.checkpoints.base import TensorHeader
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""By safetensors' names."""
+LARGE = 1 << 20
+"""Bytes of a tensor whose memory is given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a mapped file.
+
+    Attributes:
+        file: The file's bytes.
+        place: Where in it.
+    """
+
+    file: mmap.mmap
+    place: Place
+
+    @property
+    def header(self) -> TensorHeader:
+        """What the file says of it."""
+        return TensorHeader(self.place.dtype, self.place.shape)
+
+    def get_shape(self) -> list[int]:
+        """Return the shape, as safetensors' slices do."""
+        return list(self.place.shape)
+
+    def get_dtype(self) -> str:
+        """Return the type, likewise."""
+        return self.place.dtype
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        """Return it. It is a part of the file, of which it must not change the numbers.
+
+        Raises:
+            ModelError: It has a type that PyTorch lacks.
+        """
+        place = self.place
+        if (dtype := DTYPES.get(place.dtype)) is None:
+            raise ModelError(f"it has tensors of type {place.dtype}, which Octavo does not read")
+        count = torch.Size(place.shape).numel()
+        if not count:
+            return torch.empty(place.shape, dtype=dtype)
+        flat = torch.frombuffer(self.file, dtype=dtype, count=count, offset=place.offset)
+        return flat.reshape(place.shape)
+
+    def give_back(self) -> None:
+        """Let the system have the memory of a large tensor, which is read again if it is used."""
+        size = torch.Size(self.place.shape).numel() * DTYPES[self.place.dtype].itemsize
+        first = -(-self.place.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (self.place.offset + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if size >= LARGE and length > 0:
+            with suppress(OSError):
+                self.file.madvise(mmap.MADV_DONTNEED, first, length)
+
+
+def open_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model's files by name; nothing is read of them yet.
+
+    Raises:
+        ModelError: A file is absent, damaged or has changed.
+        OSError: A file cannot be opened.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(directory):
+        file = _mapped(path)
+        found |= {name: StoredTensor(file, place) for name, place in tensor_places(path).items()}
+    places = Places.read(directory)
+    maps = [_mapped(Path(path)) for path, _ in places.files]
+    for name, (number, place) in places.tensors.items():
+        found[name] = StoredTensor(maps[number], place)
+    return found
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        # Numbers may be changed in memory; the file stays as it is.
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

@@ -1,0 +1,146 @@
+"""Finds which of a GGUF file's tensors a model's weights are made of.
+
+transformers knows llama.cpp's names of its weights, and undoes what llama.cpp's converter did to
+their numbers: it reorders rows, joins the experts' products, subtracts one from norms. What it does
+to a tensor is seen by what it makes of the rows' numbers: where it only moves rows, a weight is the
+tensor's rows in another order, whatever type they have.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+LEAST_DIMENSIONS = 2
+"""Of a tensor with rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight of a model.
+
+    Attributes:
+        name: Its name in transformers.
+        tensors: What it is made of, as `gguf.GGUFReader` has them.
+        is_rows: Whether it is the rows of one tensor.
+        order: The number in the tensor of each row, if they are not in order.
+        numbers: Returns it as a tensor of floats.
+    """
+
+    name: str
+    tensors: tuple[Any, ...]
+    is_rows: bool
+    order: Any | None
+    numbers: Callable[[], Any]
+
+
+class _Names:
+    """What transformers does to the tensors of one file.
+
+    Args:
+        architecture: As the file names it.
+        config: What transformers reads of the file.
+        model: Of its class, without weights.
+    """
+
+    def __init__(self, architecture: str, config: Mapping[str, Any], model: Any) -> None:  # noqa: ANN401
+        from transformers import modeling_gguf_pytorch_utils as own  # noqa: PLC0415
+
+        kinds: Mapping[str, Any] = own.TENSOR_PROCESSORS
+        self._processor = kinds.get(architecture, own.TensorProcessor)(config=dict(config))
+        self._names = own.get_gguf_hf_weights_map(model, self._processor)
+
+    def process(self, name: str, numbers: Any, made: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
+        """Return the weights that a tensor is, or is a part of, by name.
+
+        Args:
+            name: The tensor's.
+            numbers: Its numbers, or others of its shape.
+            made: What other tensors made of the weights.
+        """
+        parsed = {"tensors": dict(made)}
+        found = self._processor.process(
+            weights=numbers, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
+        )
+        if found.name in self._names:
+            return {self._names[found.name]: found.weights}
+        return parsed["tensors"]
+
+    def numbers(self, name: str, tensors: Iterable[Any]) -> Any:  # noqa: ANN401 - a torch tensor
+        """Return a weight in float32.
+
+        Args:
+            name: The weight's.
+            tensors: What it is made of.
+        """
+        import gguf  # noqa: PLC0415 - rarely needed
+        import torch  # noqa: PLC0415 - seconds to import, once in a model's life
+
+        made: dict[str, Any] = {}
+        for tensor in tensors:
+            exact = gguf.dequantize(tensor.data, tensor.tensor_type)
+            made |= self.process(tensor.name, exact, made)
+        found = made[name]
+        own: Any = found if isinstance(found, torch.Tensor) else torch.from_numpy(found)
+        return own.float().contiguous()
+
+
+def find_weights(
+    tensors: Iterable[Any],
+    architecture: str,
+    config: Mapping[str, Any],
+    model: Any,  # noqa: ANN401
+) -> list[Weight]:
+    """Return the weights that a file has; tensors that are none of a model's are left out.
+
+    Args:
+        tensors: The file's, as `gguf.GGUFReader` has them.
+        architecture: As the file names it.
+        config: What transformers reads of the file.
+        model: Of its class, on the meta device.
+    """
+    names = _Names(architecture, config, model)
+    found: list[Weight] = []
+    others: dict[str, list[Any]] = defaultdict(list)
+    for tensor in tensors:
+        made = _moved_rows(names, tensor)
+        if made is not None:
+            name, order = made
+            make = partial(names.numbers, name, (tensor,))
+            found.append(Weight(name, (tensor,), True, order, make))
+            continue
+        for name in names.process(tensor.name, _sample(tensor), {}):
+            others[name].append(tensor)
+    for name, own in others.items():
+        found.append(Weight(name, tuple(own), False, None, partial(names.numbers, name, own)))
+    return found
+
+
+def _sample(tensor: Any) -> Any:  # noqa: ANN401
+    """Return zeros of a tensor's shape, which take no memory."""
+    import numpy as np  # noqa: PLC0415 - rarely needed
+
+    return np.broadcast_to(np.float32(-1), tuple(int(size) for size in tensor.shape[::-1]))
+
+
+def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  # noqa: ANN401
+    """Return a weight's name and the order of its rows; None if a tensor is not moved rows."""
+    import numpy as np  # noqa: PLC0415
+
+    shape = tuple(int(size) for size in tensor.shape[::-1])
+    if len(shape) != LEAST_DIMENSIONS:
+        return None
+    numbers = np.arange(shape[0], dtype=np.float64)
+    given = np.stack([numbers, numbers + 0.5], 1)
+    try:
+        made = names.process(tensor.name, given, {})
+    except ValueError:  # it counts on the number of columns
+        return None
+    (name, rows), *others = made.items() if made else [("", None)]
+    if others or not isinstance(rows, np.ndarray) or rows.shape != given.shape:
+        return None
+    order = rows[:, 0]
+    if not np.array_equal(rows[:, 1], order + 0.5) or not np.array_equal(np.sort(order), numbers):
+        return None
+    return name, None if np.array_equal(order, numbers) else order.astype(np.int32)
