@@ -1,10 +1,12 @@
 // Linear layers: bfloat16 weights, and 8-bit weights with activations quantized at run time.
 
+#include <algorithm>
 #include <cstdint>
 
 #include "linear.h"
 #include "outputs.h"
 #include "prepare_rows.h"
+#include "repack.h"
 
 namespace {
 
@@ -36,6 +38,35 @@ void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLay
   };
   const void* prepared = words ? static_cast<const void*>(words) : normed;
   multiply<Pairs>(prepared, rows, stride, layer, depth, threads, prepare, store);
+}
+
+// Lays out words first to end - 1 of up to kPanel rows, with the rows of each side by side. Rows that
+// there are not become zeros.
+void pack_words(const uint8_t* from, int64_t row_bytes, int rows, int64_t first, int64_t end,
+                uint32_t* to) {
+  constexpr int kSquare = 4, kAheadBytes = 256;
+  const int64_t squares = first + (end - first) / kSquare * kSquare;
+  for (int row = 0; row < kPanel; row += kSquare) {
+    const uint8_t* own[kSquare];
+    uint32_t mask[kSquare];
+    for (int i = 0; i < kSquare; i++) {
+      const bool exists = row + i < rows;
+      own[i] = from + (exists ? row + i : 0) * row_bytes;
+      mask[i] = exists ? ~0u : 0;
+      __builtin_prefetch(own[i] + first * 4 + kAheadBytes);
+    }
+    for (int64_t k = first; k < squares; k += kSquare) {
+      Four square[kSquare];
+#pragma GCC unroll 4
+      for (int i = 0; i < kSquare; i++) square[i] = load<Four>(own[i] + k * 4) & mask[i];
+      transpose(square);
+#pragma GCC unroll 4
+      for (int i = 0; i < kSquare; i++) store(to + (k + i) * kPanel + row, square[i]);
+    }
+    for (int64_t k = squares; k < end; k++)
+      for (int i = 0; i < kSquare; i++)
+        to[k * kPanel + row + i] = load<uint32_t>(own[i] + k * 4) & mask[i];
+  }
 }
 
 }  // namespace
@@ -76,6 +107,17 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
   };
   const void* prepared = words ? static_cast<const void*>(words) : bytes;
   multiply<Fours>(prepared, rows, stride, *layer, depth, threads, prepare, store);
+}
+
+// Lays out a weight's rows, of `words` words each, in panels; see linear.h. Outputs are padded with
+// zeros to whole panels.
+extern "C" void octavo_pack_words(const uint8_t* rows, int64_t row_bytes, int64_t outputs,
+                                  int64_t words, uint32_t* panels, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t output = 0; output < outputs; output += kPanel)
+    for (int64_t k = 0; k < words; k += kLineWords)
+      pack_words(rows + output * row_bytes, row_bytes, std::min<int64_t>(outputs - output, kPanel),
+                 k, std::min(k + kLineWords, words), panels + output * words);
 }
 
 // Returns the number of outputs of a panel.

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from octavo.kernels import huge_pages
 from octavo.kernels.cpu.low_rank import LowRankKernels, LowRankSums
 from octavo.kernels.low_rank import LowRankOfLayer
 
@@ -78,6 +79,8 @@ class LinearKernels:
             function.argtypes, function.restype = (*rows, layer, *results), None
         self._int8 = library.octavo_linear_int8
         self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
+        self._pack = library.octavo_pack_words
+        self._pack.argtypes, self._pack.restype = (*rows, c_int64, *results), None
 
     def pack(self, weight: Tensor) -> Tensor:
         """Pack weights into panels.
@@ -88,10 +91,19 @@ class LinearKernels:
         Returns:
             `[panels, words, panel * elements of a word]`, of the same dtype.
         """
-        word = _WORD // weight.element_size()
-        whole = self.pad_outputs(weight)
-        panels = whole.reshape(-1, self.panel, weight.shape[1] // word, word)
-        return panels.transpose(1, 2).flatten(2).contiguous()
+        if weight.stride(1) != 1:
+            weight = weight.contiguous()
+        outputs, inputs = weight.shape
+        size = weight.element_size()
+        words = inputs * size // _WORD
+        shape = -(-outputs // self.panel), words, self.panel * _WORD // size
+        out = weight.new_empty(shape)
+        huge_pages.ask_for(out)
+        self._pack(
+            *(weight.data_ptr(), weight.stride(0) * size, outputs, words),
+            *(out.data_ptr(), torch.get_num_threads()),
+        )
+        return out
 
     def pack_int4(self, quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Pack 4-bit weights into panels; each weight is `(quantized - 8) * scale + zero`.

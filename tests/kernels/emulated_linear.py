@@ -39,6 +39,7 @@ class EmulatedLibrary:
         self.octavo_embed_blocks = Function(None)
         self.octavo_widen_blocks = Function(self._widen)
         self.octavo_pack_blocks = Function(self._pack)
+        self.octavo_pack_words = Function(self._pack_words)
 
     def close(self):
         self._program.stdin.close()
@@ -60,6 +61,12 @@ class EmulatedLibrary:
         padded = -(-outputs // self._panel) * self._panel
         size = padded * row_bytes // form.unit_bytes * form.packed_bytes
         self._read_stored(5, rows, row_bytes, order, outputs, number, 0, out, size)
+
+    def _pack_words(self, rows, row_bytes, outputs, words, out, _threads):
+        size = -(-outputs // self._panel) * self._panel * words * 4
+        sent = ctypes.string_at(rows, (outputs - 1) * row_bytes + words * 4)
+        self._send((6, 0, row_bytes, words, outputs, 0, size, 0, 0), [sent])
+        ctypes.memmove(out, self._read(size), size)
 
     def _read_stored(self, kind, rows, row_bytes, order, outputs, number, wide, out, size):
         places = range(outputs)

@@ -126,6 +126,21 @@ def case(shape, seed):
     return x, weight, torch.randn(outputs, generator=draw)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.float32])
+@given(shape=shapes, seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=12)
+def test_a_panel_has_the_outputs_of_a_word_side_by_side(kernels, dtype, shape, seed):
+    _, inputs, outputs = shape
+    draw = torch.Generator().manual_seed(seed)
+    # Rows of a wider weight: their stride is not their size.
+    weight = torch.randint(-128, 128, (outputs, inputs + 4), generator=draw).to(dtype)[:, 4:]
+    word = 4 // weight.element_size()
+    panels = kernels.pad_outputs(weight).reshape(-1, kernels.panel, inputs // word, word)
+    assert kernels.pack(weight).equal(panels.transpose(1, 2).flatten(2))
+    columns = weight.t().contiguous().t()
+    assert kernels.pack(columns).equal(kernels.pack(weight))
+
+
 @given(shape=shapes, seed=st.integers(0, 99))
 @settings(deadline=None)
 def test_bfloat16(kernels, shape, seed):

@@ -18,6 +18,7 @@ void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int
 void octavo_widen_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, int64_t, void*,
                          int);
 void octavo_pack_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, uint8_t*, int);
+void octavo_pack_words(const uint8_t*, int64_t, int64_t, int64_t, uint32_t*, int);
 const char* octavo_isa();
 }
 
@@ -31,9 +32,9 @@ struct Call {
   int64_t format, elements;  // of blocks
   int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums
 
-  // Of a file's rows, which are x with their order in the place of panels: the stride is in bytes,
-  // and `residual_stride` is the number of the result's.
-  bool reads_stored() const { return kind >= 4; }
+  // Whether weights are laid out or widened. Their rows are x, and the order of those of a file is in
+  // the place of panels. The stride is in bytes, and `residual_stride` is the result's size.
+  bool reads_weights() const { return kind >= 4; }
   double epsilon;
 };
 
@@ -54,17 +55,19 @@ int main() {
       if (!read(memory[i].data(), call.bytes[i])) return 1;
       at[i] = call.bytes[i] ? memory[i].data() : nullptr;
     }
-    if (call.reads_stored()) {
-      std::vector<uint8_t> found(call.residual_stride);
+    if (call.reads_weights()) {
+      std::vector<uint32_t> found((call.residual_stride + 3) / 4);
       const auto* rows = static_cast<const uint8_t*>(at[0]);
       const auto* order = static_cast<const int64_t*>(at[1]);
       if (call.kind == 4)
         octavo_widen_blocks(rows, call.stride, order, call.outputs, call.format, call.elements,
                             found.data(), kThreads);
+      else if (call.kind == 5)
+        octavo_pack_blocks(rows, call.stride, order, call.outputs, call.format,
+                           reinterpret_cast<uint8_t*>(found.data()), kThreads);
       else
-        octavo_pack_blocks(rows, call.stride, order, call.outputs, call.format, found.data(),
-                           kThreads);
-      std::fwrite(found.data(), 1, found.size(), stdout);
+        octavo_pack_words(rows, call.stride, call.outputs, call.inputs, found.data(), kThreads);
+      std::fwrite(found.data(), 1, call.residual_stride, stdout);
       std::fflush(stdout);
       continue;
     }
