@@ -29,24 +29,35 @@ class DeferredTensor(Tensor):
     Attributes:
         make: Makes them.
         stored: The name of the stored weight that it holds, if it is one, in whatever type.
+        exact: Makes the same in float32, if it is a quantized one, without rounding it in between.
     """
 
     make: Callable[[], Tensor]
     stored: str | None
+    exact: Callable[[], Tensor] | None
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034 - as the class; torch's typing wants no Self here
         cls: type["DeferredTensor"],
         like: Tensor,
         make: Callable[[], Tensor],
+        *,
         stored: str | None = None,
         device: torch.device | None = None,
+        exact: Callable[[], Tensor] | None = None,
     ) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=like.dtype, device=device or torch.device("cpu")
         )
-        made.make, made.stored = make, stored
+        made.make, made.stored, made.exact = make, stored, exact
         return made
+
+    def wide(self) -> Tensor:
+        """Return it in float32, of a quantized weight with its exact numbers."""
+        like = torch.empty(self.shape, device="meta")
+        if self.exact is None or self.device.type != "cpu":
+            return self.detach().float()
+        return DeferredTensor(like, self.exact, exact=self.exact)
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
         """Return a text without the numbers."""
@@ -96,14 +107,16 @@ def _defer(
         return None
     given = args[0]
     same = operator in UNCHANGED or operator in CASTS
-    stored = given.stored if same and isinstance(given, DeferredTensor) else None
+    stored = exact = None
+    if same and isinstance(given, DeferredTensor):
+        stored, exact = given.stored, given.exact
     where = device if moved is None else torch.device(moved)
 
     def run() -> Any:  # noqa: ANN401
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
 
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, run, stored, where)
+        return DeferredTensor(shapes, run, stored=stored, device=where, exact=exact)
     return type(shapes)(
         DeferredTensor(own, partial(_part, run, number), device=where)
         for number, own in enumerate(shapes)

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from octavo.engine.models.deferred import own_tensors, present
+from octavo.engine.models.deferred import DeferredTensor, own_tensors, present
 
 NARROW = {torch.bfloat16, torch.float16}
 SMALL = 250_000_000
@@ -46,7 +46,8 @@ def widened(model: nn.Module) -> Iterator[None]:
     try:
         for kept, name, own in found:
             if own not in made:
-                wide = (present(own.detach()) if small else own.detach()).float()
+                wide = own.wide() if isinstance(own, DeferredTensor) else own.detach().float()
+                wide = present(wide) if small else wide
                 is_parameter = isinstance(own, nn.Parameter)
                 made[own] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
             kept[name] = made[own]

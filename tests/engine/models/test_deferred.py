@@ -31,7 +31,8 @@ class Weight:
         return self.numbers
 
     def deferred(self):
-        return DeferredTensor(torch.empty(self.numbers.shape, device="meta"), self.read, "own")
+        like = torch.empty(self.numbers.shape, device="meta")
+        return DeferredTensor(like, self.read, stored="own")
 
 
 @pytest.mark.parametrize(

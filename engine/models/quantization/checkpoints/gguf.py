@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from octavo.common.models.gguf_blocks import BLOCKS, ORDER
@@ -19,7 +18,6 @@ from octavo.engine.models.quantization.checkpoints.base import (
     TensorHeader,
     known,
     need,
-    need_finite,
     need_header,
     need_parts,
     one_of,
@@ -36,6 +34,8 @@ from octavo.kernels.cpu.blocks import (
 
 SCALE_OF_Q6_K = 208
 """The first byte of a unit's scale."""
+EXPONENT = 0x7C
+"""The bits of the exponent in a float16's second byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,7 @@ class Gguf(Format):
             if kind not in FORMATS:
                 raise unsupported("weights of type", kind)
         self._kinds = {layer: FORMATS[kind] for layer, kind in kinds.items()}
+        self._finite: set[str] = set()  # the layers whose scales were found to be
 
     @property
     def description(self) -> str:
@@ -113,16 +114,22 @@ class Gguf(Format):
         own, rows = self._kinds[layer], parts["blocks"]
         if "order" in parts:
             rows = rows[parts["order"]]
-        need_finite(layer, "scales", _half(rows, SCALE_OF_Q6_K if own.bits == 6 else 0, own))
-        if own.has_min:
-            need_finite(layer, "minima", _half(rows, 2, own))
+        if layer not in self._finite:
+            scale = SCALE_OF_Q6_K if own.bits == 6 else 0
+            need(_are_finite(rows, scale, own), layer, "has numbers in scales that are not finite")
+            if own.has_min:
+                need(_are_finite(rows, 2, own), layer, "has numbers in minima that are not finite")
+            self._finite.add(layer)
         return Blocks(rows, own)
 
 
-def _half(rows: Tensor, first: int, own: BlockFormat) -> Tensor:
-    """Return a number of each unit, `[outputs, units]` float16; its first byte is given."""
-    units = rows.reshape(len(rows), -1, own.unit_bytes)
-    return units[..., first : first + 2].contiguous().view(torch.float16)
+def _are_finite(rows: Tensor, first: int, own: BlockFormat) -> bool:
+    """Return whether a float16 of each unit is a finite number, of which the first byte is given.
+
+    It is not if all bits of its exponent are set; these are in its second byte.
+    """
+    high = rows.reshape(len(rows), -1, own.unit_bytes)[..., first + 1]
+    return not bool(((high & EXPONENT) == EXPONENT).any())
 
 
 def _are_kinds(value: object) -> bool:

@@ -43,17 +43,20 @@ class LazyWeight:
         shape: Its shape.
         dtype: Its type.
         read: Returns it.
+        quantized: Whether it is a quantized one, in float32.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    quantized: bool = False
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         """Return the weight."""
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return DeferredTensor(like, self.read, self.name)
+        exact = self.read if self.quantized else None
+        return DeferredTensor(like, self.read, stored=self.name, exact=exact)
 
 
 class QuantizedCheckpoint:
@@ -91,7 +94,7 @@ class QuantizedCheckpoint:
         """Return all weights by their names in transformers, to be read when they are needed."""
         plain = {name: self._tensors[name] for name in self._plain}
         return _lazy(plain) | {
-            name: LazyWeight(name, shape, torch.float32, partial(self._dequantize, name))
+            name: LazyWeight(name, shape, torch.float32, partial(self._dequantize, name), True)
             for name, shape in self.shapes.items()
         }
 
