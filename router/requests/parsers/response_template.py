@@ -34,9 +34,11 @@ class ResponseReader(Parser):
             for name, schema in context.schemas.items()
         ]
         self._special = context.model.special
-        self._parser = ResponseParser(
-            context.model.response_template, prefix=context.tail, tools=tools
-        )
+        template = context.model.response_template
+        try:
+            self._parser = ResponseParser(template, prefix=context.tail, tools=tools)
+        except _ERRORS:  # a prompt may hold anything
+            self._parser = ResponseParser(template, prefix="", tools=tools)
         self._space = ""  # at the end of a field, which is no part of it
         self._begun = False
         self._failed = False

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -60,3 +61,10 @@ def test_an_output_may_end_anywhere(example):
         pieces = [*parser.feed(example.output[:at]), *parser.flush()]
         calls = [piece.text for piece in pieces if piece.kind == Kind.CALL]
         assert calls == [name for name, _ in example.calls][: len(calls)]
+
+
+def test_a_prompt_that_a_template_cannot_read_is_passed_over():
+    """Such as one whose end has no anchor, and text like a call that is none."""
+    example = next(one for one in EXAMPLES if one.format == "response_template" and one.calls)
+    prompt = replace(example, tail="<|tool_call>call:now{<tool_call|> and then:")
+    assert read(parser_of(prompt), [example.output]) == read(parser_of(example), [example.output])
