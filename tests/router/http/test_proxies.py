@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 import subprocess
+from collections import Counter
 
 import grpc
 import grpc.aio
@@ -20,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("haproxy"), reason="needs HAProxy"),
 ]
 
-CROSSED = "gRPC: StatusCode.CANCELLED CANCELLED"
 NGINX = """
 worker_processes 1;
 pid {directory}/nginx.pid;
@@ -51,6 +51,7 @@ defaults
     timeout connect 5s
     timeout client 60s
     timeout server 60s
+    timeout check 2s
     retries 3
     option redispatch
 frontend http
@@ -76,24 +77,32 @@ backend grpc_routers
 
 @contextlib.contextmanager
 def proxy(directory, text: str, *command: str):
-    """Run a proxy with a configuration."""
+    """Run a proxy with a configuration; its end must be this one's doing."""
     path = directory / f"{command[0]}.conf"
     path.write_text(text)
     with (directory / f"{command[0]}.log").open("wb") as log:
         process = subprocess.Popen([*command, str(path)], stdout=log, stderr=log)
     try:
         yield
+        assert process.poll() is None, (directory / f"{command[0]}.log").read_text()
     finally:
         process.terminate()
         process.wait()
 
 
-def nginx(directory, *ports: int):
-    """Run nginx before routers; it listens where the returned port says."""
-    port = free_port()
+def free_ports(count: int) -> list[int]:
+    """Return as many different free ports."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
+
+
+def nginx(directory, port: int, *ports: int):
+    """Run nginx at a port, before routers at others."""
     servers = " ".join(f"server 127.0.0.1:{one} max_fails=0;" for one in ports)
     text = NGINX.format(directory=directory, port=port, servers=servers)
-    return proxy(directory, text, "nginx", "-g", "daemon off;", "-c"), port
+    return proxy(directory, text, "nginx", "-g", "daemon off;", "-c")
 
 
 async def stream(client: httpx.AsyncClient, url: str) -> str:
@@ -110,7 +119,8 @@ async def test_no_stream_of_a_saturated_router_is_cut(frontend, scripted, tmp_pa
     """nginx cuts what is silent for 30 s; the last stream waits for more than a minute."""
     engine = scripted("a long answer" * 2, interval=0.12, max_num_seqs=1)
     async with frontend(engine) as (app, _):
-        before, port = nginx(tmp_path, int(app.url.rpartition(":")[2]))
+        port = free_port()
+        before = nginx(tmp_path, port, int(app.url.rpartition(":")[2]))
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(limits=limits) as client:
             with before:
@@ -159,21 +169,22 @@ class Load:
 async def test_no_request_fails_when_one_of_two_routers_ends(scripted, tmp_path):
     """Twenty times, under load: the other router has what comes while one drains.
 
-    gRPC's core cancels calls that arrive between its shutdown and a client's hearing of it: some of
-    160 connections have one.
+    gRPC's core cancels calls that arrive between its shutdown and a client's hearing of it. So
+    connections must have gone before: at their maximum age calls on their way are served.
     """
     engine = await scripted("an answer", interval=0.01, max_num_seqs=64).start()
-    addresses = [(free_port(), free_port()) for _ in range(2)]
+    port, http, rpc, *rest = free_ports(7)
+    addresses = [tuple(rest[:2]), tuple(rest[2:])]
 
     def router(number: int) -> Server:
-        port, http = addresses[number]
-        flags = ["--engine", engine.address, "--http-port", str(http), "--drain-delay", "1.5"]
-        return Server("router", *flags, port=port, log=tmp_path / f"router-{number}.log")
+        own_rpc, own_http = addresses[number]
+        flags = ["--engine", engine.address, "--http-port", str(own_http), "--drain-delay", "1.5"]
+        flags += ["--max-connection-age", "0.5"]
+        return Server("router", *flags, port=own_rpc, log=tmp_path / f"router-{number}.log")
 
     routers = [router(0), router(1)]
     loop, load = asyncio.get_running_loop(), Load()
-    before, port = nginx(tmp_path, *(http for _, http in addresses))
-    http, rpc = free_port(), free_port()
+    before = nginx(tmp_path, port, *(own_http for _, own_http in addresses))
     text = HAPROXY.format(
         http=http,
         grpc=rpc,
@@ -202,6 +213,4 @@ async def test_no_request_fails_when_one_of_two_routers_ends(scripted, tmp_path)
             one.stop()
         await engine.kill()
     assert load.served > 1000
-    crossed = [failure for failure in load.failures if failure == CROSSED]
-    assert [failure for failure in load.failures if failure != CROSSED] == []
-    assert len(crossed) < 16
+    assert Counter(load.failures) == Counter()
