@@ -21,12 +21,11 @@ from octavo.engine.capacity import (
     longest_sequence,
 )
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
-from octavo.engine.memory.cache_tensors import GIB, memory_of
+from octavo.engine.memory.cache_tensors import memory_of
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.checks.model_class import check_model_class
 from octavo.engine.models.load_model import EmptyModel, load_empty
-from octavo.engine.models.quantization import schemes_for
-from octavo.engine.models.weights_size import weight_bytes
+from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
 
 
@@ -123,15 +122,11 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize
     seqs, batched = batch_size(settings, empty.device)
     stored = empty.stored
-    names = ["none"] if stored is not None else ["none", *schemes_for(empty.device)]
-    weights = {name: weight_bytes(empty.model, name, empty.device, stored) for name in names}
+    weights = sizes_by_quantization(empty.model, empty.device, stored)
     taken = weights[settings.quantization]
     device = memory_of(empty.device) if memory is None else Memory(memory, memory)
-    if taken > device.available:
-        raise StartupError(
-            f"the weights take about {taken / GIB:.1f} GiB, and {device.available / GIB:.1f} GiB"
-            " are free: use more memory, or --quantization"
-        )
+    if why := why_no_room(weights, settings.quantization, device.available):
+        raise StartupError(why)
     on_gpu = empty.device.type == "cuda"
     blocks = count_blocks(
         settings,

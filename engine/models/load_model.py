@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
+from octavo.engine.memory.cache_tensors import memory_of
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.masks import MAX_POSITIONS
@@ -53,6 +54,7 @@ from octavo.engine.models.sharding.plan import check_splittable, make_plan
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.ranks.world import World
 from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
@@ -207,6 +209,8 @@ def load(
             _check_quantizable(model, path, quantization, target, own)
         if world is not None:
             check_splittable(shape, plain_cache=cache_kind == kind)
+        else:
+            _check_room(model, source, quantization)
         routing = ModuleRouting(model)
         step: Step = EagerStep(model)
         trial = None
@@ -528,6 +532,26 @@ def _check_quantizable(
             f"--quantization {quantization} works on GPUs only: use int8 or int4"
         )
     check_quantizable(model, path, quantization)
+
+
+def _check_room(model: PreTrainedModel, source: _Source, quantization: str) -> None:
+    """Refuse weights that do not fit into what is free, before they are read.
+
+    Args:
+        model: The model; its weights are not read.
+        source: Where it is from.
+        quantization: As `EngineSettings`.
+
+    Raises:
+        ModelError: They do not; the message says what would.
+    """
+    free = memory_of(source.device).available
+    if sum(weight.nbytes for weight in {*model.parameters(), *model.buffers()}) <= free:
+        return  # they take no more once they are packed
+    stored = None if source.checkpoint is None else source.checkpoint.format
+    empty = make_empty(source.config, source.dtype)
+    if why := why_no_room(sizes_by_quantization(empty, source.device, stored), quantization, free):
+        raise ModelError(why)
 
 
 def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:

@@ -1,5 +1,6 @@
 """How much memory a model's weights take, as they are and quantized."""
 
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -7,11 +8,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from octavo.engine.attention.latent import absorbed_linears
+from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.experts.expert_layer import find_experts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
 from octavo.engine.models.linear.packed_linear import has_kernels
 from octavo.engine.models.linear.plain_linears import plain_linears
-from octavo.engine.models.quantization import find_scheme
+from octavo.engine.models.quantization import find_scheme, schemes_for
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.on_gpu import tied_embeddings
@@ -58,6 +60,43 @@ def weight_bytes(
     if stored is not None:
         saved += _saved_as_stored(model, stored)
     return total - saved
+
+
+def why_no_room(weights: Mapping[str, int], quantization: str, free: int) -> str | None:
+    """Return why a model's weights cannot be loaded, and what could be; None if they can.
+
+    Args:
+        weights: The bytes that they would take, by quantization.
+        quantization: The one that is asked for.
+        free: The bytes that are free.
+    """
+    taken = weights[quantization]
+    if taken <= free:
+        return None
+    smaller = [
+        f"--quantization {name} ({size / GIB:.1f} GiB)"
+        for name, size in weights.items()
+        if size <= free
+    ]
+    instead = f"or {' or '.join(smaller)}" if smaller else "or a smaller model"
+    return (
+        f"the weights take about {taken / GIB:.1f} GiB, and {free / GIB:.1f} GiB are free: use more"
+        f" memory, {instead}"
+    )
+
+
+def sizes_by_quantization(
+    model: PreTrainedModel, device: torch.device, stored: Format | None
+) -> dict[str, int]:
+    """Return about how many bytes a model's weights take, by each quantization that it may have.
+
+    Args:
+        model: As for `weight_bytes`, like those below.
+        device: Likewise.
+        stored: Likewise.
+    """
+    names = ["none"] if stored is not None else ["none", *schemes_for(device)]
+    return {name: weight_bytes(model, name, device, stored) for name in names}
 
 
 def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format | None) -> int:

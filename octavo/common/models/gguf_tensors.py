@@ -75,6 +75,7 @@ class _Names:
             tensors: What it is made of.
         """
         import gguf  # noqa: PLC0415 - rarely needed
+        import numpy as np  # noqa: PLC0415
         import torch  # noqa: PLC0415 - seconds to import, once in a model's life
 
         made: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class _Names:
             exact = gguf.dequantize(tensor.data, tensor.tensor_type)
             made |= self.process(tensor.name, exact, made)
         found = made[name]
-        own: Any = found if isinstance(found, torch.Tensor) else torch.from_numpy(found)
+        own: Any = found if isinstance(found, torch.Tensor) else torch.from_numpy(np.array(found))
         return own.float().contiguous()
 
 

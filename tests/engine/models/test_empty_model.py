@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from octavo.common.models.errors import ModelError
+from octavo.common.resources import Memory
 from octavo.engine.capacity import StartupError
 from octavo.engine.compilation.load_step import _size
 from octavo.engine.model_report import report
+from octavo.engine.models import load_model
 from octavo.engine.models.load_model import load, load_empty
+from octavo.engine.models.weights_size import sizes_by_quantization
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from tests.architectures.entries import entries
@@ -118,3 +121,14 @@ def test_the_table_of_models_is_made_anew(name):
 def test_the_whole_table_of_models_is_made_anew():
     text = (ROOT / model_table.PLACE.document).read_text()
     assert model_table.PLACE.insert(text, model_table.markdown()) == text, "make docs"
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    save(BY_NAME["llama"], tmp_path)
+    model = load_empty(str(tmp_path), dtype="bfloat16", **OPTIONS).model
+    small = sizes_by_quantization(model, torch.device("cpu"), None)["int8"]
+    monkeypatch.delattr(load_model, "reference")
+    for free, instead in ((small, "or --quantization int8"), (10, "or a smaller model")):
+        monkeypatch.setattr(load_model, "memory_of", lambda _, free=free: Memory(free, free))
+        with pytest.raises(ModelError, match=f"weights take about .* are free: .*{instead}"):
+            load(str(tmp_path), dtype="bfloat16", **OPTIONS)
