@@ -11,8 +11,8 @@ def exposure(settings: RouterSettings) -> Iterator[tuple[str, str]]:
     hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
     if all(map(is_loopback, hosts)):
         return
-    if settings.tenants is None and settings.tls_client_ca is None:
-        yield "the router is unauthenticated", "set --tenants or --tls-client-ca"
+    if not settings.authenticates:
+        yield "the router is unauthenticated", "set --api-key, --tenants or --tls-client-ca"
     elif settings.tls is None:
         yield (
             "API keys are sent unencrypted",

@@ -79,7 +79,10 @@ class Router:
         self._on_serving = on_serving
         self._engines = engines
         self.authenticator = Authenticator(
-            settings.tenants, self.registry, workers=settings.workers
+            settings.tenants,
+            self.registry,
+            api_key=settings.api_key,
+            workers=settings.workers,
         )
         self._tokenizers = Tokenizers(
             allow_special_tokens=settings.allow_special_tokens,

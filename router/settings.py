@@ -1,10 +1,11 @@
 """The router's settings."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from octavo.common.connections import ConnectionLimits, ConnectionSettings
 from octavo.common.listening import TlsSettings
@@ -79,6 +80,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     admin_host: str = Field("127.0.0.1", description="Address to listen on for AdminService.")
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 disables it.")
+    api_key: SecretStr | None = Field(
+        None,
+        description="The one API key that all callers need. Other users see flags in the process "
+        "list; prefer the variable. Default: none, or those of --tenants.",
+    )
     tenants: Path | None = Field(
         None,
         description="TOML file of tenants, their keys and their limits; reloaded when it "
@@ -275,13 +281,26 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @model_validator(mode="after")
     def _admin_is_guarded(self) -> Self:
-        guarded = self.tenants is not None or self.tls_client_ca is not None
-        if self.admin_port and not is_loopback(self.admin_host) and not guarded:
+        if self.admin_port and not is_loopback(self.admin_host) and not self.authenticates:
             raise ValueError(
                 f"AdminService on {self.admin_host} (--admin-host) is unauthenticated; set "
-                "--tenants with an admin among them, or --tls-client-ca"
+                "--api-key, --tenants with an admin among them, or --tls-client-ca"
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_key_or_tenants(self) -> Self:
+        if self.api_key is not None and self.tenants is not None:
+            raise ValueError(
+                "--api-key (OCTAVO_API_KEY) and --tenants exclude each other: tenants have their "
+                "keys in their file"
+            )
+        return self
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers need a key or a certificate."""
+        return any(given is not None for given in (self.api_key, self.tenants, self.tls_client_ca))
 
     @property
     def listeners(self) -> list[Listener]:
@@ -297,6 +316,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         """URL of the HTTP server, if it is on."""
         scheme = "http" if self.tls is None else "https"
         return f"{scheme}://{http_listener(self.http_host, self.http_port).address}/"
+
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, key: SecretStr | None) -> SecretStr | None:
+        """Refuse a key that no header can have."""
+        if key is not None and not re.fullmatch("[!-~]+", key.get_secret_value()):
+            raise ValueError("must be visible ASCII characters, without spaces")
+        return key
 
     @field_validator("engine")
     @classmethod

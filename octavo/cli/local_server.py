@@ -1,6 +1,7 @@
 """A temporary local server for `octavo demo` and `octavo bench`."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
     with tempfile.TemporaryDirectory(prefix="octavo-") as directory:
         log = Path(directory) / "server.log"
         with log.open("wb") as sink:
-            process = subprocess.Popen(command, stdout=sink, stderr=sink)
+            process = subprocess.Popen(command, stdout=sink, stderr=sink, env=_environment())
         try:
             _wait(process, replace(like, address=f"127.0.0.1:{port}"), log, " ".join(serve))
             yield f"127.0.0.1:{port}"
@@ -49,6 +50,11 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Return this process' environment without the key of a server elsewhere."""
+    return {name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"}
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server, log: Path, name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -165,5 +166,5 @@ def _kind(annotation: object) -> str:
         return _kind(typing.get_args(annotation)[0])
     if origin is not None and typing.get_args(annotation):
         return _kind(typing.get_args(annotation)[0])
-    names = {int: "integer", float: "number", str: "text", bool: "on|off"}
+    names = {int: "integer", float: "number", str: "text", SecretStr: "text", bool: "on|off"}
     return names.get(annotation, getattr(annotation, "__name__", "value").lower())  # type: ignore[call-overload,no-any-return]

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -187,4 +187,6 @@ def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object
         where = variable(name)
     else:
         where = f"TOML key {name!r}"
+    if SecretStr in arms(cls.model_fields[name].annotation):
+        return f"{where}: {what}"
     return f"{where}: {what} (given: {details['input']!r})"

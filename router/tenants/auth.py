@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import grpc
 import grpc.aio
 import structlog
 from prometheus_client import CollectorRegistry, Counter
+from pydantic import SecretStr
 
 from octavo.common import rpc
 from octavo.common.files import Signature, signature
@@ -24,7 +26,7 @@ OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 """Services that need no authentication: load balancers have no keys."""
 SCHEME = "bearer "
 KEY_MISSING = "an API key is needed, as `authorization: Bearer KEY`"
-KEY_UNKNOWN = "the API key is not one of any tenant"
+KEY_UNKNOWN = "the API key is unknown"
 NO_KEY = "`authorization` must be `Bearer KEY`, with one API key"
 NOT_ONE_TENANTS_CERTIFICATE = (
     "the client's certificate is not that of one tenant, and there is no API key, as "
@@ -44,18 +46,29 @@ def caller() -> Tenant:
 
 
 class Authenticator:
-    """Finds a caller's tenant by API key or certificate; allows all calls if there is no file.
+    """Finds a caller's tenant by API key or certificate; allows all calls if there are no keys.
 
     Args:
-        path: The tenants' file; None for no authentication.
+        path: The tenants' file, if there is one.
         registry: Where metrics are registered.
+        api_key: The one key of all callers, without tenants.
         workers: The router's processes; see `read_tenants`.
 
     Raises:
         SettingsError: The file cannot be read, or is wrong.
+
+    Attributes:
+        open: Whether all calls are allowed without authentication.
     """
 
-    def __init__(self, path: Path | None, registry: CollectorRegistry, *, workers: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        registry: CollectorRegistry,
+        *,
+        api_key: SecretStr | None = None,
+        workers: int = 1,
+    ) -> None:
         self._path = path
         self._workers = workers
         self._refused = Counter(
@@ -67,14 +80,14 @@ class Authenticator:
         self._found: Signature = None  # at the last look
         self._by_key: dict[str, Tenant] = {}
         self._by_certificate: dict[str, Tenant] = {}
+        self.open = path is None and api_key is None
+        if api_key is not None:
+            self._index(
+                [replace(ANONYMOUS, keys=(hash_key(api_key.get_secret_value()),), admin=True)]
+            )
         if path is not None:
             self._seen = signature(path)
             self._index(read_tenants(path, workers))
-
-    @property
-    def open(self) -> bool:
-        """Whether all calls are allowed without authentication."""
-        return self._path is None
 
     def authenticate(
         self,

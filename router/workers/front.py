@@ -43,7 +43,10 @@ class Front:
         self._members = Members()
         self._page = Page(self._members)
         self._authenticator = Authenticator(
-            settings.tenants, self._page.own, workers=settings.workers
+            settings.tenants,
+            self._page.own,
+            api_key=settings.api_key,
+            workers=settings.workers,
         )
         self._service = SharedAdminService(self._members)
         self._private: grpc.aio.Server | None = None

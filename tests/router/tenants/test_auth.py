@@ -12,6 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 import octavo.router.tenants.auth
 from octavo.common.ports import free_port
+from octavo.common.settings import SettingsError
+from octavo.router.settings import RouterSettings
 from octavo.router.tenants.tenant import hash_key
 from octavo.v1 import admin_pb2, admin_pb2_grpc, generation_pb2
 
@@ -81,9 +83,9 @@ WRONG = {
     (("authorization", ""),): "must be `Bearer KEY`",
     (("authorization", "alice-key"),): "must be `Bearer KEY`",
     (("authorization", "Basic alice-key"),): "must be `Bearer KEY`",
-    (("authorization", "Bearer nobody-key"),): "not one of any tenant",
-    (("authorization", f"Bearer {hash_key('alice-key')}"),): "not one of any tenant",
-    (*BOB, *ALICE): "not one of any tenant",
+    (("authorization", "Bearer nobody-key"),): "the API key is unknown",
+    (("authorization", f"Bearer {hash_key('alice-key')}"),): "the API key is unknown",
+    (*BOB, *ALICE): "the API key is unknown",
 }
 
 
@@ -104,6 +106,32 @@ async def test_every_call_needs_a_key(shop):
         assert await read(s.stub.Generate(ask(), metadata=(("authorization", "bearer bob-key"),)))
         page = generate_latest(s.router.registry).decode()
         assert f"octavo_router_unauthenticated_total {4.0 * len(WRONG)}" in page
+
+
+async def test_one_key_without_a_file(scripted, serve):
+    async with serve(scripted("a"), api_key="alice-key") as s:
+        await s.up()
+        for metadata, why in WRONG.items():
+            error = await refused(s.stub.Generate(ask(), metadata=metadata))
+            assert (error.code(), why in error.details()) == (UNAUTHENTICATED, True), why
+        await read(s.stub.Generate(ask(priority=7), metadata=ALICE))
+
+
+def test_the_one_key_is_shown_nowhere():
+    settings = RouterSettings.load(api_key="secret")
+    assert "secret" not in f"{settings} {settings!r} {settings.model_dump()}"
+    for key, other in [
+        ("se cret", {}),
+        ("secret\n", {}),
+        ("sécret", {}),
+        ("secret", {"tenants": "t"}),
+    ]:
+        with pytest.raises(SettingsError, match="--api-key") as caught:
+            RouterSettings.load(api_key=key, **other)
+        assert "cret" not in str(caught.value)
+    with pytest.raises(SettingsError, match="--api-key: must be visible ASCII"):
+        RouterSettings.load(api_key="")
+    RouterSettings.load(api_key="secret", admin_host="0.0.0.0", admin_port=1)
 
 
 async def test_who_asks_is_looked_at_before_what_is_asked(shop):

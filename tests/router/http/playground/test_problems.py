@@ -37,7 +37,7 @@ async def test_a_missing_key_is_asked_for(playground, scripted, tenants):
         await page.press("#key", "Enter")
         await page.click(".problem .retry")
         await shown.answered()
-        assert "is not one of any tenant" in await shown.text(".problem .message")
+        assert "the API key is unknown" in await shown.text(".problem .message")
         await page.click("#key-button")
         await page.fill("#key", "alice-key")
         await page.click("#key-dialog .primary")
