@@ -21,9 +21,10 @@ from octavo.engine.models.checks.masks import MAX_POSITIONS
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import attention_of, probe, set_attention
 from octavo.engine.models.checks.reference import Reference, reference, with_rounding
+from octavo.engine.models.checks.remembered import place_of, recall, remember
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
-from octavo.engine.models.checks.trial_adapter import trial_reference
+from octavo.engine.models.checks.trial_adapter import TrialReference, trial_reference
 from octavo.engine.models.checks.twin import make_twin
 from octavo.engine.models.checks.widened import is_small
 from octavo.engine.models.deferred import held, hold
@@ -212,23 +213,15 @@ def load(
         else:
             _check_room(model, source, quantization)
         routing = ModuleRouting(model)
-        step: Step = EagerStep(model)
-        trial = None
         small = is_small(model)
+        place = None if small or world is not None else source.place(block_size)
+        known = None if place is None else recall(place)
         with held(model) if small else nullcontext():
-            if world is None:
-                with attention_of(model, reference_attention(source.config)):
-                    expected = reference(model, shape, routing)
-                    if adapters:
-                        left_out = absorbed_linears(model)
-                        trial = trial_reference(model, expected, routing, left_out)
-            else:
-                fix = partial(_fix_context, max_model_len=max_model_len)
-                expected = whole_reference(path, source.config, kind, shape, world, prepare=fix)
-                step = RankStep(step, world, shape.vocab_size, everywhere=True)
+            expected, trial, step = _expect(model, source, shape, routing, world, known, adapters)
             absorb_expansions(model)
             rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
-            if rounds and (small or not _check_twin(model, source, shape, block_size)):
+            checked = known is not None or not rounds
+            if not checked and (small or not _check_twin(model, source, shape, block_size)):
                 check_in_float32(
                     model, step, expected, shape, target, block_size=block_size, routing=routing
                 )
@@ -251,9 +244,65 @@ def load(
             routing=routing,
             measure=source.measure_rounding if world is None and not small else None,
         )
-        check(step)
+        _pass(check, step, place, known)
     adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
     return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check, adapted)
+
+
+def _expect(  # noqa: PLR0917
+    model: PreTrainedModel,
+    source: "_Source",
+    shape: ModelShape,
+    routing: ModuleRouting,
+    world: World | None,
+    known: Reference | None,
+    adapters: bool,
+) -> tuple[Reference, TrialReference | None, Step]:
+    """Return what a model, and it with the trial adapter, must compute, and what computes it.
+
+    Args:
+        model: The model with its own attention, or this rank's part of it.
+        source: Where it is from.
+        shape: Its dimensions.
+        routing: Its layers of experts.
+        world: The ranks that hold it.
+        known: What it must compute, if that is remembered.
+        adapters: Whether it is to take adapters.
+    """
+    step: Step = EagerStep(model)
+    if world is not None:
+        fix = partial(_fix_context, max_model_len=source.max_model_len)
+        expected = whole_reference(
+            source.path, source.config, source.dtype, shape, world, prepare=fix
+        )
+        return expected, None, RankStep(step, world, shape.vocab_size, everywhere=True)
+    with attention_of(model, reference_attention(source.config)):
+        expected = known or reference(model, shape, routing)
+        if not adapters:
+            return expected, None, step
+        return expected, trial_reference(model, expected, routing, absorbed_linears(model)), step
+
+
+def _pass(check: SelfCheck, step: Step, place: Path | None, known: Reference | None) -> None:
+    """Check a model, and remember what it was held to.
+
+    Args:
+        check: The check.
+        step: Runs the model.
+        place: Where it is remembered, if it is.
+        known: What was remembered.
+
+    Raises:
+        SelfCheckError: The model does not pass; nothing is remembered then.
+    """
+    try:
+        check(step)
+    except SelfCheckError:
+        if place is not None:
+            place.unlink(missing_ok=True)
+        raise
+    if place is not None and known is None:
+        remember(place, check.expected)
 
 
 def load_empty(
@@ -368,6 +417,22 @@ class _Source:
             )
         plan = make_plan(self.config, world.size)
         return load_shard(self.path, self.config, self.dtype, plan, world)
+
+    def place(self, block_size: int) -> Path | None:
+        """Return where the outcome of its checks is remembered; None if it is in no directory.
+
+        Args:
+            block_size: Tokens per block.
+        """
+        if not Path(self.path).is_dir():
+            return None
+        settings = {
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+            "max_model_len": self.max_model_len,
+            "block_size": block_size,
+        }
+        return place_of(Path(self.path), settings)
 
     def measure_rounding(self, known: Reference, number: int) -> Reference:
         """Add the rounding errors of one pass of transformers' forward pass; see `SelfCheck`."""

@@ -1,10 +1,13 @@
 """A large model's structure is checked by a small one of its kind."""
 
+import os
+from unittest.mock import Mock
+
 import pytest
 import structlog.testing
 import torch
 
-from octavo.common.models.errors import ModelError
+from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.models import load_model
 from octavo.engine.models.checks import self_check, widened
 from octavo.engine.models.checks.reference import PASSES
@@ -26,8 +29,9 @@ FAMILIES = ("llama", "gemma3_text", "gpt_oss", "falcon_h1")
 
 
 @pytest.fixture(autouse=True)
-def _every_model_is_large(monkeypatch):
+def _every_model_is_large(tmp_path, monkeypatch):
     monkeypatch.setattr(widened, "SMALL", 0)
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -105,3 +109,40 @@ def test_rounding_is_measured_only_as_often_as_needed(tmp_path, monkeypatch):
     passes = rounded.rounding.reshape(-1, len(rounded.logits))
     assert 1 <= len(passes) <= PASSES
     assert passes.any(1).all()
+
+
+def test_what_a_model_must_compute_is_remembered(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    save(BY_NAME["mixtral"], model)
+    first = load_tiny(model, dtype="bfloat16").check.expected
+    with monkeypatch.context() as patch:
+        patch.delattr(load_model, "reference")
+        patch.delattr(load_model, "make_twin")
+        second = load_tiny(model, dtype="bfloat16").check.expected
+    assert torch.equal(first.logits, second.logits)
+    assert torch.equal(first.rounding, second.rounding)
+    assert len(second.choices) == len(first.choices) > 0
+
+    monkeypatch.setattr(load_model, "reference", Mock(side_effect=NotImplementedError("again")))
+    for changed in ("float16", "bfloat16"):
+        if changed == "bfloat16":
+            weights = model / "model.safetensors"
+            os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+        with pytest.raises(UnsupportedModelError, match="again"):
+            load_tiny(model, dtype=changed)
+
+
+def test_nothing_is_remembered_of_a_model_that_does_not_pass(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    save(BY_NAME["llama"], model)
+    load_tiny(model, dtype="bfloat16")
+    (kept,) = (tmp_path / "cache" / "references").iterdir()
+    with monkeypatch.context() as patch:
+        change_positions(patch)
+        with pytest.raises(SelfCheckError):
+            load_tiny(model, dtype="bfloat16")
+    assert not kept.exists()
+    load_tiny(model, dtype="bfloat16")
+    kept.write_bytes(b"damaged")
+    load_tiny(model, dtype="bfloat16")
+    assert len(kept.read_bytes()) > 100

@@ -1,0 +1,66 @@
+"""Remembers what transformers' forward pass computes of a large model, from start to start.
+
+It takes longer than all else of a start. It depends on the files, on the libraries and on this code
+alone; whoever changes one of these has it computed again.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from octavo.common.models import cache as model_cache
+from octavo.common.models.gguf_blocks import Places
+from octavo.engine.models.checks.reference import Reference
+from octavo.kernels.machine import cpu_identity
+
+FOLDER = "references"
+MOST = 16
+"""Models that are remembered: those that were started last. Each has a few megabytes."""
+CODE = Path(__file__).resolve().parents[2]
+
+
+def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
+    """Return the file for a model that is loaded with these settings, whether it exists or not.
+
+    Args:
+        directory: The model's.
+        settings: All else that the outcome of its checks depends on.
+    """
+    own = (file for file in directory.iterdir() if file.is_file())
+    paths = [*own, *(Path(path) for path, _ in Places.read(directory).files)]
+    digest = hashlib.sha256(repr(sorted(settings.items())).encode())
+    for path in sorted(paths):
+        status = path.stat()
+        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+    for name in (torch.__version__, version("transformers"), cpu_identity()):
+        digest.update(name.encode())
+    for file in sorted(CODE.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return model_cache.cache_dir() / FOLDER / f"{digest.hexdigest()[:24]}.safetensors"
+
+
+def recall(place: Path) -> Reference | None:
+    """Return what is remembered; None if nothing is."""
+    try:
+        found = Reference.load(place)
+        os.utime(place)
+    except Exception:  # noqa: BLE001 - safetensors has errors of its own for damaged files
+        return None
+    return found
+
+
+def remember(place: Path, reference: Reference) -> None:
+    """Remember what a model that passed its checks was held to; forget the oldest."""
+    with suppress(OSError):  # a full or read-only cache only costs time
+        place.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        made = place.with_suffix(f".{os.getpid()}")
+        reference.save(made)
+        made.replace(place)
+        kept = sorted(place.parent.iterdir(), key=lambda own: own.stat().st_mtime, reverse=True)
+        for old in kept[MOST:]:
+            old.unlink(missing_ok=True)
