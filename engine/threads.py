@@ -19,6 +19,11 @@ MANY_CORES = 8
 """From this many cores on, one is left to the event loop, the router and Linux. They take part of a
 core, and whenever they take it from a computing thread, all others wait."""
 
+ROUNDED_UP = 0.25
+"""A quota that lacks at most this of a whole core is taken for one more. With more threads than the
+quota holds, all wait for one that is throttled. Of steps of small layers, two threads made 0.97 of
+what one did under a quota of 1.5 cores, and 1.16 under 1.9."""
+
 Places = tuple[tuple[int, ...], ...]
 """The CPUs that each thread runs on."""
 
@@ -57,7 +62,7 @@ def choose_threads(
     cores = [core for node in nodes for core in node.cores]
     fast = [core for core in cores if core.fast]
     cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
-    limited = max(1, math.ceil(min(len(fast), quota)))
+    limited = max(1, math.floor(min(len(fast), quota + ROUNDED_UP)))
     spare = _spare(limited, idle=limited == len(fast) and len(cpus) > len(fast))
     count = given if THREAD_VARIABLES & environment.keys() else limited - spare
     places: Places = ()

@@ -47,7 +47,9 @@ def test_fast_cores_alone_compute(choose):
     assert threads.places == tuple((2 * i, 2 * i + 1) for i in range(8))
 
 
-@pytest.mark.parametrize(("quota", "count"), [(0.5, 1), (1.5, 2), (4, 4), (16, 15)])
+@pytest.mark.parametrize(
+    ("quota", "count"), [(0.5, 1), (1.5, 1), (1.9, 2), (4, 4), (4.5, 4), (16, 15)]
+)
 def test_a_quota_caps_the_threads_and_unpins_them(choose, quota, count):
     threads = choose(two_sockets(), quota)
     assert (threads.count, threads.places) == (count, ())
