@@ -56,6 +56,8 @@ TYPES = {
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 }
 """The types of tensors that are read."""
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+PART_NAME = "{}-{:05d}-of-{:05d}.gguf"
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
@@ -85,23 +87,44 @@ def prepare(path: Path, *, packed: bool | None = False) -> Path:
             raise ModelError(f"{path} was written to while it was converted")
 
     prepared = model_cache.prepare(forms[keeps], make)
-    relocate(prepared, [path])
+    relocate(prepared, parts_of(path))
     return prepared
 
 
-def identity(path: Path) -> str:
-    """Return a file's name in the cache: its stem and a digest.
+def parts_of(path: Path) -> list[Path]:
+    """Return the files that a model is split into, as llama.cpp names them; one in most cases.
 
-    The digest covers size, modification time and 64 samples of the content (container images often
-    give all files one time). A digest of the whole content would take seconds per GB at each start.
+    Raises:
+        ModelError: One of them is absent.
     """
-    status = path.stat()
-    digest = hashlib.sha256(f"{REVISION} {status.st_size} {status.st_mtime_ns}".encode())
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(status.st_size * number // SAMPLES)
-            digest.update(file.read(SAMPLE_BYTES))
-    return f"{path.stem}-{digest.hexdigest()[:16]}"
+    named = PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    count = int(named["count"])
+    names = [PART_NAME.format(named["stem"], number, count) for number in range(1, count + 1)]
+    parts = [path.with_name(name) for name in names]
+    if absent := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{path} is one of {count} parts, of which {absent[0]} is not beside it")
+    return parts
+
+
+def identity(path: Path) -> str:
+    """Return a model's name in the cache: its first file's stem and a digest.
+
+    The digest covers sizes, modification times and 64 samples of the content (container images
+    often give all files one time). A digest of the whole content would take seconds per GB at each
+    start.
+    """
+    paths = parts_of(path)
+    digest = hashlib.sha256(f"{REVISION}".encode())
+    for part in paths:
+        status = part.stat()
+        digest.update(f"{status.st_size} {status.st_mtime_ns}".encode())
+        with part.open("rb") as file:
+            for number in range(SAMPLES):
+                file.seek(status.st_size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"{paths[0].stem}-{digest.hexdigest()[:16]}"
 
 
 def convert(source: Path, target: Path, *, packed: bool = False) -> None:
@@ -123,6 +146,7 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
         return
     import torch  # noqa: PLC0415 - seconds to import, once in a model's life
 
+    source, *_ = parts_of(source)
     reader = _read(source)
     dtype = _dtype(reader)
     tokenizer = _tokenizer(source, reader)
@@ -140,43 +164,46 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
             _check_all_taken(source, reader, model, weights)
     _set_end_tokens(model, tokenizer.ends)
     target.mkdir(parents=True, exist_ok=True)
-    places, kinds = _places(source, weights) if packed else ({}, {})
+    places, kinds = _places(reader, weights) if packed else ({}, {})
     if kinds:
         model.config.quantization_config = {"quant_method": METHOD, "weights": kinds}
     model.config.save_pretrained(target)
     model.generation_config.save_pretrained(target)
     tokenizer.save(target, model.config.max_position_embeddings)
     if places:
-        Places(((str(source), source.stat().st_size),), places).write(target)
+        files = tuple((str(part), part.stat().st_size) for part in reader.parts)
+        Places(files, places).write(target)
     _write_floats(target, weights, places, dtype)
 
 
 def _places(
-    source: Path, weights: Sequence[Weight]
+    reader: Any,  # noqa: ANN401
+    weights: Sequence[Weight],
 ) -> tuple[dict[str, tuple[int, Place]], dict[str, str]]:
-    """Return where matrices are in the file, by name, and the types of those in blocks, by layer.
+    """Return where matrices are in the files, by name, and the types of those in blocks, by layer.
 
     Args:
-        source: The file.
+        reader: Of the file, or of all parts.
         weights: The model's.
     """
     places: dict[str, tuple[int, Place]] = {}
     kinds: dict[str, str] = {}
-    size = source.stat().st_size
+    sizes = [part.stat().st_size for part in reader.parts]
     for weight in weights:
         if not weight.is_rows:
             continue
         (tensor,) = weight.tensors
         kind, rows = tensor.tensor_type.name, int(tensor.shape[1])
         layer, offset = weight.name.removesuffix(WEIGHT), int(tensor.data_offset)
-        within = offset + int(tensor.n_bytes) <= size and weight.name.endswith(WEIGHT)
+        file = reader.part_of[tensor.name]
+        within = offset + int(tensor.n_bytes) <= sizes[file] and weight.name.endswith(WEIGHT)
         if within and kind in BLOCK_TYPES:
             kinds[layer] = kind
             width = int(tensor.n_bytes) // rows
-            places[layer + BLOCKS] = 0, Place(offset, "U8", (rows, width))
+            places[layer + BLOCKS] = file, Place(offset, "U8", (rows, width))
         elif within and kind in FLOAT_TYPES and weight.order is None:
             columns = int(tensor.shape[0])
-            places[weight.name] = 0, Place(offset, kind, (rows, columns))
+            places[weight.name] = file, Place(offset, kind, (rows, columns))
     return places, kinds
 
 
@@ -362,9 +389,34 @@ def _check_magic(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
-    """Read a file's fields and tensor positions; check that it is a complete language model."""
+    """Read a file's fields and tensor positions; check that it is a complete language model.
+
+    Its `parts` are the files, and `part_of` the number of the one that has a tensor, by name.
+    """
     import gguf  # noqa: PLC0415 - rarely needed
 
+    parts = parts_of(path)
+    readers = [_read_part(part) for part in parts]
+    reader, *others = readers
+    count = _field(reader, "split.count") or 1
+    if count != len(parts):
+        raise ModelError(
+            f"{path} is one of {count} parts: give the first one, under the name that llama.cpp"
+            " gives it, with the others beside it"
+        )
+    reader.parts = parts
+    reader.part_of = {
+        tensor.name: number for number, own in enumerate(readers) for tensor in own.tensors
+    }
+    for other in others:
+        reader.tensors.extend(other.tensors)
+    if _field(reader, gguf.Keys.Tokenizer.MODEL) is None:
+        raise ModelError(f"{path} holds no tokenizer, so it is no language model of its own")
+    return reader
+
+
+def _read_part(path: Path) -> Any:  # noqa: ANN401
+    """Read a file's fields and tensor positions."""
     _check_magic(path)
     try:
         reader = _reader_class()(path)
@@ -383,13 +435,6 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
                 f"{path} has {tensor.name} of type {kind}, which Octavo does not read: use a file"
                 f" of {', '.join(sorted(TYPES))}"
             )
-    parts = _field(reader, "split.count") or 1
-    if parts > 1:
-        raise ModelError(
-            f"{path} is one of {parts} parts; join them with llama.cpp's `llama-gguf-split --merge`"
-        )
-    if _field(reader, gguf.Keys.Tokenizer.MODEL) is None:
-        raise ModelError(f"{path} holds no tokenizer, so it is no language model of its own")
     return reader
 
 

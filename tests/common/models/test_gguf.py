@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from octavo.common.models import gguf as gguf_models
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.resolve import resolve, resolve_tokenizer
+from octavo.engine.models.quantization.checkpoints.tensor_files import open_tensors
 from tests.common.models import tiny_gguf
 
 
@@ -191,7 +192,7 @@ def test_what_is_not_there(tmp_path, file):
     ("options", "message"),
     [
         ({"architecture": "clip"}, "transformers cannot read .*: GGUF model with arch.* clip"),
-        ({"parts": 3}, "one of 3 parts; join them"),
+        ({"parts": 3}, "one of 3 parts: give the first one, under the name"),
         ({"tokenizer": False}, "holds no tokenizer"),
         ({"leave_out": "blk.1.ffn_up.weight"}, r"lacks 1 of .*model\.layers\.1\.mlp\.up_proj"),
     ],
@@ -243,3 +244,21 @@ def test_a_file_that_is_written_to_meanwhile(file, cache, monkeypatch):
     with pytest.raises(ModelError, match="was written to while it was converted"):
         resolve(str(file))
     assert not _converted(cache)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_in_several_files(tmp_path, packed):
+    whole = tiny_gguf.write(tmp_path / "tiny.gguf", kind=Kind.Q8_0)
+    parts = [tmp_path / f"split-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    names = list(tiny_gguf.tensors())
+    for number, part in enumerate(parts):
+        tiny_gguf.write(part, kind=Kind.Q8_0, parts=3, only=names[number::3], fields=not number)
+    expected = Path(resolve(str(whole), packed=packed))
+    for given in parts[:2]:
+        made = Path(resolve(str(given), packed=packed))
+        assert made.name.startswith("split-00001-of-00003-")
+        for name, own in open_tensors(expected).items():
+            assert torch.equal(open_tensors(made)[name][...], own[...])
+    parts[2].unlink()
+    with pytest.raises(ModelError, match=r"one of 3 parts, of which split-00003-of-00003\.gguf is"):
+        resolve(str(parts[0]), packed=packed)

@@ -1,6 +1,6 @@
 """A tiny Llama with a byte-level tokenizer, written as a GGUF file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import gguf
@@ -56,6 +56,8 @@ def write(
     parts: int = 1,
     tokenizer: bool = True,
     leave_out: str = "",
+    only: Collection[str] | None = None,
+    fields: bool = True,
     add: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
     """Writes the file and returns its path.
@@ -67,9 +69,31 @@ def write(
         parts: how many files it claims to be one of.
         tokenizer: whether it holds one.
         leave_out: a tensor that is not written.
+        only: the tensors that are; default: all.
+        fields: whether it says what model it is, as the first part does.
         add: writes more fields and tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
+    if fields:
+        _add_fields(writer)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
+    if tokenizer and fields:
+        _add_tokenizer(writer)
+    if add is not None:
+        add(writer)
+    for name, tensor in tensors().items():
+        if name != leave_out and (only is None or name in only):
+            own = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+            writer.add_tensor(name, gguf.quantize(tensor, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_fields(writer: gguf.GGUFWriter) -> None:
     writer.add_name("tiny")
     writer.add_context_length(512)
     writer.add_embedding_length(WIDTH)
@@ -80,21 +104,6 @@ def write(
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(TOKENS))
-    if parts > 1:
-        writer.add_uint16("split.count", parts)
-    if tokenizer:
-        _add_tokenizer(writer)
-    if add is not None:
-        add(writer)
-    for name, tensor in tensors().items():
-        if name != leave_out:
-            own = kind if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(name, gguf.quantize(tensor, own), raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def tensors() -> dict[str, np.ndarray]:
