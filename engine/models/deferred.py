@@ -52,13 +52,6 @@ class DeferredTensor(Tensor):
         made.make, made.stored, made.exact = make, stored, exact
         return made
 
-    def wide(self) -> Tensor:
-        """Return it in float32, of a quantized weight with its exact numbers."""
-        like = torch.empty(self.shape, device="meta")
-        if self.exact is None or self.device.type != "cpu":
-            return self.detach().float()
-        return DeferredTensor(like, self.exact, exact=self.exact)
-
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
         """Return a text without the numbers."""
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype}, stored={self.stored!r})"
@@ -131,6 +124,20 @@ def _part(run: Callable[[], Any], number: int) -> Tensor:
 def present(value: Any) -> Any:  # noqa: ANN401 - whatever operators take
     """Return a deferred tensor's numbers; anything else as it is."""
     return value.make() if isinstance(value, DeferredTensor) else value
+
+
+def in_float32(weight: Tensor) -> DeferredTensor:
+    """Return a weight in float32, deferred; of a quantized one on a CPU, its exact numbers."""
+    exact = None
+    if isinstance(weight, DeferredTensor) and weight.device.type == "cpu":
+        exact = weight.exact
+    make = exact or partial(_widen, weight.detach())
+    return DeferredTensor(torch.empty(weight.shape, device="meta"), make, device=weight.device)
+
+
+def _widen(weight: Tensor) -> Tensor:
+    numbers: Tensor = present(weight)
+    return numbers.float()
 
 
 def _on_meta(value: Any) -> Any:  # noqa: ANN401

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -436,7 +436,7 @@ class _Source:
 
     def measure_rounding(self, known: Reference, number: int) -> Reference:
         """Add the rounding errors of one pass of transformers' forward pass; see `SelfCheck`."""
-        model = self.read()
+        model = replace(self, deferred=True).read()  # there may be no memory for another one
         model.train(mode=False)
         _fix_context(model, self.max_model_len)
         set_attention(model, reference_attention(self.config))

@@ -2,7 +2,7 @@
 
 In 16 bits, rounding hides faults: attention whose scale is wrong by a tenth, or positions that are
 off by one, change the logits no more than it does. In float32 they stand out a thousandfold. A
-large model's weights are deferred, so each is converted when it is used and dropped afterwards.
+large model's weights are converted when they are used, and dropped afterwards.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from octavo.engine.models.deferred import DeferredTensor, own_tensors, present
+from octavo.engine.models.deferred import in_float32, own_tensors
 
 NARROW = {torch.bfloat16, torch.float16}
 SMALL = 250_000_000
@@ -46,8 +46,7 @@ def widened(model: nn.Module) -> Iterator[None]:
     try:
         for kept, name, own in found:
             if own not in made:
-                wide = own.wide() if isinstance(own, DeferredTensor) else own.detach().float()
-                wide = present(wide) if small else wide
+                wide = in_float32(own).make() if small else in_float32(own)
                 is_parameter = isinstance(own, nn.Parameter)
                 made[own] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
             kept[name] = made[own]

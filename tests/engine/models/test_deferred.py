@@ -111,6 +111,9 @@ def test_models_compute_the_same(name, tmp_path, monkeypatch):
         assert torch.equal(model(TOKENS).logits, kept(TOKENS).logits)
         with widened.widened(model):
             wide = model(TOKENS).logits
+        with widened.widened(kept):  # whose weights are not deferred
+            assert any(isinstance(own, DeferredTensor) for own in kept.parameters())
+            assert torch.equal(kept(TOKENS).logits, wide)
         assert torch.allclose(wide, kept.float()(TOKENS).logits, atol=1e-5)
     after = chain(model.parameters(), model.buffers())
     assert all(own is other for own, other in zip(before, after, strict=True))
