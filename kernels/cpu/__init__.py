@@ -48,6 +48,7 @@ latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
 blocks = None if _kernels is None else _kernels.blocks
+rounding = None if _kernels is None else _kernels.rounding
 dequantize_blocks = dequantize if _kernels is None else _kernels.blocks.dequantize
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""

@@ -20,7 +20,7 @@ SOURCES = (
         "draw_tokens.cpp",
     ),
     *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
-    *("low_rank.cpp", "mask_logits.cpp", "stored_blocks.cpp"),
+    *("low_rank.cpp", "mask_logits.cpp", "stored_blocks.cpp", "round_weights.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
     *("operators.cpp", "state_shims.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )

@@ -34,6 +34,7 @@ from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLaten
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.low_rank import LowRankKernels
+from octavo.kernels.cpu.rounding import RoundingKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
 from octavo.kernels.low_rank import StepAdapters
@@ -388,7 +389,7 @@ class NativeKernels:
         self.linear = linear = LinearKernels(library, self.low_rank)
         self.blocks, self.experts = BlockKernels(library, linear), ExpertKernels(library, linear)
         self.states, self.sums = StateKernels(library), RankSums(library)
-        self.latents = LatentKernels(linear)
+        self.latents, self.rounding = LatentKernels(linear), RoundingKernels(library)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
         self._batches: _CheckedBatches | None = None  # likewise

@@ -40,6 +40,7 @@ class EmulatedLibrary:
         self.octavo_widen_blocks = Function(self._widen)
         self.octavo_pack_blocks = Function(self._pack)
         self.octavo_pack_words = Function(self._pack_words)
+        self.octavo_round_to_q4_1 = Function(self._round_to_q4_1)
 
     def close(self):
         self._program.stdin.close()
@@ -66,6 +67,12 @@ class EmulatedLibrary:
         size = -(-outputs // self._panel) * self._panel * words * 4
         sent = ctypes.string_at(rows, (outputs - 1) * row_bytes + words * 4)
         self._send((6, 0, row_bytes, words, outputs, 0, size, 0, 0), [sent])
+        ctypes.memmove(out, self._read(size), size)
+
+    def _round_to_q4_1(self, weight, stride, wide, outputs, groups, out, _threads):
+        sent = ctypes.string_at(weight, ((outputs - 1) * stride + groups * 32) * (4 if wide else 2))
+        size = outputs * groups * FORMATS["Q4_1"].unit_bytes
+        self._send((7, 0, stride, groups, outputs, 0, size, 0, wide), [sent])
         ctypes.memmove(out, self._read(size), size)
 
     def _read_stored(self, kind, rows, row_bytes, order, outputs, number, wide, out, size):

@@ -41,7 +41,8 @@ X86 = {
 ARM = {level.name: level for level in LEVELS["aarch64"]}
 FAST = ("avx2",)
 KERNELS = [
-    SOURCES / name for name in ("linear.cpp", "linear_blocks.cpp", "stored_blocks.cpp", "isa.cpp")
+    SOURCES / f"{name}.cpp"
+    for name in ("linear", "linear_blocks", "stored_blocks", "round_weights", "isa")
 ]
 PANEL = 32
 """The most outputs of a panel."""

@@ -22,8 +22,8 @@ from octavo.engine.models.quantization.gpu_weight import (
     round_to_int8,
 )
 from octavo.engine.models.quantization.int8 import to_int8
-from octavo.engine.models.quantization.rounding import round_to_4_bits
-from octavo.kernels.cpu.blocks import FORMATS, to_q4_1
+from octavo.kernels.cpu import rounding as kernels
+from octavo.kernels.cpu.blocks import FORMATS
 from octavo.kernels.cpu.linear import GROUP
 
 NIBBLE_BITS = 5
@@ -41,10 +41,8 @@ class Int4(Scheme):
         weight = present(layer.weight.detach())
         if is_head or layer.in_features % GROUP or not has_kernels(layer):
             return to_int8(layer, weight.float(), inputs)
-        codes, scale, zero = round_to_4_bits(weight.float(), torch.float16)
-        scale, zero = scale[..., 0].float(), zero[..., 0].float()
-        rows = to_q4_1(codes, scale, zero - 8 * scale)
-        return BlockWeights(rows, FORMATS["Q4_1"]).layer(layer)
+        assert kernels is not None
+        return BlockWeights(kernels.to_q4_1(weight), FORMATS["Q4_1"]).layer(layer)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
         """Return the bits per weight."""

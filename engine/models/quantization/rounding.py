@@ -74,7 +74,8 @@ def round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     """
     groups = weight.reshape(weight.shape[0], -1, GROUP)
     least, greatest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    best = groups, least.to(dtype), least.to(dtype)
+    # Equal weights have no scale in float16.
+    best = torch.zeros_like(groups), torch.zeros_like(least, dtype=dtype), least.to(dtype)
     least_error = torch.full_like(least, torch.inf)
     for levels in LEVELS:
         scale = ((greatest - least) / levels).clamp_min(EPSILON).to(dtype)
@@ -82,11 +83,11 @@ def round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
         quantized = ((groups - zero.float()) / scale.float() + 8).round_().clamp_(0, 15)
         values = (quantized - 8) * scale.float() + zero.float()
         error = (values - groups).square().sum(-1, keepdim=True)
-        better = error < least_error
+        better = (error < least_error) & (scale > 0)
         best = (
             torch.where(better, quantized, best[0]),
             torch.where(better, scale, best[1]),
             torch.where(better, zero, best[2]),
         )
-        least_error = torch.minimum(error, least_error)
+        least_error = torch.where(better, error, least_error)
     return best

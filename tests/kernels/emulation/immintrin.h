@@ -92,6 +92,12 @@ inline __m512 cvtph_ps(__m256i halves) {
                                           _mm256_cvtph_ps(parts.at[1])});
 }
 
+inline __m256i cvtps_ph(__m512 x) {
+  const auto parts = as<Lanes<__m256, __m512>>(x);
+  return as<__m256i>(Lanes<__m128i, __m256i>{_mm256_cvtps_ph(parts.at[0], _MM_FROUND_TO_NEAREST_INT),
+                                             _mm256_cvtps_ph(parts.at[1], _MM_FROUND_TO_NEAREST_INT)});
+}
+
 inline __m512i madd_epi16(__m512i a, __m512i b) { return dpwssd(__m512i{}, a, b); }
 
 inline __m512 dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
@@ -235,7 +241,7 @@ inline void tile_dpbusd(int c, int a, int b) {
 #undef _mm512_srli_epi16
 #define _mm512_srli_epi16 emulated::srli_epi16
 #undef _mm512_cvtps_ph
-#define _mm512_cvtps_ph(x, rounding) __m256i{}  // no test of linear layers stores float16
+#define _mm512_cvtps_ph(x, rounding) emulated::cvtps_ph(x)
 #define _mm512_cvtph_ps emulated::cvtph_ps
 #undef _tile_loadconfig
 #undef _tile_release

@@ -19,6 +19,7 @@ void octavo_widen_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64
                          int);
 void octavo_pack_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, uint8_t*, int);
 void octavo_pack_words(const uint8_t*, int64_t, int64_t, int64_t, uint32_t*, int);
+void octavo_round_to_q4_1(const void*, int64_t, int64_t, int64_t, int64_t, uint8_t*, int);
 const char* octavo_isa();
 }
 
@@ -32,7 +33,7 @@ struct Call {
   int64_t format, elements;  // of blocks
   int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums
 
-  // Whether weights are laid out or widened. Their rows are x, and the order of those of a file is in
+  // Whether weights are laid out, widened or rounded. Their rows are x, and the order of those of a file is in
   // the place of panels. The stride is in bytes, and `residual_stride` is the result's size.
   bool reads_weights() const { return kind >= 4; }
   double epsilon;
@@ -65,8 +66,11 @@ int main() {
       else if (call.kind == 5)
         octavo_pack_blocks(rows, call.stride, order, call.outputs, call.format,
                            reinterpret_cast<uint8_t*>(found.data()), kThreads);
-      else
+      else if (call.kind == 6)
         octavo_pack_words(rows, call.stride, call.outputs, call.inputs, found.data(), kThreads);
+      else
+        octavo_round_to_q4_1(rows, call.stride, call.elements, call.outputs, call.inputs,
+                             reinterpret_cast<uint8_t*>(found.data()), kThreads);
       std::fwrite(found.data(), 1, call.residual_stride, stdout);
       std::fflush(stdout);
       continue;

@@ -1,0 +1,115 @@
+// Rounds weights as octavo/engine/models/quantization/rounding.py defines it.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "linear.h"
+#include "prepare_rows.h"
+
+namespace {
+
+constexpr int kTried = 4;             // numbers of steps, from kMost down, as LEVELS has them
+constexpr int kMost = 15;
+constexpr float kEpsilon = 1e-8f;
+constexpr int kHalf = kGroupInputs / 2;
+constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+typedef uint8_t HalfGroup __attribute__((vector_size(kHalf)));
+
+// A group's weights in 4 bits, (code - 8) * scale + zero; the scale and the zero are rounded to
+// the type `Scale`.
+template <class Scale>
+struct RoundedGroup {
+  alignas(64) uint8_t codes[kGroupInputs];
+  uint16_t scale, zero;
+};
+
+// Returns the numbers with the least squared error.
+template <class Element, class Scale>
+RoundedGroup<Scale> round_to_4_bits(const typename Element::Stored* from) {
+  constexpr int kVectors = kGroupInputs / kLanes;
+  Floats x[kVectors];
+  for (int v = 0; v < kVectors; v++) x[v] = Element::load_floats(from + v * kLanes);
+  Floats least = x[0], greatest = x[0];
+#pragma GCC unroll 8
+  for (int v = 1; v < kVectors; v++) least = min(least, x[v]), greatest = max(greatest, x[v]);
+  const float low = -reduce_max(-least);
+  Floats steps;
+  for (int i = 0; i < kLanes; i++) steps[i] = kMost - i % kTried;
+  uint16_t scales[kLanes], zeros[kLanes];
+  Scale::store_floats(scales, max(broadcast(reduce_max(greatest) - low) / steps,
+                                  broadcast(kEpsilon)));
+  const Floats scale = Scale::load_floats(scales);
+  Scale::store_floats(zeros, low + 8 * scale);
+  const Floats zero = Scale::load_floats(zeros);
+
+  alignas(64) uint8_t codes[kTried][kGroupInputs];
+  float errors[kTried];
+#pragma GCC unroll 4
+  for (int i = 0; i < kTried; i++) {
+    const Floats own = broadcast(scale[i]), middle = broadcast(zero[i]);
+    Floats squares{};
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; v++) {
+      const Floats place = (x[v] - middle) / own + 8;
+      const Floats rounded = min(max(place, Floats{}), broadcast(15.f)) + kMagic;
+      const Floats distance = (rounded - kMagic - 8) * own + middle - x[v];
+      squares += distance * distance;
+      store(codes[i] + v * kLanes,
+            __builtin_convertvector((Words)rounded - (Words)broadcast(kMagic), Bytes));
+    }
+    errors[i] = reduce_add(squares);
+  }
+  int best = -1;
+  float least_error = std::numeric_limits<float>::infinity();
+  for (int i = 0; i < kTried; i++)
+    if (errors[i] < least_error && scale[i] > 0) least_error = errors[i], best = i;
+  RoundedGroup<Scale> found{};
+  if (best < 0) {  // all are equal
+    Scale::store_floats(zeros, broadcast(low));
+    found.zero = zeros[0];
+    return found;
+  }
+  std::memcpy(found.codes, codes[best], sizeof found.codes);
+  found.scale = scales[best];
+  found.zero = zeros[best];
+  return found;
+}
+
+// Stores a block of GGUF's Q4_1: the scale, the least weight, and codes, of which the halves of the
+// block share bytes.
+void store_q4_1(const RoundedGroup<Float16>& group, uint8_t* to) {
+  uint16_t halves[kLanes] = {group.scale, group.zero};
+  const Floats wide = Float16::load_floats(halves);
+  Float16::store_floats(halves, broadcast(wide[1] - 8 * wide[0]));
+  store(to, group.scale);
+  store(to + 2, halves[0]);
+  const auto low = load<HalfGroup>(group.codes), high = load<HalfGroup>(group.codes + kHalf);
+  store(to + 4, low | high << 4);
+}
+constexpr int kQ41Bytes = 4 + kHalf;
+
+template <class Element>
+void round_to_q4_1(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+                   int64_t groups, uint8_t* rows, int threads) {
+#pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
+  for (int64_t output = 0; output < outputs; output++)
+    for (int64_t group = 0; group < groups; group++)
+      store_q4_1(
+          round_to_4_bits<Element, Float16>(weight + output * stride + group * kGroupInputs),
+          rows + (output * groups + group) * kQ41Bytes);
+}
+
+}  // namespace
+
+// Rounds a weight, in bfloat16 or, if `wide`, float32, to rows of GGUF's Q4_1.
+extern "C" void octavo_round_to_q4_1(const void* weight, int64_t stride, int64_t wide,
+                                     int64_t outputs, int64_t groups, uint8_t* rows, int threads) {
+  if (wide)
+    round_to_q4_1<Float32>(static_cast<const float*>(weight), stride, outputs, groups, rows,
+                           threads);
+  else
+    round_to_q4_1<BFloat16>(static_cast<const uint16_t*>(weight), stride, outputs, groups, rows,
+                            threads);
+}
