@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError
 from octavo.common.models.weight_files import Place
 
@@ -50,9 +51,13 @@ class Places:
     def read(cls, directory: Path) -> "Places":
         """Read those of a model's directory; there are none in most.
 
+        Only a directory in the cache is asked: one from elsewhere could name any file.
+
         Raises:
             ModelError: A file is gone, or has another size.
         """
+        if directory.resolve().parent != model_cache.cache_dir().resolve():
+            return cls((), {})
         try:
             content = json.loads((directory / FILE).read_text())
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -267,6 +268,16 @@ def test_floats_are_read_where_they_are(tmp_path, kind):
     assert own.dtype == other.dtype
     hold(own)
     assert all(map(torch.equal, own.state_dict().values(), other.state_dict().values()))
+
+
+def test_only_the_cache_names_other_files(tmp_path):
+    file = tiny_gguf.write(tmp_path / "tiny.gguf", kind=Kind.Q8_0)
+    own = Path(resolve(str(file), packed=True))
+    assert Places.read(own).tensors
+    downloaded = shutil.copytree(own, tmp_path / "model")
+    assert not Places.read(downloaded).tensors
+    with pytest.raises(ModelError, match="k_proj has no blocks: download"):
+        loaded_as("bfloat16", str(downloaded))
 
 
 def test_damaged_blocks_are_refused(tmp_path):
