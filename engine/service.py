@@ -147,6 +147,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             layer_groups=map(to_message, budget.groups),
             ranks=parts.ranks,
             adapters=self._adapters.message().adapters,
+            aliases=settings.model_names[1:],
         )
 
     async def LoadAdapter(  # noqa: N802 - the contract's name

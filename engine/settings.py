@@ -32,8 +32,10 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     model: str = Field(
         description="Hub name, local directory, GGUF file, or `demo` (SmolLM2-135M-Instruct)."
     )
-    served_model_name: str | None = Field(
-        None, description="Model name in requests. Default: the value of --model."
+    served_model_name: list[str] = Field(
+        [],
+        description="Model name in requests and answers. May be given several times: requests may"
+        " use any of the names, and answers have the first. Default: the value of --model.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -202,6 +204,16 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
 
+    @field_validator("served_model_name")
+    @classmethod
+    def _names(cls, names: list[str]) -> list[str]:
+        """Refuse empty and repeated names."""
+        if "" in names:
+            raise ValueError("a name is empty")
+        if len(set(names)) != len(names):
+            raise ValueError("has a name twice")
+        return names
+
     @field_validator("lora")
     @classmethod
     def _adapters(cls, adapters: list[str]) -> list[str]:
@@ -246,6 +258,17 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _adapters_have_names_of_their_own(self) -> Self:
+        """Refuse an adapter that is named like the model."""
+        for name in self.model_names:
+            if name in self.adapters:
+                raise ValueError(
+                    f"--lora {name} has a name of the model: give it another, or change"
+                    " --served-model-name"
+                )
+        return self
+
     @property
     def listeners(self) -> list[Listener]:
         """Where to listen; a default metrics port may be replaced, and is not among them."""
@@ -266,6 +289,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         return {name: path for name, _, path in pairs}
 
     @property
+    def model_names(self) -> list[str]:
+        """The names of the model in requests; answers have the first."""
+        return self.served_model_name or [self.model]
+
+    @property
     def model_name(self) -> str:
-        """The model name in requests."""
-        return self.served_model_name or self.model
+        """The name of the model in answers."""
+        return self.model_names[0]

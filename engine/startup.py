@@ -319,7 +319,7 @@ def _load_adapters(settings: EngineSettings, loaded: LoadedStep) -> AdapterRegis
     if loaded.targets is None:
         return None
     limit = _adapter_limit(settings, loaded.device)
-    registry = AdapterRegistry(loaded.targets, settings.model_name, limit)
+    registry = AdapterRegistry(loaded.targets, settings.model_names, limit)
     for name, path in settings.adapters.items():
         try:
             registry.add(registry.read(name, Path(path)))

@@ -219,9 +219,9 @@ class Generator:
 
     def list_models(self, tenant: Tenant) -> generation_pb2.ListModelsResponse:
         """Return the models that are served now and that the tenant may use."""
-        served = sorted(
-            filter(tenant.may_use, {model for engine in self._pool.up() for model in engine.models})
-        )
+        up = {model for engine in self._pool.up() for model in engine.models}
+        names = self._pool.names()
+        served = [model for model in sorted(up) if tenant.may_use(names[model])]
         return generation_pb2.ListModelsResponse(
             models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
         )
@@ -262,8 +262,8 @@ class Generator:
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
         """Return the full name of the model that a tenant means by `name`."""
-        check_model(tenant, name)
-        return self._pool.resolve(name, among=tenant.models)
+        check_model(tenant, self._pool.names_of(name), name)
+        return self._pool.resolve(name, tenant.may_use)
 
     async def _prepare(
         self,

@@ -1,7 +1,7 @@
 """An adapter that is loaded, and the names by which requests ask for them."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +47,11 @@ class AdapterRegistry:
 
     Args:
         targets: The layers that they may adapt.
-        taken: A name that no adapter may have: the model's own.
+        taken: Names that no adapter may have: the model's own.
         limit: The bytes that adapters may take on the device; None: no limit.
     """
 
-    def __init__(self, targets: Targets, taken: str, limit: int | None = None) -> None:
+    def __init__(self, targets: Targets, taken: Collection[str], limit: int | None = None) -> None:
         self._targets = targets
         self._taken = taken
         self._limit = limit
@@ -62,7 +62,7 @@ class AdapterRegistry:
         return iter(sorted(self._adapters.values(), key=lambda adapter: adapter.name))
 
     def __contains__(self, name: str) -> bool:
-        return name == self._taken or name in self._adapters
+        return name in self._taken or name in self._adapters
 
     def find(self, name: str) -> Adapter | None:
         """Return the adapter of a name; None if there is none."""

@@ -79,7 +79,9 @@ def _check(client: Client) -> Sequence[Model]:
 
 def with_fallbacks(options: GenerateOptions, models: Sequence[Model]) -> GenerateOptions:
     """Return options with the chat's own sampling, unless the model has its own."""
-    chosen = [model for model in models if options.get("model") in (None, model.name)]
+    chosen = [
+        model for model in models if options.get("model") in (None, model.name, *model.aliases)
+    ]
     if any(model.default_sampling for model in chosen):
         return options
     return cast("GenerateOptions", {**FALLBACKS, **options})

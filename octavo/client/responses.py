@@ -141,6 +141,7 @@ def _model(card: pb.ModelCard) -> Model:
     values = {field.name: getattr(card, field.name) for field in fields(Model)}
     values["warnings"] = tuple(card.warnings)
     values["kernels"] = tuple(card.kernels)
+    values["aliases"] = tuple(card.aliases)
     values["default_sampling"] = default_sampling(card)
     if not card.HasField("default_max_tokens"):
         values["default_max_tokens"] = None

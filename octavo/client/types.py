@@ -227,6 +227,7 @@ class Model:
         default_sampling: The model's own defaults, by the option of `generate`.
         ranks: Processes that its engines have together; 0 if unknown.
         base_model: The model that it adapts, if it is a LoRA adapter; else empty.
+        aliases: Other names that requests may use for it.
     """
 
     name: str
@@ -253,6 +254,7 @@ class Model:
     base_model: str = ""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    aliases: tuple[str, ...] = ()
 
     @property
     def used_blocks(self) -> int:

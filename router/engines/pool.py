@@ -47,6 +47,7 @@ class EnginePool:
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._disagreeing: set[str] = set()  # models of which that has been logged
+        self._overruled: set[tuple[str, str]] = set()  # aliases and models of which it has been
 
     def __contains__(self, address: str) -> bool:
         return address in self._links
@@ -129,35 +130,47 @@ class EnginePool:
         engines = [link.engine for link in self.links if link.engine]
         return sorted({model for engine in engines for model in engine.models})
 
+    def names(self) -> dict[str, list[str]]:
+        """Return all names of each of `models`: its own, then its aliases."""
+        found = {model: [model] for model in self.models()}
+        for alias, model in sorted(self._aliases().items()):
+            found[model].append(alias)
+        return found
+
+    def names_of(self, name: str) -> list[str]:
+        """Return all names of the model that has a name; of an unknown one, the name itself."""
+        return next((names for names in self.names().values() if name in names), [name])
+
     def adapter(self, model: str) -> engine_pb2.Adapter | None:
         """Return the adapter that a resolved model is; None if it is a model of its own."""
         engine = min(self._known(model), key=lambda engine: engine.address)
         return None if engine.info.model == model else engine.adapters[model]
 
-    def resolve(self, name: str, among: Collection[str] | None = None) -> str:
+    def resolve(self, name: str, may_use: Callable[[Collection[str]], bool]) -> str:
         """Return the model that a request's `model` means.
 
         Args:
             name: What it says; empty: the only one that is no adapter, if there is one.
-            among: Models that there are for who asks; None: all.
+            may_use: Whether a model of these names is there for who asks.
 
         Raises:
             rpc.RpcError: NOT_FOUND for an unknown one, INVALID_ARGUMENT for none
                 among several, UNAVAILABLE while no engine has ever been up.
         """
-        models = [model for model in self.models() if among is None or model in among]
+        models = {model: names for model, names in self.names().items() if may_use(names)}
         if not models:
             raise self._none_up("")
-        served = ", ".join(models)
+        meant = {each: model for model, names in models.items() for each in names}
+        served = ", ".join(sorted(meant))
         own = {link.engine.info.model for link in self.links if link.engine}
-        unnamed = [model for model in models if model in own] or models
+        unnamed = [model for model in models if model in own] or list(models)
         if not name and len(unnamed) == 1:
             return unnamed[0]
         if not name:
             raise rpc.invalid("model", f"model must be set, as several are served: {served}")
-        if name not in models:
+        if name not in meant:
             raise rpc.not_found("model", f"model {name[:128]!r} is not served; there is: {served}")
-        return name
+        return meant[name]
 
     def candidates(self, model: str) -> Sequence[Engine]:
         """Return the engines of `model` that take new requests.
@@ -245,7 +258,23 @@ class EnginePool:
             base_model=infos[0].model if infos[0].model != model else "",
             drafted_tokens=sum(load.drafted_tokens for load in loads),
             accepted_tokens=sum(load.accepted_tokens for load in loads),
+            aliases=self.names_of(model)[1:],
         )
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the model that each alias means.
+
+        The name of a model or an adapter means that. An alias of several models means the first
+        of them by name that has an engine which is up, or else the first.
+        """
+        engines = [link.engine for link in self.links if link.engine]
+        engines.sort(key=lambda engine: (not engine.up, engine.info.model))
+        own = {model for engine in engines for model in engine.models}
+        found: dict[str, str] = {}
+        for engine in engines:
+            for alias in set(engine.info.aliases) - own:
+                found.setdefault(alias, engine.info.model)
+        return found
 
     def _known(self, model: str) -> list[Engine]:
         """Return the model's engines that are up, or else those that last were.
@@ -279,7 +308,7 @@ class EnginePool:
                 self._on_change(model)
 
     def _on_change(self, model: str) -> None:
-        """Tell that an engine of `model` came, went or drains; log if its engines disagree."""
+        """Tell that an engine of `model` came, went or drains; log if engines disagree."""
         engines = sorted(self.up(model), key=lambda engine: engine.address)
         used = [Defaults.of(engine.info) for engine in engines]
         if all(defaults == used[0] for defaults in used):
@@ -292,7 +321,27 @@ class EnginePool:
                 used=engines[0].address,
                 hint="give all the same generation_config.json and --generation-config",
             )
+        self._log_overruled()
         self._tell_change(model)
+
+    def _log_overruled(self) -> None:
+        """Log once which engines' aliases mean another model."""
+        aliases = self._aliases()
+        overruled = {
+            (alias, engine.info.model): used
+            for engine in self.up()
+            for alias in engine.info.aliases
+            if (used := aliases.get(alias, alias)) != engine.info.model
+        }
+        for alias, model in sorted(overruled.keys() - self._overruled):
+            log.warning(
+                "alias means another model",
+                alias=alias,
+                model=model,
+                used=overruled[alias, model],
+                hint="give each model --served-model-name values of its own",
+            )
+        self._overruled = set(overruled)
 
     def _none_up(self, model: str) -> rpc.RpcError:
         """For clients: engines' addresses are for the log and AdminService."""

@@ -185,17 +185,18 @@ class Api:
         return JSONResponse({"prompt": answer.text}, headers=_ignored(body))
 
     async def _models(self, request: Request) -> Response:
-        data = [self._card(card) for card in self._list_models(request)]
+        cards = self._cards(request)
+        data = [cards[name] for name in sorted(cards)]
         return JSONResponse({"object": "list", "data": data})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        for card in self._list_models(request):
-            if card.name == name:
-                return JSONResponse(self._card(card))
-        raise ApiError(
-            404, f"model {name[:128]!r} is not served", param="model", code="model_not_found"
-        )
+        card = self._cards(request).get(name)
+        if card is None:
+            raise ApiError(
+                404, f"model {name[:128]!r} is not served", param="model", code="model_not_found"
+            )
+        return JSONResponse(card)
 
     async def _get_status(self, request: Request) -> Response:
         usable = {card.name for card in self._list_models(request)}
@@ -231,12 +232,20 @@ class Api:
         status = "serving" if serving else "not serving"
         return JSONResponse({"status": status}, 200 if serving else 503)
 
-    def _card(self, card: generation_pb2.ModelCard) -> dict[str, Any]:
+    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
+        """Return what is told of each model that the caller may use, by each of its names."""
+        cards = self._list_models(request)
         return {
-            "id": card.name,
+            name: self._card(card, name) for card in cards for name in (card.name, *card.aliases)
+        }
+
+    def _card(self, card: generation_pb2.ModelCard, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "octavo",
+            "root": card.name,
             "parent": card.base_model or None,
             "max_model_len": card.max_model_len,
             "default_sampling": default_sampling(card),

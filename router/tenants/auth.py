@@ -1,7 +1,7 @@
 """Authentication: from an API key or a client's certificate to a tenant."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -176,9 +176,15 @@ class Authenticator:
         self._by_certificate = {name: tenant for tenant in tenants for name in tenant.certificates}
 
 
-def check_model(tenant: Tenant, model: str) -> None:
-    """Raise PERMISSION_DENIED if a tenant may not use a model, whether or not it exists."""
-    if not tenant.may_use(model) and (model or not tenant.models):
+def check_model(tenant: Tenant, names: Collection[str], model: str) -> None:
+    """Raise PERMISSION_DENIED if a tenant may not use a model, whether or not it exists.
+
+    Args:
+        tenant: Who asks.
+        names: All names of the model.
+        model: The one that the request has; empty: none.
+    """
+    if not tenant.may_use(names) and (model or not tenant.models):
         usable = ", ".join(sorted(tenant.models or ())) or "none"
         raise rpc.denied(
             f"tenant {tenant.name!r} may not use model {model[:128]!r}; it may use: {usable}",

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ class Tenant:
             default the expected length of outputs); the unused rest is given back when it ends.
         max_concurrency: Maximum requests in progress; None: any.
         max_priority: Maximum priority of its requests; None: any.
-        models: Models that it may use; None: all.
+        models: Models that it may use, each by any of its names; None: all.
         share_prefixes: Cached prefixes are shared with the tenants that name
             the same group; None: with nobody.
         admin: Whether it may call AdminService.
@@ -56,9 +57,9 @@ class Tenant:
     admin: bool = False
     allow_special_tokens: bool = False
 
-    def may_use(self, model: str) -> bool:
-        """Return whether it may use a model."""
-        return self.models is None or model in self.models
+    def may_use(self, names: Collection[str]) -> bool:
+        """Return whether it may use a model that has these names: one that is allowed is enough."""
+        return self.models is None or not self.models.isdisjoint(names)
 
     def salt(self, requested: str) -> str:
         """Return the salt that its prefixes are cached under.

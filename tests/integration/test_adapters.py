@@ -20,7 +20,7 @@ from tests.peft_adapters import greedy, merged, save_adapter
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
 FLAGS = (
     *("--dtype", "float32", "--compile", "off", "--num-blocks", "512", "--max-model-len", "1024"),
-    *("--swap-space", "0", "--served-model-name", "base"),
+    *("--swap-space", "0", "--served-model-name", "base", "--served-model-name", "alias"),
 )
 PROMPT = list(range(40, 70))
 
@@ -88,15 +88,15 @@ async def test_adapters_are_models(cluster):
     async with octavo.AsyncClient(cluster.router.address) as client:
         cards = {card.name: card.base_model for card in await client.list_models()}
         assert cards == {"base": "", "first": "base"}
-        assert models(cluster) == {"base": None, "first": "base"}
-        of_adapter, of_base, unnamed = await asyncio.gather(
-            *(tokens_of(client, model) for model in ("first", "base", ""))
+        assert models(cluster) == {"alias": None, "base": None, "first": "base"}
+        of_adapter, of_base, of_alias, unnamed = await asyncio.gather(
+            *(tokens_of(client, model) for model in ("first", "base", "alias", ""))
         )
-        assert of_adapter == expected != of_base == unnamed
+        assert of_adapter == expected != of_base == of_alias == unnamed
         with pytest.raises(octavo.Error) as unknown:
             await tokens_of(client, "second")
         assert unknown.value.code is grpc.StatusCode.NOT_FOUND
-        assert "'second' is not served; there is: base, first" in str(unknown.value)
+        assert "'second' is not served; there is: alias, base, first" in str(unknown.value)
 
 
 async def test_loading_and_unloading_while_streams_run(cluster):
@@ -115,7 +115,7 @@ async def test_loading_and_unloading_while_streams_run(cluster):
         late = aiter(client.generate(PROMPT, model="second", **options))
         tokens = list((await anext(late)).token_ids)
         await asyncio.to_thread(unload, cluster, "second")
-        assert models(cluster) == {"base": None, "first": "base"}
+        assert models(cluster) == {"alias": None, "base": None, "first": "base"}
         async for delta in late:
             tokens += delta.token_ids
         assert len(tokens) == 400  # a request that runs keeps its adapter
@@ -132,7 +132,8 @@ def test_adapters_that_are_refused(cluster, tmp_path):
     code, message = refused(load, cluster, "first", first)
     assert code is grpc.StatusCode.ALREADY_EXISTS
     assert "unload it first" in message
-    assert refused(load, cluster, "base", first)[0] is grpc.StatusCode.ALREADY_EXISTS
+    for name in ("base", "alias"):
+        assert refused(load, cluster, name, first)[0] is grpc.StatusCode.ALREADY_EXISTS
     code, message = refused(load, cluster, "x", tmp_path / "absent")
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "is not an adapter in peft's" in message

@@ -63,7 +63,7 @@ class GrpcEndpoint:
                 "name one with --address, or let bench start one with --serve demo"
             ) from None
         for model in models:
-            if name in (None, model.name):
+            if name in (None, model.name, *model.aliases):
                 return ServedModel(model.name, model.max_model_len or None, model.vocab_size)
         served = ", ".join(model.name for model in models) or "none"
         raise NotFoundError(

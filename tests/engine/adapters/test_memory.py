@@ -52,7 +52,7 @@ def test_adapters_take_turns_on_a_small_device(engine, adapter_paths):
 def test_an_adapter_too_large_for_the_device_is_refused(engine, adapter_paths):
     targets = engine.parts.adapters._targets
     with pytest.raises(AdapterError, match="raise --adapter-memory"):
-        AdapterRegistry(targets, "base", limit=1000).read("all", adapter_paths["all"])
+        AdapterRegistry(targets, ["base"], limit=1000).read("all", adapter_paths["all"])
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.slow)])

@@ -188,9 +188,9 @@ def test_configs_that_would_hold_up_a_reader(adapter):
 
 
 def test_names_are_taken_once(adapter):
-    registry = AdapterRegistry(TARGETS, "base")
+    registry = AdapterRegistry(TARGETS, ["base", "alias"])
     registry.add(registry.read("mine", adapter))
-    for name in ("mine", "base"):
+    for name in ("mine", "base", "alias"):
         with pytest.raises(AdapterError, match="is taken"):
             registry.add(registry.read(name, adapter))
     assert registry.remove("mine") is not None

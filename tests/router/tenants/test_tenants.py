@@ -45,8 +45,9 @@ admin = true
     )
     assert second == Tenant("bob-2.x")
     assert second.max_priority == 0
-    assert second.may_use("anything")
-    assert not first.may_use("another")
+    assert second.may_use(["anything"])
+    assert first.may_use(["another", "m"])
+    assert not first.may_use(["another"])
 
 
 @pytest.mark.parametrize(
