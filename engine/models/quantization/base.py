@@ -39,15 +39,19 @@ class Scheme(ABC):
     takes_head: ClassVar[bool] = False
     on_cpus: ClassVar[bool] = True
 
+    def reads_inputs(self, layer: nn.Linear, *, is_head: bool) -> bool:  # noqa: ARG002
+        """Return whether `convert` needs a layer's inputs on the calibration text."""
+        return True
+
     @abstractmethod
-    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+    def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Return the quantized layer that replaces a linear layer.
 
         Where `has_kernels(layer)`, this must be a `PackedLayer`.
 
         Args:
             layer: The layer, or several of the same input fused into one.
-            inputs: The layer's inputs on the calibration text.
+            inputs: The layer's inputs on the calibration text, if it `reads_inputs`.
             is_head: Whether the layer maps hidden states to logits.
         """
 
@@ -94,20 +98,26 @@ class Scheme(ABC):
             path: The model's directory.
         """
         experts = find_experts(model)
-        inputs = calibrate(model, shape, path, [layer.path for layer in experts])
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         groups = group_linears_by_input(model)
+        if not self.takes_head:
+            groups = [group for group in groups if group[0].layer is not head]
+        read = {
+            group[0].path
+            for group in groups
+            if self.reads_inputs(group[0].layer, is_head=group[0].layer is head)
+        }
+        inputs = calibrate(model, shape, path, read, [layer.path for layer in experts])
         while groups:
             group = groups.pop()  # frees it once it is replaced
             first = group[0]
-            is_head = first.layer is head
-            if self.takes_head or not is_head:
-                convert = partial(self.convert, inputs=inputs.linears[first.path], is_head=is_head)
-                replace(model, group, convert)
+            own = inputs.linears.get(first.path)
+            convert = partial(self.convert, inputs=own, is_head=first.layer is head)
+            replace(model, group, convert)
         for layer in experts:
-            own = inputs.experts.get(layer.path)  # none if the model does not call the layer
+            rows = inputs.experts.get(layer.path)  # none if the model does not call the layer
             with held(layer.module):
-                if own is not None and (converted := self.convert_experts(layer, own)):
+                if rows is not None and (converted := self.convert_experts(layer, rows)):
                     layer.replace(converted)
 
     def quantize_on_gpu(self, model: PreTrainedModel, device: torch.device) -> None:

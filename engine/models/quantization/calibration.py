@@ -6,7 +6,7 @@ from pathlib import Path
 
 import structlog
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -72,7 +72,7 @@ class Calibration:
     """What layers take on the text, by their names.
 
     Attributes:
-        linears: The inputs of each linear layer that the model calls.
+        linears: The inputs of each given linear layer that the model calls.
         experts: The inputs of each given layer of experts.
     """
 
@@ -82,20 +82,27 @@ class Calibration:
 
 @torch.inference_mode()
 def calibrate(
-    model: PreTrainedModel, shape: ModelShape, path: str, experts: Collection[str] = ()
+    model: PreTrainedModel,
+    shape: ModelShape,
+    path: str,
+    linears: Collection[str],
+    experts: Collection[str],
 ) -> Calibration:
-    """Run a model on the text; return the inputs of its layers.
+    """Run a model on the text; return the inputs of some of its layers.
 
     Args:
         model: A model on a CPU.
         shape: The model's dimensions.
         path: The model's directory.
-        experts: The names of layers of experts.
+        linears: The names of linear layers.
+        experts: Those of layers of experts.
     """
-    tokens = calibration_tokens(path, shape)
     found = Calibration({}, {})
+    if not linears and not experts:
+        return found
+    tokens = calibration_tokens(path, shape)
     hooks = [
-        *_record_linears(model, found.linears),
+        *_record_linears(model, linears, found.linears),
         *_record_experts(model, experts, found.experts),
     ]
     run_alone(model, shape, tokens)
@@ -118,7 +125,9 @@ def _record_experts(
     ]
 
 
-def _record_linears(model: PreTrainedModel, found: dict[str, Inputs]) -> list[RemovableHandle]:
+def _record_linears(
+    model: PreTrainedModel, names: Collection[str], found: dict[str, Inputs]
+) -> list[RemovableHandle]:
 
     def record(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
@@ -130,9 +139,10 @@ def _record_linears(model: PreTrainedModel, found: dict[str, Inputs]) -> list[Re
         found[name] = Inputs(absmax.clone(), samples.float().clone())
 
     return [
-        layer.register_forward_pre_hook(lambda _, inputs, name=name: record(name, inputs[0]))
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear)
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda _, inputs, name=name: record(name, inputs[0])
+        )
+        for name in names
     ]
 
 

@@ -17,7 +17,7 @@ class Fp8(Scheme):
     tolerance = FP8_TOLERANCE
     on_cpus = False
 
-    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+    def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Raise NotImplementedError: CPUs have no kernels for it."""
         raise NotImplementedError
 

@@ -36,18 +36,22 @@ class Int4(Scheme):
     tolerance = 0.7
     takes_head = True
 
-    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:
+    def reads_inputs(self, layer: nn.Linear, *, is_head: bool) -> bool:
+        """Return whether a layer gets 8 bits, whose rounding depends on its inputs."""
+        return bool(is_head or layer.in_features % GROUP or not has_kernels(layer))
+
+    def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""
         weight = present(layer.weight.detach())
-        if is_head or layer.in_features % GROUP or not has_kernels(layer):
+        if self.reads_inputs(layer, is_head=is_head):
+            assert inputs is not None
             return to_int8(layer, weight.float(), inputs)
         assert kernels is not None
         return BlockWeights(kernels.to_q4_1(weight), FORMATS["Q4_1"]).layer(layer)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
         """Return the bits per weight."""
-        whole = is_head or layer.in_features % GROUP or not has_kernels(layer)
-        return 8 if whole else NIBBLE_BITS
+        return 8 if self.reads_inputs(layer, is_head=is_head) else NIBBLE_BITS
 
     def round_for_gpu(self, weight: Tensor) -> GpuWeight:
         """Round a weight to 4 bits; activations stay in 16 bits."""

@@ -43,8 +43,9 @@ class Int8(Scheme):
 
     tolerance = 0.35
 
-    def convert(self, layer: nn.Linear, inputs: Inputs, *, is_head: bool) -> nn.Module:  # noqa: ARG002
+    def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:  # noqa: ARG002
         """Return an 8-bit layer."""
+        assert inputs is not None
         return to_int8(layer, present(layer.weight.detach()).float(), inputs)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
