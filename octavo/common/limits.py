@@ -206,6 +206,7 @@ def output_length(
             "stop.max_tokens",
             f"stop.max_tokens must be in [1, {room}]: the model's {limits.max_model_len} tokens "
             f"less the prompt's {prompt_tokens}; got {max_tokens}",
+            reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     if max_tokens > fits:
         raise rpc.invalid(
@@ -213,12 +214,14 @@ def output_length(
             f"stop.max_tokens must be in [1, {fits}] to fit, with this prompt and {outputs} "
             f"output(s), in the engine's {budget.total_blocks} KV-cache blocks of "
             f"{budget.block_size} tokens; got {max_tokens}",
+            reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     if stop.min_tokens > max_tokens:
         raise rpc.invalid(
             "stop.min_tokens",
             f"stop.min_tokens must be in [0, {max_tokens}], the most tokens of the output; "
             f"got {stop.min_tokens}",
+            reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     return max_tokens
 

@@ -135,14 +135,22 @@ async def test_an_unexpected_error_hides_its_details(frontend, scripted, hello):
         assert "NoneType" not in json.dumps(caught.value.body)
 
 
-async def test_a_prompt_that_is_too_long_has_openai_s_code(frontend, scripted, hello):
-    async with frontend(scripted("a")) as (_, client):
+async def test_what_the_context_or_the_cache_cannot_hold_has_openai_s_code(
+    frontend, scripted, hello
+):
+    engine = scripted("a")
+    engine.info.load.total_blocks = 64  # 1,024 tokens
+    async with frontend(engine) as (_, client):
         long = [{"role": "user", "content": "x" * 600}]
         for call in (
             client.chat.completions.create(**hello | {"messages": long}),
             client.chat.completions.create(**hello | {"messages": hello["messages"] * 600}),
             client.completions.create(model="tiny", prompt="x" * 600),
             client.completions.create(model="tiny", prompt=[1] * 600),
+            client.completions.create(model="tiny", prompt="x" * 500, max_tokens=13),
+            client.chat.completions.create(**hello, max_completion_tokens=5000),
+            client.chat.completions.create(**hello, extra_body={"min_tokens": 600}),
+            client.chat.completions.create(**hello, n=8, max_tokens=200),
         ):
             with pytest.raises(openai.BadRequestError) as caught:
                 await call
