@@ -12,13 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import structlog
 from pydantic_core import to_json
+from starlette.datastructures import Headers
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.router.http import body
 from octavo.router.http.errors import ApiError
+from octavo.router.http.headers import REQUEST_ID, new_id, own_id
 from octavo.router.http.places import Pace, Places
+
+log = structlog.get_logger(__name__)
 
 HEADER_SECONDS = 10.0
 """Seconds that a client has for a TLS handshake, and again for a request's line and headers."""
@@ -82,6 +87,7 @@ class Connection(HttpToolsProtocol):
         **arguments: Any,  # noqa: ANN401 - uvicorn's
     ) -> None:
         super().__init__(**arguments)
+        self.headers = []
         self._shared = shared
         self._phase = _Phase.HEADER
         self._unparsed = bytearray()
@@ -129,6 +135,10 @@ class Connection(HttpToolsProtocol):
         """Keep a header; trailers, which nobody reads, are dropped."""
         if self._phase is _Phase.HEADER:
             super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's, for people
+        """Refuse what is not HTTP."""
+        self._refuse(ApiError(400, "the request is not valid HTTP"))
 
     def on_headers_complete(self) -> None:
         """Start the response."""
@@ -201,11 +211,14 @@ class Connection(HttpToolsProtocol):
         """Count bytes of a header, from the first of which it has a deadline."""
         if self._deadline is None:
             self._set_deadline(HEADER_SECONDS, self._too_slow)
-        self._header_bytes += len(piece)
         most = self._shared.max_header_bytes
-        if self._header_bytes <= most:
+        left = most - self._header_bytes
+        self._header_bytes += len(piece)
+        if len(piece) <= left:
             return True
-        self._refuse(ApiError(431, f"the request's headers must have at most {most} bytes"))
+        super().data_received(piece[:left])  # the request's id may be in it
+        if not self.transport.is_closing():
+            self._refuse(ApiError(431, f"the request's headers must have at most {most} bytes"))
         return False
 
     def _admit_body(self, piece: bytes) -> bool:
@@ -242,6 +255,8 @@ class Connection(HttpToolsProtocol):
         self._phase = phase
         self._tail = b""
         self._header_bytes = 0
+        if phase is _Phase.HEADER:
+            self.headers = []
 
     def _too_slow(self) -> None:
         if self._header_bytes:
@@ -252,13 +267,24 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Refuse a request that could not be parsed, and close the connection."""
-        content = to_json(error.body)
-        self._unparsed.clear()
-        self.transport.write(
-            STATUS_LINE[error.status] + b"content-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(content), content)
+        """Refuse a request that could not be parsed, and close the connection.
+
+        Its id is the client's if that is among the headers that were read.
+        """
+        request_id = own_id(Headers(raw=self.headers)) or new_id()
+        log.info(
+            "request refused unparsed",
+            status=error.status,
+            reason=str(error),
+            http_request_id=request_id,
         )
+        content = to_json(error.body)
+        head = (
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n"
+            f"connection: close\r\n{REQUEST_ID}: {request_id}\r\n\r\n"
+        )
+        self._unparsed.clear()
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + content)
         self.transport.close()
         self._set_deadline(UNREAD_SECONDS, self.abort)  # TLS's goodbye may never come
 

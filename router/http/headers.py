@@ -59,6 +59,17 @@ def timeout(request: Request) -> float | None:
     return seconds
 
 
+def own_id(headers: Headers) -> str | None:
+    """Return the id that a client gives its request, if it is well-formed."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _WELL_FORMED.fullmatch(given) else None
+
+
+def new_id() -> str:
+    """Return an id for a request whose client gave none."""
+    return uuid.uuid4().hex
+
+
 class RequestIds:
     """Gives each request an id, and names it in its response and in log lines.
 
@@ -74,16 +85,15 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        known = _WELL_FORMED.fullmatch(given) is not None
-        request_id = given if known else uuid.uuid4().hex
+        own = own_id(Headers(scope=scope))
+        request_id = own or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         bind_contextvars(http_request_id=request_id)  # in the task of this request alone
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                if known or REQUEST_ID not in headers:
+                if own or REQUEST_ID not in headers:
                     headers[REQUEST_ID] = request_id
             await send(message)
 

@@ -9,6 +9,7 @@ import ssl
 from contextlib import asynccontextmanager
 
 import pytest
+from structlog.testing import capture_logs
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from octavo.router.http import connection
@@ -110,6 +111,42 @@ async def test_a_header_has_a_size(frontend, scripted, connect):
             assert (await rest(reader)).startswith((b"HTTP/1.1 431 ", b""))
         reader, _ = await one(HALF + b"x" * 3900 + b"\r\n\r\n")
         assert await answered(reader) == b"HTTP/1.1 200 OK"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (HALF, 408),
+        (HALF + b"x" * 5000, 431),
+        (HALF + b"x" * 5000 + b"\r\n\r\n", 431),
+        (HALF + b"x\r\nno colon\r\n\r\n", 400),
+        (HEALTH + b"\0 no HTTP", 400),
+    ],
+)
+@pytest.mark.parametrize("given", ["mine", "not mine"])
+async def test_what_is_refused_unparsed_has_an_id_and_is_logged(
+    frontend, scripted, connect, monkeypatch, *, sent, status, given
+):
+    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.3)
+    own = f"Host: x\r\nX-Request-Id: {given}\r\n".encode()
+    first, _, last = sent.rpartition(b"Host: x\r\n")
+    async with (
+        frontend(scripted("a"), max_metadata_bytes=4096) as (app, _),
+        connect(app) as one,
+    ):
+        with capture_logs() as logs:
+            reader, _ = await one(first + own + last)
+            head, _, body = (await rest(reader)).rpartition(b"\r\n\r\n")
+    head = head[head.rindex(b"HTTP/1.1 ") :].decode().lower()
+    assert head.startswith(f"http/1.1 {status} ")
+    assert "content-type: application/json\r\n" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    request_id = re.search(r"x-request-id: (\S+)", head)[1]
+    carried = given == "mine" and sent.startswith(HALF)  # not that of the request before
+    assert re.fullmatch("mine" if carried else "[0-9a-f]{32}", request_id)
+    (line,) = [log for log in logs if log["event"] == "request refused unparsed"]
+    assert (line["status"], line["http_request_id"]) == (status, request_id)
+    assert line["reason"] == json.loads(body)["error"]["message"]
 
 
 async def test_an_endless_header_is_not_buffered(frontend, scripted, connect):
