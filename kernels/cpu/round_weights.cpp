@@ -15,6 +15,7 @@ constexpr int kMost = 15;
 constexpr float kEpsilon = 1e-8f;
 constexpr int kHalf = kGroupInputs / 2;
 constexpr float kMagic = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer
+typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 typedef uint8_t HalfGroup __attribute__((vector_size(kHalf)));
 
 // A group's weights in 4 bits, (code - 8) * scale + zero; the scale and the zero are rounded to
@@ -101,15 +102,104 @@ void round_to_q4_1(const typename Element::Stored* weight, int64_t stride, int64
           rows + (output * groups + group) * kQ41Bytes);
 }
 
+// Loads at most `count` weights; the rest of the vector is zeros.
+template <class Element>
+Floats load_some(const typename Element::Stored* from, int64_t count) {
+  if (count >= kLanes) return Element::load_floats(from);
+  typename Element::Stored some[kLanes] = {};
+  std::memcpy(some, from, count * sizeof *from);
+  return Element::load_floats(some);
+}
+
+// Sets `bytes` to an output's weights times `factors`, in 127 steps; returns the value of a step.
+// `sum` is that of the bytes.
+template <class Element>
+float round_to_bytes(const typename Element::Stored* from, const float* factors, int64_t inputs,
+                     int8_t* bytes, int32_t* sum) {
+  const auto product = [=](int64_t i) {
+    return load_some<Element>(from + i, inputs - i) * load_first<Floats>(factors + i, inputs - i);
+  };
+  Floats magnitudes{};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const Floats x = product(i);
+    magnitudes = max(magnitudes, max(x, -x));
+  }
+  const float step = std::max(reduce_max(magnitudes), kEpsilon) / 127;
+  Ints total{};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const Ints whole = round_to_ints(product(i) / step);
+    total += whole;
+    store_first(bytes + i, inputs - i, __builtin_convertvector(whole, SignedBytes));
+  }
+  *sum = 0;
+  for (int i = 0; i < kLanes; i++) *sum += total[i];
+  return step;
+}
+
+template <class Element>
+void round_to_bytes(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+                    int64_t inputs, const float* factors, int8_t* bytes, float* scales, float* sums,
+                    int threads) {
+#pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
+  for (int64_t output = 0; output < outputs; output++) {
+    int32_t sum;
+    scales[output] = round_to_bytes<Element>(weight + output * stride, factors, inputs,
+                                             bytes + output * inputs, &sum);
+    sums[output] = sum * scales[output];
+  }
+}
+
+// Sets `widest` to the greatest magnitude of each input's weights.
+template <class Element>
+void find_widest(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+                 int64_t inputs, float* widest, int threads) {
+  constexpr int64_t kInputs = 32 * kLanes;
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t first = 0; first < inputs; first += kInputs) {
+    Floats found[kInputs / kLanes] = {};
+    const int64_t count = std::min(kInputs, inputs - first);
+    for (int64_t output = 0; output < outputs; output++)
+      for (int64_t i = 0; i < count; i += kLanes) {
+        const Floats x =
+            load_some<Element>(weight + output * stride + first + i, count - i);
+        found[i / kLanes] = max(found[i / kLanes], max(x, -x));
+      }
+    std::memcpy(widest + first, found, count * sizeof *widest);
+  }
+}
+
+// Calls function(weights, Element{}) with a weight in bfloat16 or, if `wide`, float32.
+template <class Function>
+void with_elements(const void* weight, int64_t wide, Function function) {
+  if (wide) function(static_cast<const float*>(weight), Float32{});
+  else function(static_cast<const uint16_t*>(weight), BFloat16{});
+}
+
 }  // namespace
 
 // Rounds a weight, in bfloat16 or, if `wide`, float32, to rows of GGUF's Q4_1.
 extern "C" void octavo_round_to_q4_1(const void* weight, int64_t stride, int64_t wide,
                                      int64_t outputs, int64_t groups, uint8_t* rows, int threads) {
-  if (wide)
-    round_to_q4_1<Float32>(static_cast<const float*>(weight), stride, outputs, groups, rows,
-                           threads);
-  else
-    round_to_q4_1<BFloat16>(static_cast<const uint16_t*>(weight), stride, outputs, groups, rows,
-                            threads);
+  with_elements(weight, wide, [&](auto* from, auto element) {
+    round_to_q4_1<decltype(element)>(from, stride, outputs, groups, rows, threads);
+  });
+}
+
+// Rounds a weight times the factors of its inputs to bytes, with a scale for each output; also sets
+// the sum of each output's bytes, scaled.
+extern "C" void octavo_round_to_bytes(const void* weight, int64_t stride, int64_t wide,
+                                      int64_t outputs, int64_t inputs, const float* factors,
+                                      int8_t* bytes, float* scales, float* sums, int threads) {
+  with_elements(weight, wide, [&](auto* from, auto element) {
+    round_to_bytes<decltype(element)>(from, stride, outputs, inputs, factors, bytes, scales, sums,
+                                      threads);
+  });
+}
+
+// Sets `widest` to the greatest magnitude of each input's weights.
+extern "C" void octavo_find_widest(const void* weight, int64_t stride, int64_t wide,
+                                   int64_t outputs, int64_t inputs, float* widest, int threads) {
+  with_elements(weight, wide, [&](auto* from, auto element) {
+    find_widest<decltype(element)>(from, stride, outputs, inputs, widest, threads);
+  });
 }

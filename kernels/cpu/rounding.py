@@ -21,6 +21,10 @@ class RoundingKernels:
         weight = c_void_p, c_int64, c_int64, c_int64, c_int64
         self._to_q4_1 = library.octavo_round_to_q4_1
         self._to_q4_1.argtypes, self._to_q4_1.restype = (*weight, c_void_p, c_int), None
+        self._to_bytes = library.octavo_round_to_bytes
+        self._to_bytes.argtypes, self._to_bytes.restype = (*weight, *[c_void_p] * 4, c_int), None
+        self._widest = library.octavo_find_widest
+        self._widest.argtypes, self._widest.restype = (*weight, c_void_p, c_int), None
 
     def to_q4_1(self, weight: Tensor) -> Tensor:
         """Round a weight to 4 bits; each group gets the scale of the least squared error.
@@ -31,14 +35,53 @@ class RoundingKernels:
         Returns:
             `[outputs, bytes]` uint8, in GGUF's format Q4_1.
         """
-        if weight.stride(1) != 1:
-            weight = weight.contiguous()
+        weight = _readable(weight)
         outputs, groups = weight.shape[0], weight.shape[1] // GROUP
         out = torch.empty((outputs, groups * FORMATS["Q4_1"].unit_bytes), dtype=torch.uint8)
         huge_pages.ask_for(out)
-        wide = int(weight.dtype == torch.float32)
-        self._to_q4_1(
-            *(weight.data_ptr(), weight.stride(0), wide, outputs, groups),
-            *(out.data_ptr(), torch.get_num_threads()),
-        )
+        self._to_q4_1(*_rows(weight), groups, out.data_ptr(), torch.get_num_threads())
         return out
+
+    def to_bytes(self, weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Round a weight times the factors of its inputs to 8 bits.
+
+        Args:
+            weight: `[outputs, inputs]`, floats.
+            factors: `[inputs]` float32.
+
+        Returns:
+            `[outputs, inputs]` int8, `[outputs]` float32 scales, and `[outputs]` float32 sums of
+            scaled weights.
+        """
+        weight, factors = _readable(weight), factors.contiguous()
+        outputs, inputs = weight.shape
+        out = torch.empty((outputs, inputs), dtype=torch.int8)
+        huge_pages.ask_for(out)
+        scale, sums = torch.empty(2, outputs)
+        made = (own.data_ptr() for own in (out, scale, sums))
+        self._to_bytes(*_rows(weight), inputs, factors.data_ptr(), *made, torch.get_num_threads())
+        return out, scale, sums
+
+    def widest(self, weight: Tensor) -> Tensor:
+        """Return the greatest magnitude of each input's weights, `[inputs]` float32.
+
+        Args:
+            weight: `[outputs, inputs]`, floats.
+        """
+        weight = _readable(weight)
+        out = torch.empty(weight.shape[1])
+        self._widest(*_rows(weight), len(out), out.data_ptr(), torch.get_num_threads())
+        return out
+
+
+def _readable(weight: Tensor) -> Tensor:
+    """Return a weight as C++ can read it."""
+    if weight.dtype not in {torch.bfloat16, torch.float32}:
+        weight = weight.float()
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def _rows(weight: Tensor) -> tuple[int, int, int, int]:
+    """Return a weight's rows as C++ takes them."""
+    wide = int(weight.dtype == torch.float32)
+    return weight.data_ptr(), weight.stride(0), wide, len(weight)

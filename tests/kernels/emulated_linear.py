@@ -41,6 +41,8 @@ class EmulatedLibrary:
         self.octavo_pack_blocks = Function(self._pack)
         self.octavo_pack_words = Function(self._pack_words)
         self.octavo_round_to_q4_1 = Function(self._round_to_q4_1)
+        self.octavo_round_to_bytes = Function(self._round_to_bytes)
+        self.octavo_find_widest = Function(self._find_widest)
 
     def close(self):
         self._program.stdin.close()
@@ -74,6 +76,21 @@ class EmulatedLibrary:
         size = outputs * groups * FORMATS["Q4_1"].unit_bytes
         self._send((7, 0, stride, groups, outputs, 0, size, 0, wide), [sent])
         ctypes.memmove(out, self._read(size), size)
+
+    def _round_to_bytes(
+        self, weight, stride, wide, outputs, inputs, factors, out, scales, sums, _threads
+    ):
+        sent = ctypes.string_at(weight, ((outputs - 1) * stride + inputs) * (4 if wide else 2))
+        size = outputs * (inputs + 8)
+        arrays = [sent, ctypes.string_at(factors, 4 * inputs)]
+        self._send((8, 0, stride, inputs, outputs, 0, size, 0, wide), arrays)
+        for to, bytes_each in ((scales, 4), (sums, 4), (out, inputs)):
+            ctypes.memmove(to, self._read(outputs * bytes_each), outputs * bytes_each)
+
+    def _find_widest(self, weight, stride, wide, outputs, inputs, out, _threads):
+        sent = ctypes.string_at(weight, ((outputs - 1) * stride + inputs) * (4 if wide else 2))
+        self._send((9, 0, stride, inputs, outputs, 0, 4 * inputs, 0, wide), [sent])
+        ctypes.memmove(out, self._read(4 * inputs), 4 * inputs)
 
     def _read_stored(self, kind, rows, row_bytes, order, outputs, number, wide, out, size):
         places = range(outputs)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.models.quantization.rounding import round_to_4_bits
+from octavo.engine.models.quantization.rounding import round_to_4_bits, to_bytes
 from octavo.kernels.cpu import rounding as native
 from octavo.kernels.cpu.blocks import FORMATS, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import GROUP
@@ -82,3 +82,22 @@ def test_equal_weights_in_4_bits(kernels):
     weight = torch.tensor([0.0, 0.5, -3.0])[:, None].repeat(1, GROUP)
     assert dequantize(kernels.to_q4_1(weight), FORMATS["Q4_1"]).equal(weight)
     assert kernels.to_q4_1(weight).equal(defined_q4_1(weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@given(outputs=st.integers(1, 80), inputs=st.integers(1, 100), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=12)
+def test_8_bits(kernels, dtype, outputs, inputs, seed):
+    weight = random_weight(outputs, 4, dtype, seed)[:, :inputs]
+    factors = torch.rand(inputs, generator=torch.Generator().manual_seed(seed)) + 0.1
+    expected = to_bytes(weight, factors)
+    for own in (weight, weight.t().contiguous().t()):
+        for found, exact in zip(kernels.to_bytes(own, factors), expected, strict=True):
+            assert found.equal(exact)
+        assert kernels.widest(own).equal(weight.float().abs().amax(0))
+
+
+def test_other_floats_in_8_bits(kernels):
+    weight, factors = torch.randn(3, 40).half(), torch.ones(40)
+    assert kernels.to_bytes(weight, factors)[0].equal(to_bytes(weight, factors)[0])
+    assert kernels.widest(weight).equal(weight.float().abs().amax(0))

@@ -225,9 +225,12 @@ INT8 = """
 import torch
 from torch import nn
 from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
+from octavo.engine.models.quantization.rounding import QuantizedWeights, sum_rows
 torch.manual_seed(0)
 whole = torch.randint(-127, 128, (64, 576), dtype=torch.int8)
-layer = OneDnnInt8Linear(nn.Linear(576, 64, False), whole, torch.full((64,), 0.01), torch.ones(576))
+scale = torch.full((64,), 0.01)
+quantized = QuantizedWeights(whole, scale, sum_rows(whole, scale), torch.ones(576))
+layer = OneDnnInt8Linear(nn.Linear(576, 64, False), *quantized)
 rows = torch.rand(8, 576) + 5
 expected = rows @ (whole * 0.01).T
 print(float((layer(rows) - expected).norm() / expected.norm()))

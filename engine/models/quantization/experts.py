@@ -26,6 +26,7 @@ from octavo.engine.models.quantization.rounding import (
     round_to_4_bits,
     round_weights,
     smooth,
+    widest_weights,
 )
 from octavo.kernels.cpu import experts as kernels
 from octavo.kernels.cpu.experts import PackedProduct
@@ -38,14 +39,14 @@ def experts_to_int8(layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts:
     """Return a layer's experts with 8-bit weights, and activations rounded at run time."""
     judges = inputs.busiest(layer.count, JUDGES)
     absmax = inputs.rows.float().abs().amax(0)
-    widest = torch.stack([_widest(layer.up(one)) for one in range(layer.count)]).amax(0)
+    widest = torch.stack([widest_weights(layer.up(one)) for one in range(layer.count)]).amax(0)
 
     def shared(_: int, alpha: float) -> Tensor:
         return smooth(absmax, widest, alpha)
 
     def own(expert: int, alpha: float) -> Tensor:
         rows = _between(layer, inputs, expert)
-        return smooth(rows.abs().amax(0), _widest(layer.down(expert)), alpha)
+        return smooth(rows.abs().amax(0), widest_weights(layer.down(expert)), alpha)
 
     alpha = _best_alpha(judges, layer.up, inputs.of, shared)
     up = _pack(layer, "up", shared(0, alpha)[None])
@@ -70,10 +71,6 @@ def _between(layer: ExpertLayer, inputs: ExpertInputs, expert: int) -> Tensor:
     """Return what an expert's second product takes on the calibration text."""
     projected = inputs.of(expert) @ layer.up(expert).float().t() + layer.up_bias(expert)
     return layer.activation(projected)
-
-
-def _widest(weight: Tensor) -> Tensor:
-    return weight.abs().amax(0).float()
 
 
 def _best_alpha(
@@ -107,9 +104,8 @@ def _pack(layer: ExpertLayer, name: str, factors: Tensor) -> PackedProduct:
     panels, scales = [], []
     for expert in range(layer.count):
         own = factors[expert if len(factors) > 1 else 0]
-        whole, scale, _ = round_weights(weight(expert).float(), own)
+        whole, scale, sums, _ = round_weights(weight(expert), own)
         panels.append(pack(arranged(layer, name, whole)))
-        sums = whole.sum(1, dtype=torch.int32) * scale
         scales.append(torch.stack([padded(layer, name, scale), padded(layer, name, sums)]))
     bias = layer.up_bias if name == "up" else layer.down_bias
     return PackedProduct(

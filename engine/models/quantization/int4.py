@@ -45,7 +45,7 @@ class Int4(Scheme):
         weight = present(layer.weight.detach())
         if self.reads_inputs(layer, is_head=is_head):
             assert inputs is not None
-            return to_int8(layer, weight.float(), inputs)
+            return to_int8(layer, weight, inputs)
         assert kernels is not None
         return BlockWeights(kernels.to_q4_1(weight), FORMATS["Q4_1"]).layer(layer)
 

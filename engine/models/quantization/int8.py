@@ -7,8 +7,6 @@ on a short text: with one exponent for all layers, SmolLM2's perplexity grows mo
 much. The head, which costs the most quality, is not quantized.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.library import register_fake
@@ -33,9 +31,13 @@ from octavo.engine.models.quantization.rounding import (
     round_rows,
     round_weights,
     smooth,
+    widest_weights,
 )
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.machine import onednn_int8_saturates
+
+JUDGES = 256
+"""Outputs, evenly spaced, by whose error a layer's exponent is chosen."""
 
 
 class Int8(Scheme):
@@ -46,7 +48,7 @@ class Int8(Scheme):
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:  # noqa: ARG002
         """Return an 8-bit layer."""
         assert inputs is not None
-        return to_int8(layer, present(layer.weight.detach()).float(), inputs)
+        return to_int8(layer, present(layer.weight.detach()), inputs)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002
         """Return the bits per weight."""
@@ -72,12 +74,18 @@ def to_int8(
 
     Args:
         layer: The layer to replace.
-        weight: `[out, in]` float32, the weights to use.
+        weight: `[out, in]`, the weights to use.
         inputs: The layer's inputs on the calibration text.
     """
-    widest = weight.abs().amax(0)
-    candidates = (round_weights(weight, smooth(inputs.absmax, widest, alpha)) for alpha in ALPHAS)
-    quantized = min(candidates, key=partial(output_error, weight, inputs.samples))
+    widest = widest_weights(weight)
+    judges = torch.linspace(0, len(weight) - 1, min(JUDGES, len(weight))).long()
+    judged = weight[judges].float()
+
+    def error(factors: Tensor) -> float:
+        return output_error(judged, inputs.samples, round_weights(judged, factors))
+
+    factors = min((smooth(inputs.absmax, widest, alpha) for alpha in ALPHAS), key=error)
+    quantized = round_weights(weight, factors)
     return (PackedInt8Linear if has_kernels(layer) else OneDnnInt8Linear)(layer, *quantized)
 
 
@@ -88,6 +96,7 @@ class PackedInt8Linear(PackedLayer):
         linear: The layer to replace.
         weight: See `QuantizedWeights`, as for the others.
         scale: Likewise.
+        row_sums: Likewise.
         factors: Likewise.
     """
 
@@ -96,15 +105,15 @@ class PackedInt8Linear(PackedLayer):
     scale: Tensor
     row_sums: Tensor
 
-    def __init__(self, linear: nn.Linear, weight: Tensor, scale: Tensor, factors: Tensor) -> None:
+    def __init__(
+        self, linear: nn.Linear, weight: Tensor, scale: Tensor, row_sums: Tensor, factors: Tensor
+    ) -> None:
         super().__init__(linear)
         assert kernels is not None
         self.register_buffer("panels", kernels.pack(weight))
         self.register_buffer("factors", factors)
         self.register_buffer("scale", kernels.pad_outputs(scale))
-        self.register_buffer(
-            "row_sums", kernels.pad_outputs(weight.sum(1, dtype=torch.int32) * scale)
-        )
+        self.register_buffer("row_sums", kernels.pad_outputs(row_sums))
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""
@@ -122,6 +131,7 @@ class OneDnnInt8Linear(nn.Module):
         linear: The layer to replace.
         weight: See `QuantizedWeights`, as for the others.
         scale: Likewise.
+        row_sums: Likewise.
         factors: Likewise.
     """
 
@@ -132,13 +142,15 @@ class OneDnnInt8Linear(nn.Module):
     zero_points: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, weight: Tensor, scale: Tensor, factors: Tensor) -> None:
+    def __init__(
+        self, linear: nn.Linear, weight: Tensor, scale: Tensor, row_sums: Tensor, factors: Tensor
+    ) -> None:
         super().__init__()
         bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("factors", factors)
-        self.register_buffer("row_sums", weight.sum(1, dtype=torch.int32) * scale)
+        self.register_buffer("row_sums", row_sums)
         self.register_buffer("zero_points", torch.zeros(len(scale), dtype=torch.int32))
         self.register_buffer("bias", None if bias is None else bias.detach().float())
         # With 7-bit activations, two products with 8-bit weights fit into 16 bits.

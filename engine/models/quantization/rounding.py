@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.kernels.cpu import rounding as kernels
 from octavo.kernels.cpu.linear import GROUP
 
 ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -21,11 +22,13 @@ class QuantizedWeights(NamedTuple):
     Attributes:
         weight: `[out, in]` int8.
         scale: `[out]`; the weights are `weight * scale`.
+        row_sums: `[out]`, the sum of each output's scaled weights.
         factors: `[in]`; inputs are multiplied by these first.
     """
 
     weight: Tensor
     scale: Tensor
+    row_sums: Tensor
     factors: Tensor
 
 
@@ -43,9 +46,27 @@ def smooth(absmax: Tensor, widest: Tensor, alpha: float) -> Tensor:
 
 def round_weights(weight: Tensor, factors: Tensor) -> QuantizedWeights:
     """Multiply weights by the factors of `smooth`, and round them."""
-    weight = weight * factors
+    if kernels is None:
+        return QuantizedWeights(*to_bytes(weight, factors), 1 / factors)
+    return QuantizedWeights(*kernels.to_bytes(weight, factors), 1 / factors)
+
+
+def to_bytes(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `RoundingKernels.to_bytes` does: the kernel has the same bits."""
+    weight = weight.float() * factors
     scale = weight.abs().amax(1).clamp_min(EPSILON) / 127
-    return QuantizedWeights((weight / scale[:, None]).round_().to(torch.int8), scale, 1 / factors)
+    whole = (weight / scale[:, None]).round_().to(torch.int8)
+    return whole, scale, sum_rows(whole, scale)
+
+
+def sum_rows(whole: Tensor, scale: Tensor) -> Tensor:
+    """Return the sum of each output's scaled weights, `[out]`."""
+    return whole.sum(1, dtype=torch.int32) * scale
+
+
+def widest_weights(weight: Tensor) -> Tensor:
+    """Return the greatest magnitude of each input's weights, `[in]` float32."""
+    return weight.abs().amax(0).float() if kernels is None else kernels.widest(weight)
 
 
 def output_error(weight: Tensor, samples: Tensor, quantized: QuantizedWeights) -> float:

@@ -20,6 +20,9 @@ void octavo_widen_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64
 void octavo_pack_blocks(const uint8_t*, int64_t, const int64_t*, int64_t, int64_t, uint8_t*, int);
 void octavo_pack_words(const uint8_t*, int64_t, int64_t, int64_t, uint32_t*, int);
 void octavo_round_to_q4_1(const void*, int64_t, int64_t, int64_t, int64_t, uint8_t*, int);
+void octavo_round_to_bytes(const void*, int64_t, int64_t, int64_t, int64_t, const float*, int8_t*,
+                           float*, float*, int);
+void octavo_find_widest(const void*, int64_t, int64_t, int64_t, int64_t, float*, int);
 const char* octavo_isa();
 }
 
@@ -68,9 +71,18 @@ int main() {
                            reinterpret_cast<uint8_t*>(found.data()), kThreads);
       else if (call.kind == 6)
         octavo_pack_words(rows, call.stride, call.outputs, call.inputs, found.data(), kThreads);
-      else
+      else if (call.kind == 7)
         octavo_round_to_q4_1(rows, call.stride, call.elements, call.outputs, call.inputs,
                              reinterpret_cast<uint8_t*>(found.data()), kThreads);
+      else if (call.kind == 8) {  // scales, sums and bytes
+        auto* scales = reinterpret_cast<float*>(found.data());
+        octavo_round_to_bytes(rows, call.stride, call.elements, call.outputs, call.inputs,
+                              static_cast<const float*>(at[1]),
+                              reinterpret_cast<int8_t*>(scales + 2 * call.outputs), scales,
+                              scales + call.outputs, kThreads);
+      } else
+        octavo_find_widest(rows, call.stride, call.elements, call.outputs, call.inputs,
+                           reinterpret_cast<float*>(found.data()), kThreads);
       std::fwrite(found.data(), 1, call.residual_stride, stdout);
       std::fflush(stdout);
       continue;

@@ -53,6 +53,7 @@ from octavo.engine.models.quantization.checkpoints.stored_experts import (
 )
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
+from octavo.engine.models.quantization.rounding import sum_rows
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.blocks import FORMATS, to_q4_1
@@ -118,7 +119,9 @@ class Bytes:
 
     def layer(self, linear: nn.Linear) -> PackedLayer:
         """Return what replaces a layer of these weights."""
-        return PackedInt8Linear(linear, self.codes, self.scale, torch.ones(linear.in_features))
+        row_sums = sum_rows(self.codes, self.scale)
+        factors = torch.ones(linear.in_features)
+        return PackedInt8Linear(linear, self.codes, self.scale, row_sums, factors)
 
     def joined(self, others: "Sequence[Bytes]", join: Join) -> "Bytes":
         """Return these weights and others as one."""
