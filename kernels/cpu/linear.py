@@ -162,7 +162,9 @@ class LinearKernels:
             `[2 * outputs, each padded to whole panels, ...]`.
         """
         half = self.panel // 2
-        parts = [_pad(values, half).reshape(-1, half, *values.shape[1:]) for values in (gate, up)]
+        if len(gate) % half:  # else padding would copy them
+            gate, up = _pad(gate, half), _pad(up, half)
+        parts = [values.reshape(-1, half, *values.shape[1:]) for values in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
 
     @staticmethod
