@@ -202,7 +202,11 @@ class _Constraint:
             try:
                 lead = self._reasoning.lead(lark, self._context, limit)
             except ValueError as error:
-                raise _unbounded(str(error)) from None
+                if limit is not None:
+                    raise _unbounded(str(error)) from None
+                field = "constraint" if body is None else "chat.tools"
+                why = f"{field}: what follows reasoning cannot be constrained: {error}"
+                raise rpc.invalid(field, why) from None
         if body is None and self._message.HasField("constraint"):
             form = _form(lark, self._message.constraint)
             answer = form

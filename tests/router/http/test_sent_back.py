@@ -8,12 +8,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
-from octavo.router.requests.parsers.response_template import NAME as RESPONSE_TEMPLATE
-from tests.router.requests.parsers.outputs import EXAMPLES, SCHEMAS
+from octavo.router.requests.parsers.gpt_oss import NAME as GPT_OSS  # its forced calls need channels
+from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS
 
 TURNS = 6
 CONVERSATIONS = 2_000
-FAMILIES = tuple(family for family in TOOL_FORMATS if family != RESPONSE_TEMPLATE)
+FAMILIES = tuple(TOOL_FORMATS)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
@@ -37,6 +37,8 @@ TEMPLATES = (
     _CALLS.format(head=_ONE, arguments="{{ c.function.arguments + '' }}"),
 )
 """Those that write arguments as JSON, one by one, and as text."""
+ANCHOR = f"{{{{ {GEMMA['start_anchor']!r} }}}}"
+CHOICES = ("auto", "required", *({"type": "function", "function": {"name": n}} for n in SCHEMAS))
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,8 @@ def directories(tokenizer_dir, tmp_path_factory):
     made = []
     for template in TEMPLATES:
         loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
-        loaded.chat_template = template
+        loaded.chat_template = template.removesuffix("<s>assistant:") + ANCHOR
+        loaded.response_template = GEMMA
         path = tmp_path_factory.mktemp("template")
         loaded.save_pretrained(path)
         (path / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -73,14 +76,22 @@ async def whole(client, **body):
     return answer.choices[0].message.model_dump()
 
 
-async def converse(client, hello, examples, said, draw):
+async def converse(client, hello, examples, said, encode, draw):
     """Have one conversation; a client that is refused raises."""
     messages = [*hello["messages"]]
     for _ in range(draw.randint(1, TURNS)):
-        output = draw.choice(examples).output
-        said[:] = [output[: draw.randint(1, len(output))] if draw.random() < 0.8 else output]
+        example = draw.choice(examples)
+        output, more = example.output, {}
+        if example.calls and example.format != GPT_OSS and draw.random() < 0.5:
+            more = {"tool_choice": draw.choice(CHOICES)}
+        cut = draw.random()
+        if cut < 0.4:
+            output = output[: draw.randint(1, len(output))]
+        elif cut < 0.8:
+            more["max_tokens"] = draw.randint(1, len(encode(output)))
+        said[:] = [output]
         ask = draw.choice((whole, streamed))
-        message = await ask(client, **hello | {"messages": messages}, tools=TOOLS)
+        message = await ask(client, **hello | {"messages": messages}, tools=TOOLS, **more)
         messages.append(message)
         calls = message.get("tool_calls") or ()
         messages += [
@@ -111,4 +122,4 @@ async def test_answers_cut_anywhere_are_taken_back(
         parsers = {"tool_parser": family, "reasoning_parser": reasoning}
         async with frontend(engine, **parsers) as (_, client):
             for _ in range(conversations):
-                await converse(client, hello, examples, said, draw)
+                await converse(client, hello, examples, said, encode, draw)
