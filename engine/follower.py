@@ -66,7 +66,7 @@ def follow(settings: EngineSettings, place: Place) -> None:
         OSError: Likewise.
     """
     threads = set_threads(place)
-    model = resolve(settings.model)
+    model = resolve(settings.source)
     check_checkpoint(Path(model))
     world = join_ranks(settings, place)
     loaded = load_step(settings, model, world)

@@ -112,7 +112,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         ModelError: The model's config cannot be had or read.
         OSError: A file cannot be opened.
     """
-    directory = Path(resolve_config(settings.model, packed=keeps_blocks(settings)))
+    directory = Path(resolve_config(settings.source, packed=keeps_blocks(settings)))
     if weight_files(directory):
         check_checkpoint(directory)
     else:

@@ -118,7 +118,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.GetEngineInfoResponse(
             model=settings.model_name,
             instance_id=self._instance_id,
-            tokenizer=settings.model,
+            tokenizer=settings.source,
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
             max_num_seqs=parts.max_num_seqs,

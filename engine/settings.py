@@ -32,6 +32,12 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     model: str = Field(
         description="Hub name, local directory, GGUF file, or `demo` (SmolLM2-135M-Instruct)."
     )
+    revision: str | None = Field(
+        None,
+        pattern=r"^[\w.][\w./-]*$",
+        description="Branch, tag or commit of a model of the hub, for its tokenizer too. Default:"
+        " its main branch.",
+    )
     served_model_name: list[str] = Field(
         [],
         description="Model name in requests and answers. May be given several times: requests may"
@@ -287,6 +293,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         """The directories of the adapters to load at the start, by name."""
         pairs = (text.partition("=") for text in self.lora)
         return {name: path for name, _, path in pairs}
+
+    @property
+    def source(self) -> str:
+        """Where the model is: the value of --model, with its revision."""
+        return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
     @property
     def model_names(self) -> list[str]:

@@ -131,7 +131,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     began = time.perf_counter()
     threads = set_threads(place)
     with mapping_large():
-        model = resolve(settings.model, packed=keeps_blocks(settings))
+        model = resolve(settings.source, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
     _warn_of_rope(settings, Path(model))
     has_tokenizer = _has_tokenizer(Path(model))

@@ -59,7 +59,7 @@ def check_model(settings: EngineSettings) -> Path:
         ModelError: There is no such model, or it cannot be served.
         OSError: A file cannot be opened.
     """
-    directory = Path(resolve(settings.model, packed=_keeps_blocks(settings)))
+    directory = Path(resolve(settings.source, packed=_keeps_blocks(settings)))
     check_checkpoint(directory)
     return directory
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError
 from octavo.common.models.weight_files import Place
 
@@ -56,12 +55,13 @@ class Places:
         Raises:
             ModelError: A file is gone, or has another size.
         """
-        if directory.resolve().parent != model_cache.cache_dir().resolve():
+        if not (directory / FILE).is_file():
             return cls((), {})
-        try:
-            content = json.loads((directory / FILE).read_text())
-        except FileNotFoundError:
+        from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - of the extras
+
+        if directory.resolve().parent != cache_dir().resolve():
             return cls((), {})
+        content = json.loads((directory / FILE).read_text())
         files = tuple((str(path), int(size)) for path, size in content["files"])
         for path, size in files:
             if not Path(path).is_file() or Path(path).stat().st_size != size:

@@ -34,6 +34,12 @@ class _HubUnreachableError(Exception):
     """The hub cannot be asked; the message says why."""
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """Return a model's name on the hub, and what follows its @: a branch, a tag or a commit."""
+    repository, _, revision = name.partition("@")
+    return repository, revision or None
+
+
 def fetch_model(name: str) -> Path:
     """Return the directory of a hub's model; download first what is not in the cache.
 
@@ -118,7 +124,15 @@ def _ask(name: str) -> "ModelInfo":
     from huggingface_hub import HfApi, errors  # noqa: PLC0415 - slow to import
 
     try:
-        return HfApi().model_info(name, timeout=LOOK_UP_SECONDS, files_metadata=True)
+        repository, revision = split_revision(name)
+        return HfApi().model_info(
+            repository, revision=revision, timeout=LOOK_UP_SECONDS, files_metadata=True
+        )
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(
+            f"the hub ({_endpoint()}) has no such revision of the model: {name!r}; --revision is a"
+            " branch, a tag or a commit"
+        ) from error
     except errors.GatedRepoError as error:
         raise ModelError(
             f"the model {name!r} of the hub ({_endpoint()}) is gated: ask for access on its page,"
@@ -160,7 +174,10 @@ def _cached(name: str) -> Path | None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
-        found = snapshot_download(name, local_files_only=True, allow_patterns=[CONFIG])
+        repository, revision = split_revision(name)
+        found = snapshot_download(
+            repository, revision=revision, local_files_only=True, allow_patterns=[CONFIG]
+        )
     except (OSError, ValueError):
         return None
     return Path(found)
@@ -203,7 +220,10 @@ def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:
 
     _check_room(name, info, files, Path(constants.HF_HUB_CACHE))
     with _as_model_error(name, constants.HF_HUB_CACHE):
-        return Path(snapshot_download(name, allow_patterns=files, max_workers=4))
+        repository, revision = split_revision(name)
+        return Path(
+            snapshot_download(repository, revision=revision, allow_patterns=files, max_workers=4)
+        )
 
 
 @contextmanager
@@ -234,11 +254,12 @@ def _check_room(name: str, info: "ModelInfo", files: list[str], cache: Path) -> 
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
+    repository, _ = split_revision(name)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     missing = [
         file
         for file in files
-        if not isinstance(try_to_load_from_cache(name, file, revision=info.sha), str)
+        if not isinstance(try_to_load_from_cache(repository, file, revision=info.sha), str)
     ]
     needed, free = sum(sizes.get(file, 0) for file in missing), _free(cache)
     if needed > free:

@@ -9,15 +9,16 @@ from octavo.common.models.errors import ModelError
 from octavo.common.models.files import CONFIG
 
 DEMO = "demo"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.][\w./-]*)?")
+"""A model's name on the hub, and perhaps a revision."""
 
 
 def resolve(model: str, *, packed: bool = False) -> str:
     """Return the absolute path of a model's directory.
 
-    `model` is "demo", a local directory, a GGUF file or a hub name; a local path wins over a hub
-    name. "demo" and GGUF files are converted into the cache on first use; models of the hub are
-    downloaded.
+    `model` is "demo", a local directory, a GGUF file or a hub name, perhaps with @REVISION; a local
+    path wins over a hub name. "demo" and GGUF files are converted into the cache on first use;
+    models of the hub are downloaded.
 
     Args:
         model: See above.
@@ -88,6 +89,9 @@ def _local(name: str, *, packed: bool | None) -> Path | None:
         return gguf.prepare(path.resolve(), packed=packed)
     if name.endswith(".gguf"):
         raise ModelError(f"there is no file {path.absolute()}")
+    own, revision = hub.split_revision(name)
+    if revision is not None and (own == DEMO or Path(own).expanduser().exists()):
+        raise ModelError(f"--revision is for models of the hub, and {own!r} is on this machine")
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(name):
         raise ModelError(
             f"{name!r} is no directory here ({path.absolute()}) and no hub name "

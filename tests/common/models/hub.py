@@ -10,11 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
+def sha_of(name: str) -> str:
+    """Return the commit of a model, or of its branch."""
+    return _digest(name.encode()) if "@" in name else SHA
+
+
 class Hub(ThreadingHTTPServer):
     """Serve models by name.
 
     Attributes:
-        models: each model's files, by the model's name.
+        models: each model's files, by the model's name; of another branch, with @ and its name.
         sizes: sizes that it states in place of the true ones, by the file's name.
         refusals: a status and an error code in place of an answer, by the model's name.
         asked: the method and path of each request.
@@ -69,6 +74,13 @@ class _Handler(BaseHTTPRequestHandler):
             name, rest = "/".join(parts[2:4]), parts[4:]
         else:
             name, rest = "/".join(parts[:2]), parts[2:]
+        revision = rest[1] if rest[:1] in (["resolve"], ["revision"], ["tree"]) else "main"
+        if name in self.server.models and revision not in {"main", SHA}:
+            branches = {sha_of(own): own for own in self.server.models if "@" in own}
+            name = branches.get(revision, f"{name}@{revision}")
+            if name not in self.server.models:
+                self._send(404, b"{}", body, **{"X-Error-Code": "RevisionNotFound"})
+                return
         if name in self.server.refusals:
             status, code = self.server.refusals[name]
             self._send(status, b"{}", body, **{"X-Error-Code": code})
@@ -89,14 +101,14 @@ class _Handler(BaseHTTPRequestHandler):
                 for file, size in sizes.items()
             ]
         siblings = [{"rfilename": file, "size": size} for file, size in sizes.items()]
-        return {"id": name, "modelId": name, "sha": SHA, "siblings": siblings}
+        return {"id": name, "modelId": name, "sha": sha_of(name), "siblings": siblings}
 
     def _send_file(self, name: str, file: str, body: bool) -> None:
         data = self.server.models[name].get(file)
         if data is None:
             self._send(404, b"", body, **{"X-Error-Code": "EntryNotFound"})
         else:
-            headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": SHA}
+            headers = {"ETag": f'"{_digest(data)}"', "X-Repo-Commit": sha_of(name)}
             self._send(200, data, body, **headers)
 
     def _send(self, status: int, data: bytes, body: bool, **headers: str) -> None:

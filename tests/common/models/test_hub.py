@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save
 
 from octavo.common.ports import free_port
-from tests.common.models.hub import running_hub
+from tests.common.models.hub import SHA, running_hub
 
 NAME = "owner/model"
 SECONDS = 30.0
@@ -78,6 +78,21 @@ def test_a_model_is_downloaded_and_kept(ask, hub):
     logged, again = ask(HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert again == said
     assert "the cached files of the model are used" in logged
+
+
+def test_a_revision_is_not_another_one(ask, hub, tmp_path):
+    other = CONFIG.replace(b"llama", b"qwen3")
+    (tmp_path / "here").mkdir()
+    hub.models[f"{NAME}@v2"] = FILES | {"config.json": other}
+    names = NAME, f"{NAME}@v2", f"{NAME}@{SHA}", f"{NAME}@gone", "here@v2", "demo@v2"
+    own, second, third, *refused = ask(*(part for name in names for part in ("resolve", name)))
+    assert own == third
+    assert (Path(own) / "config.json").read_bytes() == CONFIG
+    assert (Path(second) / "config.json").read_bytes() == other
+    assert "no such revision of the model: 'owner/model@gone'" in refused[0]
+    assert all("--revision is for models of the hub" in line for line in refused[1:])
+    assert ask("resolve_tokenizer", f"{NAME}@v2") == [second]
+    assert ask("resolve", f"{NAME}@v2", HF_HUB_OFFLINE="1")[-1] == second
 
 
 def test_a_tokenizer_is_downloaded_without_the_model(ask):
