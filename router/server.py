@@ -160,7 +160,7 @@ class Router:
             guard = self.authenticator.check_admin
             self._admin = await make_admin_server(settings, admin, guard)
         observe_process(self.registry)
-        check_limit(settings.max_connections * (2 if settings.http_port else 1))
+        check_limit(settings.max_connections * (2 if settings.serves_http else 1))
         self._open.enter_context(
             serve_metrics(
                 self.registry,
@@ -169,7 +169,7 @@ class Router:
                 fallback="metrics_port" not in settings.model_fields_set,
             )
         )
-        if settings.http_port:
+        if settings.serves_http:
             self._http = HttpFrontend(
                 settings,
                 self.generator,

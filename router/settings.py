@@ -99,6 +99,17 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         le=65535,
         description="Port of the HTTP server: OpenAI's API and the playground; 0 disables it.",
     )
+    http_uds: Path | None = Field(
+        None,
+        description="Unix socket to serve HTTP on in place of a port: its user and group may"
+        " connect. Default: none.",
+    )
+    http_root_path: str = Field(
+        "",
+        pattern=r"^((/[\w.~-]+)+)?$",
+        description="Path before those of HTTP, such as /llm of a proxy that keeps it; they are"
+        " served without it too. Default: none.",
+    )
     http_cors_origin: list[str] = Field(
         [],
         description="Origin of web pages allowed to use the HTTP API, such as https://example.com, "
@@ -270,6 +281,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         return self
 
     @model_validator(mode="after")
+    def _one_place_for_http(self) -> Self:
+        if self.http_uds is not None and self.http_port:
+            raise ValueError("--http-uds and --http-port exclude each other")
+        if self.http_uds is not None and self.workers > 1:
+            raise ValueError(f"--http-uds needs --workers 1 (given: {self.workers})")
+        return self
+
+    @model_validator(mode="after")
     def _limits_hold_for_all_workers(self) -> Self:
         for name in ("max_calls_per_peer", "max_connections_per_peer"):
             if self.shares_ports and getattr(self, name):
@@ -312,10 +331,18 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         return [*found, http_listener(self.http_host, self.http_port)]
 
     @property
+    def serves_http(self) -> bool:
+        """Whether HTTP is served, on a port or on a Unix socket."""
+        return bool(self.http_port) or self.http_uds is not None
+
+    @property
     def http_url(self) -> str:
         """URL of the HTTP server, if it is on."""
+        if self.http_uds is not None:
+            return f"unix:{self.http_uds}"
         scheme = "http" if self.tls is None else "https"
-        return f"{scheme}://{http_listener(self.http_host, self.http_port).address}/"
+        address = http_listener(self.http_host, self.http_port).address
+        return f"{scheme}://{address}{self.http_root_path}/"
 
     @field_validator("api_key")
     @classmethod

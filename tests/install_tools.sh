@@ -22,6 +22,8 @@ DEBIAN=(
     chromium
     # docker/: promtool, and the Compose that Debian has
     docker-compose prometheus
+    # router/http/: proxies in front of routers
+    haproxy nginx-light
 )
 
 missing() { # those of the given packages that are not installed

@@ -31,7 +31,7 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
         facts = {"address": address, "engines": ", ".join(settings.engine)}
         if settings.workers > 1:
             facts["workers"] = str(settings.workers)
-        if settings.http_port:
+        if settings.serves_http:
             facts["http"] = settings.http_url
         progress.ready("router is ready", facts)
 

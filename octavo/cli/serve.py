@@ -227,6 +227,6 @@ async def _announce(
     }
     if model.engines > 1:
         facts["engines"] = str(model.engines)
-    if router.http_port:
+    if router.serves_http:
         facts["http"] = router.http_url
     progress.ready("octavo is ready", facts)

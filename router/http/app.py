@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from octavo.client import InvalidArgumentError
 from octavo.client.responses import default_sampling
@@ -97,25 +97,30 @@ class Api:
             )
         if self._settings.max_calls_per_peer:
             middleware.append(Middleware(PeerLimit, most=self._settings.max_calls_per_peer))
+        root = self._settings.http_root_path
+        routes = self._routes()
         return Starlette(
-            routes=[
-                Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
-                Route("/v1/completions", _answered(self._completions), methods=["POST"]),
-                Route("/v1/models", _answered(self._models)),
-                Route("/v1/models/{model:path}", _answered(self._model)),
-                Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
-                Route("/detokenize", _answered(self._detokenize), methods=["POST"]),
-                Route("/status", _answered(self._get_status)),
-                Route("/metrics", _answered(self._metrics)),
-                Route("/version", _answered(self._version)),
-                Route("/health", self._health),
-                Route("/ping", self._health, methods=["GET", "POST"]),
-                Route("/", page),
-                Route("/playground/{name:path}", page),
-            ],
+            routes=[*routes, Mount(root, routes=routes)] if root else routes,
             middleware=middleware,
             exception_handlers={HTTPException: _not_there, Exception: _broken},
         )
+
+    def _routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
+            Route("/v1/completions", _answered(self._completions), methods=["POST"]),
+            Route("/v1/models", _answered(self._models)),
+            Route("/v1/models/{model:path}", _answered(self._model)),
+            Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
+            Route("/detokenize", _answered(self._detokenize), methods=["POST"]),
+            Route("/status", _answered(self._get_status)),
+            Route("/metrics", _answered(self._metrics)),
+            Route("/version", _answered(self._version)),
+            Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/", page),
+            Route("/playground/{name:path}", page),
+        ]
 
     def refuse(self) -> None:
         """Refuse requests from now on, but for those that show something."""

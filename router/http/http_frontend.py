@@ -56,7 +56,7 @@ class HttpFrontend:
             OSError: The address is taken or not this machine's.
             TlsError: The certificate cannot be used.
         """
-        self._server.start(self._settings.http_host, self._settings.http_port)
+        self._server.start()
 
     async def ended(self) -> None:
         """Wait until the server has stopped; raise what it failed with."""

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from octavo.common import background
 from octavo.common.descriptors import Reserve, none_left
 from octavo.common.tls import server_context
-from octavo.router.http import connection
+from octavo.router.http import connection, unix_socket
 from octavo.router.http.connection import CROWDED, Connection, Shared
 from octavo.router.http.places import Pace, Places
 from octavo.router.settings import RouterSettings, http_listener
@@ -67,7 +67,7 @@ class HttpServer:
         self._opening: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, host: str, port: int) -> None:
+    def start(self) -> None:
         """Listen.
 
         Raises:
@@ -78,17 +78,21 @@ class HttpServer:
         self._config.load()
         if settings.tls is not None:
             self._tls = server_context(settings.tls)
-        listening = http_listener(host, port).listen(BACKLOG, shared=settings.shares_ports)
+        if settings.http_uds is not None:
+            listening = unix_socket.listen(settings.http_uds, BACKLOG)
+        else:
+            port = http_listener(settings.http_host, settings.http_port)
+            listening = port.listen(BACKLOG, shared=settings.shares_ports)
+            # Inherited by the connections; it counts windows that stay shut, too.
+            listening.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
+            )
         listening.setblocking(False)
-        # Inherited by the connections; it counts windows that stay shut, too.
-        listening.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
-        )
         self._tasks = [
             background.start(self._accept(listening), "http-accept"),
             background.start(self._server.serve(), "http"),
         ]
-        log.info("HTTP listening", host=host, port=port)
+        log.info("HTTP listening", url=settings.http_url)
 
     async def ended(self) -> None:
         """Wait until the server has stopped; raise what it failed with."""
@@ -140,6 +144,8 @@ class HttpServer:
                             continue
                         await asyncio.sleep(RETRY_SECONDS)
             finally:
+                if self._settings.http_uds is not None:
+                    self._settings.http_uds.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # BlockingIOError: none waits
                     while True:
                         self._take(*listening.accept())
@@ -166,7 +172,8 @@ class HttpServer:
             crowded: Whether its descriptor is of those in reserve.
         """
         accepted.setblocking(False)
-        made = self._server.connection(self._shared, address[0], crowded=crowded)
+        peer = address[0] if address else ""  # of a Unix socket
+        made = self._server.connection(self._shared, peer, crowded=crowded)
         if not self._shared.places.enter(made):
             accepted.close()
             return
