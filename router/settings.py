@@ -106,7 +106,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     http_root_path: str = Field(
         "",
-        pattern=r"^((/[\w.~-]+)+)?$",
+        pattern=r"^((/[\w~-][\w.~-]*)+)?$",
         description="Path before those of HTTP, such as /llm of a proxy that keeps it; they are"
         " served without it too. Default: none.",
     )

@@ -23,7 +23,8 @@ class PeerLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        # Clients of a Unix socket have no address.
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["client"] is None:
             await self._app(scope, receive, send)
             return
         address = scope["client"][0]

@@ -64,6 +64,7 @@ class HttpServer:
             settings.max_message_bytes,
         )
         self._tls: ssl.SSLContext | None = None
+        self._file_number = 0
         self._opening: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -80,6 +81,7 @@ class HttpServer:
             self._tls = server_context(settings.tls)
         if settings.http_uds is not None:
             listening = unix_socket.listen(settings.http_uds, BACKLOG)
+            self._file_number = settings.http_uds.stat().st_ino
         else:
             port = http_listener(settings.http_host, settings.http_port)
             listening = port.listen(BACKLOG, shared=settings.shares_ports)
@@ -145,7 +147,7 @@ class HttpServer:
                         await asyncio.sleep(RETRY_SECONDS)
             finally:
                 if self._settings.http_uds is not None:
-                    self._settings.http_uds.unlink(missing_ok=True)
+                    unix_socket.remove(self._settings.http_uds, self._file_number)
                 with contextlib.suppress(OSError):  # BlockingIOError: none waits
                     while True:
                         self._take(*listening.accept())
@@ -172,7 +174,7 @@ class HttpServer:
             crowded: Whether its descriptor is of those in reserve.
         """
         accepted.setblocking(False)
-        peer = address[0] if address else ""  # of a Unix socket
+        peer = address[0] if address else f"unix-{accepted.fileno()}"  # each is its own peer
         made = self._server.connection(self._shared, peer, crowded=crowded)
         if not self._shared.places.enter(made):
             accepted.close()

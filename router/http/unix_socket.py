@@ -36,6 +36,18 @@ def listen(path: Path, backlog: int) -> socket.socket:
     return listening
 
 
+def remove(path: Path, number: int) -> None:
+    """Remove a socket's file, unless it is another one by now.
+
+    Args:
+        path: The file.
+        number: The number that it had, its inode's.
+    """
+    with suppress(OSError):
+        if path.stat().st_ino == number:
+            path.unlink()
+
+
 def _remove_stale(path: Path) -> None:
     """Remove the socket of a server that is gone.
 
@@ -46,9 +58,12 @@ def _remove_stale(path: Path) -> None:
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise FileExistsError("something else is there")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)  # one whose backlog is full is in use
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:
                 path.unlink()
                 return
+            except BlockingIOError:
+                pass
         raise OSError("another server listens there")

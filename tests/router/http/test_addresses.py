@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from octavo.router.http import unix_socket
 from octavo.router.settings import RouterSettings
 
+PER_PEER = {"max_connections_per_peer": 1, "max_calls_per_peer": 1}
+
 
 def connected(path):
     return httpx.AsyncClient(
@@ -22,7 +24,7 @@ async def test_a_unix_socket(scripted, serve, hello, tmp_path):
     path = tmp_path / "http.sock"
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(path))  # and left behind, as by a server that was killed
-    async with serve(scripted(), http_uds=path, max_connections_per_peer=64) as app:
+    async with serve(scripted(), http_uds=path, **PER_PEER) as app:
         await app.up()
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
         async with connected(path) as client:
@@ -37,6 +39,21 @@ async def test_a_unix_socket(scripted, serve, hello, tmp_path):
             assert (await client.get("/health")).status_code == 200
         with pytest.raises(OSError, match=r"another server listens there.*give another --http-uds"):
             unix_socket.listen(path, 1)
+    assert not path.exists()
+
+
+def test_the_file_of_another_server_stays(tmp_path):
+    path = tmp_path / "http.sock"
+    with unix_socket.listen(path, 1):
+        number = path.stat().st_ino
+        path.rename(tmp_path / "moved")
+        with unix_socket.listen(path, 0):
+            unix_socket.remove(path, number)
+            assert path.exists()
+            for _ in range(2):  # also when it has as many as may wait
+                with pytest.raises(OSError, match="another server listens there"):
+                    unix_socket.listen(path, 1)
+            unix_socket.remove(path, path.stat().st_ino)
     assert not path.exists()
 
 
@@ -59,6 +76,7 @@ def test_what_else_is_there_is_left_alone(tmp_path):
         ({"http_uds": "a", "workers": 2}, "--http-uds needs --workers 1"),
         ({"http_root_path": "llm"}, "pattern"),
         ({"http_root_path": "/llm/"}, "pattern"),
+        ({"http_root_path": "/.."}, "pattern"),
     ],
 )
 def test_settings_that_are_refused(settings, why):
