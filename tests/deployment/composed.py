@@ -56,7 +56,9 @@ def process(service: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
     image = Image(DOCKER.parent / service["build"]["dockerfile"])
     environment = {**image.environment, **service["environment"]}
     return [*image.command, *service.get("command", image.default)], {
-        name: str(value) for name, value in environment.items()
+        name: str(value)
+        for name, value in environment.items()
+        if value is not None  # an empty variable, as Compose 1 reads it
     }
 
 
