@@ -1,7 +1,7 @@
 """Reads a quantized checkpoint's weights, whatever its format, by the names of their tensors."""
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,9 @@ from octavo.engine.models.quantization.checkpoints.tensor_files import StoredTen
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Of weights that may be large, by safetensors' names."""
+
+JOINED = 4
+"""Most weights that are joined into one, such as those of queries, keys and values."""
 
 log = structlog.get_logger(__name__)
 
@@ -273,14 +276,14 @@ def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
 def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return files' tensors by name, the large ones deferred.
 
-    The memory of each is given back when the next one is read.
+    The memory of each is given back when some others have been read: a few may be joined.
     """
-    latest: list[StoredTensor] = []
+    latest: deque[StoredTensor] = deque()
 
     def read(own: StoredTensor) -> Tensor:
-        if latest and latest[0] is not own:
-            latest.pop().give_back()
-        latest[:] = [own]
+        latest.append(own)
+        if len(latest) > JOINED:
+            latest.popleft().give_back()
         return own[...]
 
     weights: dict[str, Any] = {}
