@@ -1,4 +1,4 @@
-"""A Unix socket that HTTP is served on, for proxies on the same machine."""
+"""The Unix socket of the HTTP server, for proxies on the same machine."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The kernels' layout of weights in GGUF's blocks, as plain PyTorch defines it."""
+"""Packs GGUF's blocks in PyTorch: the definition of the kernels' layout."""
 
 import torch
 from torch.nn.functional import pad

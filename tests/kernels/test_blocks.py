@@ -17,19 +17,10 @@ from octavo.kernels.cpu import linear as native_linear
 from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import LinearKernels
 from tests.kernels.packed_blocks import pack
-from tests.kernels.test_linear import ARM, FAST, X86, linear_library
+from tests.kernels.test_linear import ARM, CPUS, linear_library
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "native",
-        *(
-            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in (*X86, *ARM)
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=CPUS)
 def kernels(request, tmp_path_factory):
     """The kernels of blocks, and those of other layers of the same CPU."""
     if request.param == "native":

@@ -54,16 +54,17 @@ shapes = st.tuples(
 )
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "native",
-        *(
-            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in (*X86, *ARM)
-        ),
-    ],
-)
+CPUS = [
+    "native",
+    *(
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in (*X86, *ARM)
+    ),
+]
+"""This machine's, and those that are emulated."""
+
+
+@pytest.fixture(scope="module", params=CPUS)
 def kernels(request, tmp_path_factory):
     if request.param == "native":
         if native is None:

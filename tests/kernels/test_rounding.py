@@ -1,4 +1,4 @@
-"""Weights rounded by kernels, against the definition in PyTorch, for every kind of CPU."""
+"""The rounding kernels give what PyTorch's definition gives, on every kind of CPU."""
 
 import ctypes
 
@@ -12,19 +12,10 @@ from octavo.kernels.cpu import rounding as native
 from octavo.kernels.cpu.blocks import FORMATS, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.cpu.rounding import RoundingKernels
-from tests.kernels.test_linear import ARM, FAST, SOURCES, X86, for_x86, linear_library
+from tests.kernels.test_linear import ARM, CPUS, SOURCES, X86, for_x86, linear_library
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "native",
-        *(
-            name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-            for name in (*X86, *ARM)
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=CPUS)
 def kernels(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp("kernels")
     if request.param == "native":
@@ -40,7 +31,7 @@ def kernels(request, tmp_path_factory):
 
 
 def random_weight(outputs, groups, dtype, seed):
-    """Rows of a wider weight, of groups of many sizes; some are in 4 bits already."""
+    """Strided rows whose groups have many scales; some were in 4 bits before."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn((outputs, groups, GROUP), generator=draw)
     weight[::2] = weight[::2].mul(4).round().clamp(-6, 6) / 4

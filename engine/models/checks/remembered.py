@@ -25,7 +25,7 @@ CODE = Path(__file__).resolve().parents[2]
 
 
 def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
-    """Return the file for a model that is loaded with these settings, whether it exists or not.
+    """Return the file that remembers a model loaded with these settings; it may not exist yet.
 
     Args:
         directory: The model's.

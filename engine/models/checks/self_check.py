@@ -373,7 +373,7 @@ class SelfCheck:
         return self._check_error(float(errors.max()), limit.greatest, broken, unit)
 
     def _limit_for(self, errors: Tensor, tolerance: float) -> _Limit:
-        """Return the limit of errors; measure rounding if it could be what they come from."""
+        """Return the limit of errors; if they exceed it, measure transformers' rounding first."""
         while True:
             limit = _Limit(max(self._limit.usual, tolerance)) if tolerance else self._limit
             usual, greatest = float(errors.quantile(QUANTILE)), float(errors.max())

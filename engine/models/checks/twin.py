@@ -1,4 +1,4 @@
-"""Makes a small model of a large one's kind, of which the structure can be checked in float32.
+"""Makes a small twin of a large model, to check the structure of both in float32.
 
 How a model reads its masks, positions and states depends on its config and on code, not on its
 weights. So a twin has the same attention, and a layer of each kind; its vocabulary and what is
@@ -7,7 +7,7 @@ within its feed-forward layers are narrow, and its weights are random.
 
 import copy
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -23,12 +23,11 @@ SHARE = 0.1
 """The size of what vectors are moved by, so that no bias is zero."""
 
 
-def make_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return a small model of a model's kind, with random weights, on a CPU.
+def make_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a small model of a model's kind, with random float32 weights, on a CPU.
 
     Args:
         model: The model; its weights are not read.
-        dtype: Of the small one's weights.
 
     Raises:
         Exception: What transformers raises for a config that cannot be made smaller.
@@ -37,7 +36,7 @@ def make_twin(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> Pre
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
         _randomize(made)
     twin: PreTrainedModel = made.eval()
@@ -52,7 +51,7 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
     kept = _count_layers(model, own)
     own.vocab_size = min(own.vocab_size, VOCABULARY)
     for name, value in list(vars(own).items()):
-        if isinstance(value, list | tuple) and len(value) == count:
+        if _is_list(value, count):
             setattr(own, name, type(value)(value[:kept]))
         elif any(part in name for part in INNER_NAMES) and isinstance(value, int):
             setattr(own, name, min(value, INNER))
@@ -74,11 +73,12 @@ def _count_layers(model: PreTrainedModel, config: Any) -> int:  # noqa: ANN401
         )
         for number in range(count)
     ]
-    firsts = {kind: kinds.index(kind) for kind in kinds}
-    return min(count, max(LEAST_LAYERS, *(first + 1 for first in firsts.values())))
+    last = max(map(kinds.index, set(kinds)))  # the first layer of the last kind
+    return min(count, max(LEAST_LAYERS, last + 1))
 
 
-def _is_list(value: object, count: int) -> bool:
+def _is_list(value: object, count: int) -> TypeGuard[list[Any] | tuple[Any, ...]]:
+    """Return whether a config's value is a list with an item for each of `count` layers."""
     return isinstance(value, list | tuple) and len(value) == count
 
 

@@ -317,7 +317,7 @@ def _tokenizer(source: Path, reader: Any) -> GgufTokenizer:  # noqa: ANN401
 
 
 def _reads_itself(architecture: str) -> bool:
-    """Return whether transformers maps an architecture's tensors by rules that only it can run."""
+    """Return whether only transformers' loader can map the tensors of an architecture."""
     from transformers.modeling_gguf_pytorch_utils import (  # noqa: PLC0415
         GGUF_SUPPORTED_ARCHITECTURES,
     )

@@ -43,16 +43,23 @@ class Blocks:
     """A weight in blocks.
 
     Attributes:
-        rows: `[outputs, bytes]` uint8, as in the file.
+        stored: `[outputs, bytes]` uint8, as in the file.
         format: Of the blocks.
+        order: `[outputs]` int64, the row of each output; None if they are in order.
     """
 
-    rows: Tensor
+    stored: Tensor
     format: BlockFormat
+    order: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """The outputs' bytes in their order, `[outputs, bytes]` uint8."""
+        return self.stored if self.order is None else self.stored[self.order]
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""
-        return dequantize_blocks(self.rows, self.format)
+        return dequantize_blocks(self.stored, self.format, order=self.order)
 
     def fields(self) -> BlockFields:
         """Return what the bytes say."""
@@ -112,15 +119,13 @@ class Gguf(Format):
     def read(self, layer: str, parts: Mapping[str, Tensor]) -> Blocks:
         """Return a weight."""
         own, rows = self._kinds[layer], parts["blocks"]
-        if "order" in parts:
-            rows = rows[parts["order"]]
         if layer not in self._finite:
             scale = SCALE_OF_Q6_K if own.bits == 6 else 0
             need(_are_finite(rows, scale, own), layer, "has numbers in scales that are not finite")
             if own.has_min:
                 need(_are_finite(rows, 2, own), layer, "has numbers in minima that are not finite")
             self._finite.add(layer)
-        return Blocks(rows, own)
+        return Blocks(rows, own, parts["order"].long() if "order" in parts else None)
 
 
 def _are_finite(rows: Tensor, first: int, own: BlockFormat) -> bool:
