@@ -59,17 +59,20 @@ BOTH: Harmless = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
-CHAT: Harmless = {
-    "add_special_tokens": (False,),
-    "audio": (),
-    "best_of": (1,),
+LAYOUT: Harmless = {
     "chat_template": (),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
+}
+"""Of a chat that is answered, or that `/tokenize` lays out."""
+CHAT: Harmless = {
+    "add_special_tokens": (False,),
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),

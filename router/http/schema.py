@@ -99,7 +99,10 @@ else:
         "Declared", __base__=Open, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
     )
     DeclaredChatOptions = create_model(
-        "DeclaredChatOptions", __base__=Open, **_declared(CHAT_NAMES)
+        "DeclaredChatOptions",
+        __base__=Open,
+        **_declared(CHAT_NAMES),
+        **no_ops.members(no_ops.LAYOUT),
     )
     DeclaredChat = create_model("DeclaredChat", __base__=Open, **no_ops.members(no_ops.CHAT))
     DeclaredCompletion = create_model(
@@ -110,7 +113,21 @@ else:
     )
 
 
-class Parameters(FormArguments, Declared):
+class SpecialTokens(Open):
+    """Whether texts show special tokens, by Octavo's name and by vLLM's."""
+
+    keep_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @property
+    def keeps_special_tokens(self) -> bool | None:
+        """Whether they do; None: by default. Octavo's name wins."""
+        if self.keep_special_tokens is None and self.skip_special_tokens is not None:
+            return not self.skip_special_tokens
+        return self.keep_special_tokens
+
+
+class Parameters(FormArguments, SpecialTokens, Declared):
     """The members of both APIs: Octavo's parameters, OpenAI's, and those that are refused."""
 
     model: str = ""
@@ -124,7 +141,6 @@ class Parameters(FormArguments, Declared):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop: bool | None = None
-    keep_special_tokens: bool | None = None
     top_k: int | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
@@ -133,7 +149,6 @@ class Parameters(FormArguments, Declared):
 
     # vLLM's names.
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     request_id: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)] | None = None
     thinking_token_budget: int | None = None
 
@@ -208,16 +223,13 @@ class Parameters(FormArguments, Declared):
         given = {name: getattr(self, name) for name in PARAMETER_NAMES}
         if self.beam_width is None:
             given["length_penalty"] = given["early_stopping"] = None
-        keeps = self.keep_special_tokens
-        if keeps is None and self.skip_special_tokens is not None:
-            keeps = not self.skip_special_tokens
         return {
             **cast("GenerateOptions", given),
             "n": self.n if self.beam_width is None else None,
             "seed": None if self.seed is None else self.seed % SEEDS,
             "top_k": 0 if self.top_k == ALL_TOKENS else self.top_k,
             "include_stop": self.keeps_ending or None,
-            "keep_special_tokens": keeps,
+            "keep_special_tokens": self.keeps_special_tokens,
             "token_ids": self.usage_chunks or None,
             "final_only": not self.stream or None,
             "max_reasoning_tokens": (

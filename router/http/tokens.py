@@ -6,11 +6,10 @@ from pydantic import Field, model_validator
 
 from octavo.client import Prompt
 from octavo.client.requests import detokenize_request, tokenize_request
-from octavo.router.http.bodies import Open
 from octavo.router.http.errors import ApiError
 from octavo.router.http.messages import ChatMessage
 from octavo.router.http.no_ops import Never
-from octavo.router.http.schema import ChatLayoutOptions
+from octavo.router.http.schema import ChatLayoutOptions, SpecialTokens
 from octavo.v1 import generation_pb2
 
 
@@ -22,6 +21,7 @@ class TokenizeRequest(ChatLayoutOptions):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: Never = None
+    truncate_prompt_tokens: Never = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -41,16 +41,16 @@ class TokenizeRequest(ChatLayoutOptions):
         return tokenize_request(prompt, self.model, self.chat_options(), self.add_special_tokens)
 
 
-class DetokenizeRequest(Open):
+class DetokenizeRequest(SpecialTokens):
     """The body of POST /detokenize."""
 
     model: str = ""
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
-    keep_special_tokens: bool = True
 
     def message(self) -> generation_pb2.DetokenizeRequest:
         """Return the request as the contract has it."""
-        return detokenize_request(self.tokens, self.model, self.keep_special_tokens)
+        keeps = self.keeps_special_tokens is not False
+        return detokenize_request(self.tokens, self.model, keeps)
 
 
 def answer(response: generation_pb2.TokenizeResponse) -> dict[str, Any]:

@@ -67,7 +67,13 @@ async def test_ping_and_version(frontend, scripted, get):
 
 async def test_detokenize_is_the_reverse_of_tokenize(frontend, scripted, post, encode):
     async with frontend(scripted("a")) as (app, _):
-        for extra, text in [({}, "a<s>é"), ({"keep_special_tokens": False}, "aé")]:
+        for extra, text in [
+            ({}, "a<s>é"),
+            ({"keep_special_tokens": False}, "aé"),
+            ({"skip_special_tokens": True}, "aé"),
+            ({"skip_special_tokens": False}, "a<s>é"),
+            ({"skip_special_tokens": True, "keep_special_tokens": True}, "a<s>é"),
+        ]:
             body = json.dumps({"tokens": [*encode("a"), 257, *encode("é")], **extra}).encode()
             response = await post(f"{app.url}/detokenize", body)
             assert json.loads(response.body) == {"prompt": text}
@@ -144,6 +150,30 @@ async def test_tokenize(frontend, scripted, post, encode):
         assert chat["tokens"] == encode("<s>user:hi<s>assistant:")
         for wrong in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}):
             assert (await ask(**wrong))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template", "{{ messages }}"),
+        ("documents", [{"title": "a", "text": "b"}]),
+        ("functions", [{"name": "f"}]),
+        ("mm_processor_kwargs", {"a": 1}),
+        ("truncate_prompt_tokens", 1),
+    ],
+)
+async def test_tokenize_refuses_what_would_change_the_tokens(frontend, scripted, post, name, value):
+    async with frontend(scripted("a")) as (app, _):
+        for prompt in ({"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]}):
+            response = await post(
+                f"{app.url}/tokenize", json.dumps({**prompt, name: value}).encode()
+            )
+            assert response.status == 400
+            assert json.loads(response.body)["error"]["param"] == name
+            response = await post(
+                f"{app.url}/tokenize", json.dumps({**prompt, name: None}).encode()
+            )
+            assert response.status == 200
 
 
 async def test_tokenize_with_and_without_special_tokens(
