@@ -68,7 +68,7 @@ def demo(
     """Serve the demo model, send it several requests at once and show the KV cache in use."""
     require("demo", "engine", "router")
     try:
-        models.resolve(models.DEMO)
+        models.gguf_file(models.DEMO)
     except ModelError as error:
         raise fail(str(error)) from None
     with local_server(models.DEMO, *SERVER) as address, failures(address):

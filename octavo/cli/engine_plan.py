@@ -14,6 +14,7 @@ import structlog
 from octavo.cli.running import StartError
 from octavo.cli.serve_settings import Words
 from octavo.common import resources
+from octavo.common.models import gguf
 from octavo.common.placement import Placement
 from octavo.common.system_files import SYSTEM
 from octavo.common.topology import Core, Node, read_nodes
@@ -51,7 +52,7 @@ def read_machine(device: str, model: Path) -> Machine:
 
     Args:
         device: The engines' --device.
-        model: The model's directory.
+        model: The model's directory, or its GGUF file.
     """
     return Machine(
         read_nodes(),
@@ -142,5 +143,6 @@ def has_gpu(device: str, root: Path = SYSTEM) -> bool:
 
 
 def weights_bytes(model: Path) -> int:
-    """Return the size of the weights' files in a model's directory."""
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    """Return the size of the weights' files of a model's directory, or of a GGUF file."""
+    files = gguf.parts_of(model) if model.is_file() else model.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)

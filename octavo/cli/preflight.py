@@ -6,10 +6,10 @@ The servers' own code checks them again as it uses them.
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.common.models import cache
+from octavo.common.models import cache, gguf
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.models.resolve import resolve, resolve_tokenizer
+from octavo.common.models.resolve import gguf_file, resolve, resolve_tokenizer
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.ports import Listener, check_all
 from octavo.engine.settings import EngineSettings
@@ -51,34 +51,34 @@ def check_engine(settings: EngineSettings) -> None:
 
 
 def check_model(settings: EngineSettings) -> Path:
-    """Check an engine's model, as far as its small files tell; return its directory.
+    """Check an engine's model, as far as its small files tell; return its directory or GGUF file.
 
-    A model of the hub is downloaded, and a GGUF file is converted.
+    A model of the hub is downloaded. A GGUF file is read by the engine, which has PyTorch.
 
     Raises:
         ModelError: There is no such model, or it cannot be served.
         OSError: A file cannot be opened.
     """
-    directory = Path(resolve(settings.source, packed=_keeps_blocks(settings)))
+    if (file := gguf_file(settings.source)) is not None:
+        gguf.check(file)
+        return file
+    directory = Path(resolve(settings.source))
     check_checkpoint(directory)
     return directory
-
-
-def _keeps_blocks(settings: EngineSettings) -> bool:
-    if not Path(settings.model).expanduser().is_file():
-        return False
-    from octavo.engine.capacity import keeps_blocks  # noqa: PLC0415 - imports PyTorch
-
-    return keeps_blocks(settings)
 
 
 def check_tokenizer(source: str) -> None:
     """Check that there is a tokenizer at `source`, the value of --tokenizer or of --model.
 
+    That of a GGUF file is made later.
+
     Raises:
         ModelError: There is none, or its files are not whole.
         OSError: A file cannot be opened.
     """
+    if (file := gguf_file(source)) is not None:
+        gguf.check(file)
+        return
     try:
         check_tokenizer_files(Path(resolve_tokenizer(source)))
     except ModelError as error:

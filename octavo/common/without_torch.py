@@ -6,7 +6,6 @@ that takes seven seconds of a core and 340 MB of memory more.
 
 import os
 import sys
-from importlib.util import find_spec
 from types import ModuleType
 from typing import cast
 
@@ -19,8 +18,3 @@ def keep_torch_out() -> None:
     """
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch
     sys.modules.setdefault("torch", cast("ModuleType", None))
-
-
-def has_torch() -> bool:
-    """Return whether this process may import PyTorch."""
-    return sys.modules.get("torch") is not None or find_spec("torch") is not None

@@ -119,6 +119,9 @@ def test_weights_are_the_models_files(tmp_path):
     (tmp_path / "model-1.safetensors").write_bytes(b"12345")
     (tmp_path / "config.json").write_text("{}")
     assert weights_bytes(tmp_path) == 5
+    for number in (1, 2):
+        (tmp_path / f"a-{number:05d}-of-00002.gguf").write_bytes(bytes(number))
+    assert weights_bytes(tmp_path / "a-00001-of-00002.gguf") == 3
 
 
 def test_this_machine_is_read(tmp_path):

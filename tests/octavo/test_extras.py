@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PYTORCH_FREE = {"accelerate", "gguf", "torch", "triton"}
+PYTORCH_FREE = {"accelerate", "torch", "triton"}
 
 CLIENT = """
 import octavo

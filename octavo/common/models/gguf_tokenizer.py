@@ -56,42 +56,44 @@ class GgufTokenizer:
         fields: Those that begin with `tokenizer.`, without it; `ggml.` is left out as well.
         architecture: The model's.
         name: The model's.
+        context: The model's longest text, in tokens, if the file says it.
     """
 
     fields: dict[str, Any] = field(repr=False)
     architecture: str = ""
     name: str = ""
+    context: int | None = None
 
     @classmethod
     def read(cls, reader: Any) -> "GgufTokenizer":  # noqa: ANN401 - gguf has no types
         """Return the tokenizer of a `gguf.GGUFReader`'s file."""
 
-        def text(name: str) -> str:
+        def value(name: str) -> Any:  # noqa: ANN401
             held = reader.get_field(name)
-            return "" if held is None else str(held.contents())
+            return None if held is None else held.contents()
 
         fields = {
             name.removeprefix("tokenizer.").removeprefix("ggml."): held.contents()
             for name, held in reader.fields.items()
             if name.startswith("tokenizer.")
         }
-        return cls(fields, text("general.architecture"), text("general.name"))
+        architecture = value("general.architecture") or ""
+        context = value(f"{architecture}.context_length")
+        return cls(fields, architecture, value("general.name") or "", context)
 
-    def save(self, target: Path, max_length: int) -> None:
-        """Write tokenizer.json and tokenizer_config.json.
-
-        Args:
-            target: The directory.
-            max_length: The longest text, in tokens.
+    def save(self, target: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json to the directory `target`.
 
         Raises:
             ModelError: The fields make no tokenizer, or none that is known for certain.
         """
-        self.build().save(str(target / "tokenizer.json"))
+        built = self.build()
+        target.mkdir(parents=True, exist_ok=True)
+        built.save(str(target / "tokenizer.json"))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
-            "model_max_length": max_length,
+            **({} if self.context is None else {"model_max_length": self.context}),
             **self._named_tokens(),
             **self._chat_template(),
         }

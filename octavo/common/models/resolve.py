@@ -51,42 +51,55 @@ def resolve_tokenizer(source: str) -> str:
         ModelError: As `resolve`.
         OSError: Likewise.
     """
-    return str(_local(source, packed=None) or hub.fetch_tokenizer(source))
+    if (file := gguf_file(source)) is not None:
+        from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
+
+        return str(gguf.prepare_tokenizer(file))
+    return str(_directory(source) or hub.fetch_tokenizer(source))
+
+
+def gguf_file(name: str) -> Path | None:
+    """Return the GGUF file that a name stands for; None if it stands for something else.
+
+    Raises:
+        ModelError: It is the demo's, which cannot be fetched.
+    """
+    if name == DEMO:
+        from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo
+
+        return demo.file()
+    path = Path(name).expanduser()
+    return path.resolve() if name and path.is_file() else None
 
 
 def _local_model(model: str, *, packed: bool) -> Path | None:
-    """Return the directory of a model as `_local`, which must hold a config.
+    """Return the directory of what is on this machine, or made here; None for a hub name.
 
     Raises:
-        ModelError: As `_local`, or it holds none.
-        OSError: As `_local`.
+        ModelError: It is neither a path nor a hub name, holds no config, or cannot be converted.
+        OSError: A file cannot be opened.
     """
-    directory = _local(model, packed=packed)
+    if (file := gguf_file(model)) is not None:
+        from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
+
+        return gguf.prepare(file, packed=packed and model != DEMO)
+    directory = _directory(model)
     if directory is not None and not (directory / CONFIG).is_file():
         raise ModelError(f"{directory} {why_no_model(directory)}")
     return directory
 
 
-def _local(name: str, *, packed: bool | None) -> Path | None:
-    """Return the directory of what is on this machine, or made here; None for a hub name.
+def _directory(name: str) -> Path | None:
+    """Return the directory that a name stands for; None for a hub name.
 
     Raises:
-        ModelError: It is neither a path nor a hub name, or the conversion failed.
-        OSError: A file cannot be opened.
+        ModelError: It is neither a path nor a hub name.
     """
-    if name == DEMO:
-        from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo
-
-        return demo.prepare()
     if not name:
         raise ModelError("the model's name is empty")
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve()
-    if path.is_file():
-        from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
-
-        return gguf.prepare(path.resolve(), packed=packed)
     if name.endswith(".gguf"):
         raise ModelError(f"there is no file {path.absolute()}")
     own, revision = hub.split_revision(name)

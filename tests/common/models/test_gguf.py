@@ -1,6 +1,8 @@
 """GGUF files: what is converted, once, and what is refused."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -32,7 +34,8 @@ def _load(directory: str, **options):
 
 
 def _converted(cache: Path) -> list[Path]:
-    return [path for path in cache.iterdir() if path.is_dir()]
+    made = [path for path in cache.iterdir() if path.is_dir()]
+    return [path for path in made if not path.name.endswith(gguf_models.TOKENIZER)]
 
 
 def test_the_model_is_the_file_s(file):
@@ -142,25 +145,25 @@ def test_a_relative_path(file, monkeypatch):
     assert resolve(file.name) == resolve(str(file))
 
 
-@pytest.mark.slow
-def test_a_process_without_torch_has_another_convert(file, cache, monkeypatch):
-    monkeypatch.setattr(gguf_models, "has_torch", lambda: False)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer(str(file)), local_files_only=True)
-    assert tokenizer("hello 12<|end|>").input_ids
-    (made,) = _converted(cache)
-    elsewhere = (made / "model.safetensors").read_bytes()
-    monkeypatch.undo()
-    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(cache / "here"))
-    assert (Path(resolve(str(file))) / "model.safetensors").read_bytes() == elsewhere
-
-
-def test_what_another_process_cannot_convert_is_told(file, cache, monkeypatch):
-    monkeypatch.setattr(gguf_models, "has_torch", lambda: False)
-    file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(ModelError, match="cut short or damaged") as caught:
-        resolve_tokenizer(str(file))
-    assert "\n" not in str(caught.value)
+def test_a_tokenizer_is_made_without_torch_and_for_the_model_too(file, cache):
+    code = (
+        "import sys\n"
+        "from octavo.common.without_torch import keep_torch_out\n"
+        "keep_torch_out()\n"
+        "from octavo.common.models.resolve import resolve_tokenizer\n"
+        "print(resolve_tokenizer(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made = Path(done.stdout.splitlines()[-1])
+    assert made.name.endswith(gguf_models.TOKENIZER)
     assert not _converted(cache)
+    before = (made / "tokenizer.json").stat().st_mtime_ns
+    model = Path(resolve(str(file)))
+    assert (made / "tokenizer.json").stat().st_mtime_ns == before
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (model / name).read_bytes() == (made / name).read_bytes()
+    assert resolve_tokenizer(str(file)) == str(model)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.05, 0.2, 0.5, 0.99])

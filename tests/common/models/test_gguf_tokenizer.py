@@ -252,7 +252,7 @@ def test_control_tokens_keep_their_spelling_and_ids(tmp_path):
         eos_token_id=eos,
         add_bos_token=True,
     )
-    _read(file).save(tmp_path, 512)
+    _read(file).save(tmp_path)
     made = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert made.encode(f"a{EOS}").ids == [bos, *original.encode(f"a{EOS}").ids]
     loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
@@ -436,7 +436,7 @@ def test_a_padding_token_that_is_text_stays_text(tmp_path):
     original = _original("gpt-2")
     sign = original.token_to_id("!")
     file = vocabulary_gguf.write(tmp_path / "a.gguf", original, pre="gpt-2", padding_token_id=sign)
-    _read(file).save(tmp_path, 512)
+    _read(file).save(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
     assert loaded.decode(loaded("a!").input_ids, skip_special_tokens=True) == "a!"
 
@@ -451,7 +451,7 @@ def test_templates_of_several_names_are_kept(tmp_path):
         "chat_templates": ["tool_use"],
         "chat_template.tool_use": "tools",
     }
-    GgufTokenizer(fields).save(tmp_path, 512)
+    GgufTokenizer(fields).save(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config["chat_template"] == [
         {"name": "default", "template": "plain"},
