@@ -18,12 +18,14 @@ VOCABULARIES = (
     *("encoder.json", "tekken.json"),
 )
 """Names of files one of which has the tokens."""
+OBJECTS = (TOKENIZER_JSON, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Names of files that hold a JSON object."""
 WITHOUT_VOCABULARY = {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
 """Classes whose tokens are bytes or characters."""
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Refuse a directory that has no tokenizer, a truncated one, or pointers in place of its files.
+    """Refuse a directory that has no tokenizer, damaged files of one, or pointers in their place.
 
     Raises:
         ModelError: The message says what there is.
@@ -31,8 +33,9 @@ def check_tokenizer_files(directory: Path) -> None:
     """
     for file in tokenizer_files(directory):
         check_no_pointer(file)
-    if (directory / TOKENIZER_JSON).is_file():
-        read_json(directory / TOKENIZER_JSON)
+    for name in OBJECTS:
+        if (directory / name).is_file():
+            read_json(directory / name)
     held = {file.name for pattern in VOCABULARIES for file in directory.glob(pattern)}
     if held == {"vocab.json"} and not (directory / "merges.txt").is_file():
         raise ModelError(f"{directory} has half a tokenizer: vocab.json, but no merges.txt")

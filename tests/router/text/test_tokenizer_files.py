@@ -55,6 +55,14 @@ async def test_a_truncated_file_is_told(tokenizers, directory, text):
         await tokenizers.load(str(directory))
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("text", ["", "[1]"])
+async def test_a_damaged_file_beside_the_vocabulary_is_named(tokenizers, directory, name, text):
+    (directory / name).write_text(text)
+    with pytest.raises(TokenizerError, match=rf"{name} (is not valid|has no) JSON.*--tokenizer"):
+        await tokenizers.load(str(directory))
+
+
 async def test_a_file_of_something_else_is_told_with_its_size(tokenizers, directory):
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"KeyError.*tokenizer\.json \(2 bytes\)"):
