@@ -11,7 +11,7 @@ from octavo.engine.attention.latent import absorbed_linears
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.experts.expert_layer import find_experts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
-from octavo.engine.models.linear.packed_linear import has_kernels
+from octavo.engine.models.linear.packed_linear import has_kernels, has_quantized_kernels
 from octavo.engine.models.linear.plain_linears import plain_linears
 from octavo.engine.models.quantization import find_scheme, schemes_for
 from octavo.engine.models.quantization.base import Scheme
@@ -132,7 +132,7 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     left, saved = plain_linears(model) - absorbed_linears(model).keys() - {head}, 0
     for path, layer in model.named_modules():
-        if layer in left and isinstance(layer, nn.Linear) and has_kernels(layer):
+        if layer in left and isinstance(layer, nn.Linear) and has_quantized_kernels(layer):
             bits = stored.kernel_bits(path, layer.in_features) if stored.covers(path) else None
             if bits is not None:
                 saved += layer.weight.numel() * (layer.weight.itemsize * 8 - bits) // 8

@@ -34,12 +34,13 @@ void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int
 void octavo_embed_blocks(const int64_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, void*,
                          int);
 int octavo_panel_outputs();
+void octavo_linear_float32(const float*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
 void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
-int octavo_multiply_down(const LowRankBatch*, const LowRankPart*, int64_t, const uint16_t*, int64_t,
-                         int64_t, const LinearLayer*, float*, int);
+int octavo_multiply_down(const LowRankBatch*, const LowRankPart*, int64_t, const void*, int,
+                         int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_add_low_rank(const void*, int64_t, int64_t, void*, int64_t, int64_t, int, int,
                          const int32_t*, const LowRankTile*, int64_t, const LowRankRecord*, int);
 }
@@ -63,11 +64,11 @@ struct LinearCall {
         layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs, gated != 0,
               static_cast<float>(epsilon), nullptr, nullptr, 0, nullptr} {
     if (rows.strides[1] != 1 || rows.strides[0] % 2) return;
-    if (norm) layer.norm = View(*norm).as<uint16_t>();
+    if (norm) layer.norm = View(*norm).data;
     if (residual) {
       const View added(*residual);
       if (added.strides[1] != 1) return;
-      layer.residual = added.as<uint16_t>();
+      layer.residual = added.data;
       layer.residual_stride = added.strides[0];
     }
     if (adapted >= 0 && step.adapters && !adapt(adapted)) return;
@@ -76,6 +77,7 @@ struct LinearCall {
   LinearCall(const LinearCall&) = delete;
   LinearCall& operator=(const LinearCall&) = delete;
   const uint16_t* x() const { return rows.as<uint16_t>(); }
+  bool is_float32() const { return rows.dtype == aoti_torch_dtype_float32(); }
   int64_t num_rows() const { return rows.sizes[0]; }
   int64_t row_stride() const { return rows.strides[0]; }
 
@@ -90,8 +92,9 @@ struct LinearCall {
     };
     auto* const inner = reinterpret_cast<float*>(
         scratch<Inner>(num_rows() * own.num_parts * batch.max_rank));
-    const int found = octavo_multiply_down(&batch, own.parts, own.num_parts, x(), num_rows(),
-                                           row_stride(), &layer, inner, step.threads);
+    const int found = octavo_multiply_down(&batch, own.parts, own.num_parts, rows.data,
+                                           is_float32(), num_rows(), row_stride(), &layer, inner,
+                                           step.threads);
     sums = {&batch, own.parts, own.num_parts, inner};
     if (found > 0) layer.adapted = &sums;
     return found >= 0;
@@ -308,8 +311,12 @@ extern "C" Error aoti_torch_cpu_packed_linear(Tensor x, int64_t outputs, Tensor 
   const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
                         result);
   if (!call.out) return kFailed;
-  octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
-                static_cast<uint16_t*>(call.out), step.threads);
+  if (call.is_float32())
+    octavo_linear_float32(call.rows.as<float>(), call.num_rows(), call.row_stride(), &call.layer,
+                          static_cast<float*>(call.out), step.threads);
+  else
+    octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                  static_cast<uint16_t*>(call.out), step.threads);
   return 0;
 }
 
@@ -338,7 +345,7 @@ extern "C" Error aoti_torch_cpu_packed_linear_blocks(Tensor x, int64_t outputs, 
   const LinearCall call(x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual, 0,
                         result);
   if (!call.out) return kFailed;
-  const bool wide = call.rows.dtype == aoti_torch_dtype_float32();
+  const bool wide = call.is_float32();
   octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
                        wide ? kWideBlocks : kNarrowBlocks, call.out, step.threads);
   return 0;
@@ -353,7 +360,7 @@ extern "C" Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor x, int64_t outp
   const LinearCall call(x, outputs, blocks, bias, 0, kNotAdapted, nullptr, 0, nullptr, float32,
                         result);
   if (!call.out) return kFailed;
-  const bool wide = call.rows.dtype == float32;
+  const bool wide = call.is_float32();
   octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
                        wide ? kWideBlocks : kWideOutputBlocks, call.out, step.threads);
   return 0;

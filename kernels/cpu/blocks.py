@@ -287,9 +287,8 @@ class BlockKernels:
             blocks: What `pack` returned.
             bias: `[padded outputs]` float32.
             number: The format's.
-            *fused: The last four positional arguments of `LinearKernels.linear`; none but the first
-                if x is float32.
-            low_rank: As for `LinearKernels.linear`, if x is bfloat16.
+            *fused: The last four positional arguments of `LinearKernels.linear`.
+            low_rank: As for `LinearKernels.linear`.
 
         Returns:
             `[rows, outputs]`, of x's dtype.

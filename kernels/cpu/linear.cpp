@@ -1,7 +1,9 @@
-// Linear layers: bfloat16 weights, and 8-bit weights with activations quantized at run time.
+// Linear layers: bfloat16 and float32 weights, and 8-bit weights with activations quantized at run
+// time.
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "linear.h"
 #include "outputs.h"
@@ -18,26 +20,35 @@ void multiply(const void* words, int64_t rows, int64_t stride, const LinearLayer
       .run(threads, prepare);
 }
 
-template <class Element>
-void linear(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
-            Element* y, int threads) {
-  const Outputs<Element> out{y, layer};
+// Lines that are a multiple of this apart share the few places that a first cache has for them.
+constexpr int kSetBytes = 4096;
+
+// Weights are of the rows' type. Rows of which a tile would not fit into the first cache are copied:
+// 48 rows of 4 or 8 KiB take 7% less time so on a Zen 4.
+template <class Row, class Element>
+void linear(const Row* x, int64_t rows, int64_t row_stride, const LinearLayer& layer, Element* y,
+            int threads) {
+  using Own = std::conditional_t<std::is_same_v<Row, float>, Singles, Pairs>;
+  constexpr int kOfWord = sizeof(uint32_t) / sizeof(Row);
+  const Outputs<Row, Element> out{y, layer};
   auto store = [&](int64_t row, int64_t panel, const Floats* sums) { out.write(row, panel, sums); };
-  const int64_t depth = layer.inputs / 2, stride = depth * Pairs::kParts;
-  if (Pairs::kParts == 1 && !layer.norm)
-    return multiply<Pairs>(x, rows, row_stride / 2, layer, depth, threads, nullptr, store);
-  uint16_t* const normed = layer.norm ? scratch<uint16_t>(rows * layer.inputs) : nullptr;
-  uint32_t* const words = Pairs::kParts == 1 ? nullptr : scratch<uint32_t>(rows * stride);
+  const int64_t depth = layer.inputs / kOfWord;
+  const bool collide = rows > kTileRows && row_stride * sizeof(Row) % kSetBytes == 0;
+  if (Own::kParts == 1 && !layer.norm && !collide)
+    return multiply<Own>(x, rows, row_stride / kOfWord, layer, depth, threads, nullptr, store);
+  const int64_t stride = depth * Own::kParts + kLineWords;
+  uint32_t* const words = scratch<uint32_t>(rows * stride);
   auto prepare = [=, &layer](int64_t row) {
-    const uint16_t* from = x + row * row_stride;
-    if (normed) {
-      norm_row(from, layer, normed + row * layer.inputs);
-      from = normed + row * layer.inputs;
+    const Row* from = x + row * row_stride;
+    uint32_t* const to = words + row * stride;
+    if (layer.norm) {
+      Row* const normed = Own::kParts == 1 ? reinterpret_cast<Row*>(to) : scratch<Row>(layer.inputs);
+      norm_row(from, layer, normed);
+      from = normed;
     }
-    if (words) take_apart<Pairs>(from, depth, words + row * stride);
+    if (static_cast<const void*>(from) != to) take_apart<Own>(from, depth, to);
   };
-  const void* prepared = words ? static_cast<const void*>(words) : normed;
-  multiply<Pairs>(prepared, rows, stride, layer, depth, threads, prepare, store);
+  multiply<Own>(words, rows, stride, layer, depth, threads, prepare, store);
 }
 
 // Lays out words first to end - 1 of up to kPanel rows, with the rows of each side by side. Rows that
@@ -77,7 +88,13 @@ extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_strid
   linear(x, rows, row_stride, *layer, y, threads);
 }
 
-// The same, with y in float32.
+// The same in float32, for any number of inputs and stride.
+extern "C" void octavo_linear_float32(const float* x, int64_t rows, int64_t row_stride,
+                                      const LinearLayer* layer, float* y, int threads) {
+  linear(x, rows, row_stride, *layer, y, threads);
+}
+
+// As octavo_linear, with y in float32.
 extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, float* y, int threads) {
   linear(x, rows, row_stride, *layer, y, threads);

@@ -169,7 +169,7 @@ class Linear {
   // Calls prepare(row) for each row before any product.
   template <class Prepare>
   void run(int threads, Prepare prepare) {
-    const bool single = std::is_same_v<T, Pairs> && rows_.count == 1;
+    const bool single = std::is_same_v<typename T::Sum, Floats> && rows_.count == 1;
     Streams streams(num_panels_, threads);
     std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
@@ -216,7 +216,7 @@ void take_apart(const void* row, int64_t depth, uint32_t* parts) {
     }
 }
 
-// A layer; the same as in linear.py.
+// A layer; the same as in linear.py. The norm and the residual are of the rows' type.
 struct LinearLayer {
   const void* panels;
   const float* bias;  // per output of each panel
@@ -225,8 +225,8 @@ struct LinearLayer {
   // output is silu(gate) * up.
   int gated;
   float epsilon;
-  const uint16_t* norm;      // weights of an RMSNorm of the inputs, or null
-  const uint16_t* residual;  // added to outputs that are not gated, or null
+  const void* norm;      // weights of an RMSNorm of the inputs, or null
+  const void* residual;  // added to outputs that are not gated, or null
   int64_t residual_stride;
   const LowRankSums* adapted;  // added to the products before all else, or null
 };

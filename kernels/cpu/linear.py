@@ -75,7 +75,8 @@ class LinearKernels:
         rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
         layer, scales = POINTER(Layer), POINTER(_Scales)
         self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
-        for function in (self._linear, self._wide):
+        self._float32 = library.octavo_linear_float32
+        for function in (self._linear, self._wide, self._float32):
             function.argtypes, function.restype = (*rows, layer, *results), None
         self._int8 = library.octavo_linear_int8
         self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
@@ -86,7 +87,7 @@ class LinearKernels:
         """Pack weights into panels.
 
         Args:
-            weight: `[outputs, inputs]`, bfloat16 or int8, that `takes` accepts, or float32.
+            weight: `[outputs, inputs]`, bfloat16, float32 or int8, that `takes` accepts.
 
         Returns:
             `[panels, words, panel * elements of a word]`, of the same dtype.
@@ -170,6 +171,8 @@ class LinearKernels:
     @staticmethod
     def takes(inputs: int, dtype: torch.dtype) -> bool:
         """Return whether layers with this number of inputs and this dtype can be packed."""
+        if dtype == torch.float32:
+            return True
         return dtype in {torch.bfloat16, torch.int8} and inputs % _FOUR == 0
 
     def linear(  # noqa: PLR0917 - as the operator
@@ -185,29 +188,30 @@ class LinearKernels:
         *,
         low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
-        """Multiply by bfloat16 weights.
+        """Multiply by bfloat16 or float32 weights.
 
         Args:
-            x: `[rows, inputs]` bfloat16.
+            x: `[rows, inputs]`, of the weights' dtype, as all below but the bias.
             outputs: The number of outputs.
             panels: The packed weights.
             bias: `[padded outputs]` float32.
             gated: 1 if the panels are from `interleave`: each output is silu(gate) * up (SwiGLU,
                 Shazeer 2020).
-            norm: `[inputs]` bfloat16, weights of an RMSNorm of x before the product (Zhang and
+            norm: `[inputs]`, weights of an RMSNorm of x before the product (Zhang and
                 Sennrich, 2019); None for no norm.
             epsilon: The norm's epsilon.
-            residual: `[rows, outputs]` bfloat16 to add to outputs that are not gated.
+            residual: `[rows, outputs]` to add to outputs that are not gated.
             low_rank: What adapters add to the products, before gates and residuals.
 
         Returns:
-            `[rows, outputs]` bfloat16, rounded once.
+            `[rows, outputs]`, rounded once.
         """
         x, layer = self.prepare(
             *(x, outputs, panels, bias, gated, norm, epsilon, residual), low_rank=low_rank
         )
         out = x.new_empty(x.shape[0], outputs)
-        self._linear(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
+        multiply = self._float32 if x.dtype == torch.float32 else self._linear
+        multiply(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear_wide(

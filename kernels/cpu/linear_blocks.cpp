@@ -45,7 +45,7 @@ void multiply(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearL
   const auto* weights = static_cast<const uint8_t*>(layer.panels);
   const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
-  const Outputs<Element> out{y, layer};
+  const Outputs<uint16_t, Element> out{y, layer};
   if constexpr (K::kStreams)
     if (rows <= kTileBlockRows)
       return stream_panels(panels, threads, [&](int64_t panel) {
@@ -75,7 +75,8 @@ void multiply(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearL
 
 // Rows in float32: each panel is dequantized once, for all rows.
 template <class K>
-void multiply_wide(const Rows& rows, const LinearLayer& layer, float* y, int threads) {
+void multiply_wide(const float* x, int64_t rows, int64_t row_stride, const LinearLayer& layer,
+                   float* y, int threads) {
   struct alignas(64) Line {
     uint32_t words[kLineWords];
   };
@@ -83,15 +84,23 @@ void multiply_wide(const Rows& rows, const LinearLayer& layer, float* y, int thr
   const int64_t panels = num_panels(layer);
   const int64_t panel_bytes = layer.inputs / kBlock / K::kUnitBlocks * K::kUnitBytes;
   const Outputs<float> out{y, layer};
+  float* const normed = layer.norm ? scratch<float>(rows * layer.inputs) : nullptr;
+  const Rows prepared{reinterpret_cast<const uint32_t*>(normed ? normed : x), rows,
+                      normed ? layer.inputs : row_stride};
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
   {
+    if (normed) {
+#pragma omp for  // ends when all rows are normed
+      for (int64_t row = 0; row < rows; row++)
+        norm_row(x + row * row_stride, layer, normed + row * layer.inputs);
+    }
     const int64_t lines = (layer.inputs * kPanel + kLineWords - 1) / kLineWords;
     uint32_t* const widened = scratch<Line>(lines)->words;
     PanelProducts<Singles> products;
     for (int64_t panel = free++; panel < panels; panel = free++) {
       widen_blocks<K>(weights + panel * panel_bytes, layer.inputs, widened);
-      products.run(rows, widened, layer.inputs, widened,
+      products.run(prepared, widened, layer.inputs, widened,
                    [&](int64_t row, const Floats* sums) { out.write(row, panel, sums); });
     }
   }
@@ -116,7 +125,7 @@ void widen_output(const uint8_t* panels, int64_t inputs, int64_t output, Element
 }  // namespace
 
 // y = x * weights + bias. The number of inputs must be a multiple of the format's unit: 32, or 256 of
-// a "K" format. With rows in float32, the layer may have neither a norm nor a residual.
+// a "K" format.
 extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_stride,
                                      const LinearLayer* layer, int64_t format, int64_t elements,
                                      void* y, int threads) {
@@ -128,7 +137,7 @@ extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_st
     else if (elements == kWideOutputBlocks)
       multiply<K>(narrow, rows, row_stride, *layer, static_cast<float*>(y), threads);
     else
-      multiply_wide<K>({static_cast<const uint32_t*>(x), rows, row_stride}, *layer,
+      multiply_wide<K>(static_cast<const float*>(x), rows, row_stride, *layer,
                        static_cast<float*>(y), threads);
   });
 }

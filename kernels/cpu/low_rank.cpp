@@ -123,22 +123,23 @@ void add_tiles(const GivenRows& rows, const LowRankTile* tiles, int64_t num_tile
   }
 }
 
-// A packed layer's rows, in bfloat16, as the products take them.
+// A packed layer's rows, bfloat16 or float32, as the products take them.
+template <class Element>
 struct PackedRows {
-  const uint16_t* x;
+  const Element* x;
   int64_t stride, inputs;
 };
 
 // Sets `inner`, [kCount] for each row of a tile and `stride` apart, to the rows' products with
 // `kCount` rows of `down` times the scale.
-template <int kCount>
-void multiply_share(const PackedRows& given, const LowRankBatch& batch, const LowRankTile& tile,
+template <int kCount, class Element>
+void multiply_share(const PackedRows<Element>& given, const LowRankBatch& batch, const LowRankTile& tile,
                     const LowRankRecord& record, int64_t k, float* inner, int64_t stride) {
-  const uint16_t* down = static_cast<const uint16_t*>(record.down) + k * given.inputs;
+  const Element* down = static_cast<const Element*>(record.down) + k * given.inputs;
   const Floats scale = broadcast(static_cast<float>(record.scale));
   for (int32_t place = tile.begin; place < tile.end; place++) {
     const int64_t row = batch.rows[place];
-    const uint16_t* x = given.x + row * given.stride;
+    const Element* x = given.x + row * given.stride;
     Floats sums[kCount] = {};
     for (int64_t i = 0; i < given.inputs; i += kLanes) {
       const int64_t left = given.inputs - i;
@@ -159,48 +160,64 @@ bool is_adapted(const LowRankBatch& batch, const LowRankPart* parts, int64_t num
   return false;
 }
 
-}  // namespace
-
-// Multiplies each row (bfloat16) by the down-projection, LoRA's A, of its adapter. Stores the
-// products in `inner`; LowRankSums describes its layout. Returns 1; or 0 if no adapter of the batch
-// adapts this layer, and -1 if the batch has another number of rows.
-extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
-                                    int64_t num_parts, const uint16_t* x, int64_t rows,
-                                    int64_t row_stride, const LinearLayer* layer, float* inner,
-                                    int threads) {
-  if (rows != batch->num_rows) return -1;
-  if (!is_adapted(*batch, parts, num_parts)) return 0;
+// Multiplies the rows of a batch; see octavo_multiply_down.
+template <class Element>
+void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts,
+                        const Element* x, int64_t rows, int64_t row_stride,
+                        const LinearLayer& layer, float* inner, int threads) {
   struct Normed {
-    uint16_t value;
+    Element value;
   };
   auto* const normed =
-      layer->norm ? reinterpret_cast<uint16_t*>(scratch<Normed>(rows * layer->inputs)) : nullptr;
-  const PackedRows given{normed ? normed : x, normed ? layer->inputs : row_stride, layer->inputs};
-  const int64_t shares = (batch->max_rank + kShare - 1) / kShare;
-  const int64_t tasks = batch->num_tiles * num_parts * shares;
+      layer.norm ? reinterpret_cast<Element*>(scratch<Normed>(rows * layer.inputs)) : nullptr;
+  const PackedRows<Element> given{normed ? normed : x, normed ? layer.inputs : row_stride,
+                                  layer.inputs};
+  const int64_t shares = (batch.max_rank + kShare - 1) / kShare;
+  const int64_t tasks = batch.num_tiles * num_parts * shares;
 #pragma omp parallel num_threads(threads) if (tasks > 1)
   {
     if (normed) {
 #pragma omp for
       for (int64_t row = 0; row < rows; row++)
-        if (batch->adapters[row] >= 0)
-          norm_row(x + row * row_stride, *layer, normed + row * layer->inputs);
+        if (batch.adapters[row] >= 0)
+          norm_row(x + row * row_stride, layer, normed + row * layer.inputs);
     }
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < tasks; task++) {
-      const LowRankTile& tile = batch->tiles[task / shares / num_parts];
+      const LowRankTile& tile = batch.tiles[task / shares / num_parts];
       const int64_t part = task / shares % num_parts;
       const LowRankRecord& record =
-          batch->records[parts[part].layer * batch->num_adapters + tile.adapter];
-      float* const own = inner + part * batch->max_rank;
-      const int64_t stride = num_parts * batch->max_rank;
+          batch.records[parts[part].layer * batch.num_adapters + tile.adapter];
+      float* const own = inner + part * batch.max_rank;
+      const int64_t stride = num_parts * batch.max_rank;
       int64_t k = task % shares * kShare;
       const int64_t end = std::min(record.rank, k + kShare);
       for (; k + kTogether <= end; k += kTogether)
-        multiply_share<kTogether>(given, *batch, tile, record, k, own, stride);
-      for (; k < end; k++) multiply_share<1>(given, *batch, tile, record, k, own, stride);
+        multiply_share<kTogether>(given, batch, tile, record, k, own, stride);
+      for (; k < end; k++) multiply_share<1>(given, batch, tile, record, k, own, stride);
     }
   }
+}
+
+}  // namespace
+
+// Multiplies each row, bfloat16 or, if `wide`, float32, by the down-projection, LoRA's A, of its
+// adapter, whose matrices are of the same type. Stores the products in `inner`; LowRankSums
+// describes its layout. Returns 1; or 0 if no adapter of the batch adapts this layer, and -1 if the
+// batch has another number of rows.
+extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
+                                    int64_t num_parts, const void* x, int wide, int64_t rows,
+                                    int64_t row_stride, const LinearLayer* layer, float* inner,
+                                    int threads) {
+  if (rows != batch->num_rows) return -1;
+  if (!is_adapted(*batch, parts, num_parts)) return 0;
+  const auto run = [&](const auto* own) {
+    multiply_rows_down(*batch, parts, num_parts, own, rows, row_stride, *layer, inner, threads);
+  };
+  if (wide)
+    run(static_cast<const float*>(x));
+  else
+    run(static_cast<const uint16_t*>(x));
   return 1;
 }
 

@@ -105,7 +105,7 @@ class LowRankKernels:
         self._add.restype = None
         self._multiply_down = library.octavo_multiply_down
         self._multiply_down.argtypes = (
-            *(POINTER(_Batch), POINTER(_Part), c_int64, c_void_p, c_int64, c_int64),
+            *(POINTER(_Batch), POINTER(_Part), c_int64, c_void_p, c_int, c_int64, c_int64),
             *(c_void_p, c_void_p, c_int),
         )
         self._multiply_down.restype = c_int
@@ -123,7 +123,8 @@ class LowRankKernels:
         """Multiply rows by the first matrices of their adapters.
 
         Args:
-            x: `[rows, inputs]` bfloat16; rows must be contiguous, and may be apart.
+            x: `[rows, inputs]` bfloat16 or float32, as the matrices; rows must be contiguous, and
+                may be apart.
             own: What adapters add to the packed layer.
             layer: The packed layer's struct, with its norm.
 
@@ -133,7 +134,8 @@ class LowRankKernels:
         batch, parts = _batch(own.batch), _parts(own.parts)
         inner = torch.empty(len(x), len(parts), own.batch.max_rank)
         found = self._multiply_down(
-            *(byref(batch), parts, len(parts), x.data_ptr(), len(x), x.stride(0)),
+            *(byref(batch), parts, len(parts), x.data_ptr(), int(x.dtype == torch.float32)),
+            *(len(x), x.stride(0)),
             *(byref(layer), inner.data_ptr(), torch.get_num_threads()),
         )
         if found < 0:

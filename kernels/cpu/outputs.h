@@ -13,23 +13,24 @@ inline int64_t num_panels(const LinearLayer& layer) {
 }
 
 // Adds `factors` times the rows of a panel of `up`; of each row, `kVectors` vectors.
-template <int kVectors>
-inline void add_panel(const float* factors, const uint16_t* up, int64_t rank, Floats* sums) {
+template <int kVectors, class Element>
+void add_panel(const float* factors, const Element* up, int64_t rank, Floats* sums) {
   Floats odd[kVectors] = {};
   int64_t k = 0;
   for (; k + 2 <= rank; k += 2, up += 2 * kVectors * kLanes)
     for (int j = 0; j < kVectors; j++) {
-      sums[j] += factors[k] * BFloat16::load_floats(up + j * kLanes);
-      odd[j] += factors[k + 1] * BFloat16::load_floats(up + (kVectors + j) * kLanes);
+      sums[j] += factors[k] * load_first_floats(up + j * kLanes, kLanes);
+      odd[j] += factors[k + 1] * load_first_floats(up + (kVectors + j) * kLanes, kLanes);
     }
   for (int j = 0; j < kVectors; j++) {
-    if (k < rank) odd[j] += factors[k] * BFloat16::load_floats(up + j * kLanes);
+    if (k < rank) odd[j] += factors[k] * load_first_floats(up + j * kLanes, kLanes);
     sums[j] += odd[j];
   }
 }
 
-// Adds what a row's adapter adds to a panel's outputs.
-inline void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Floats& left,
+// Adds what a row's adapter, of matrices of `Element`, adds to a panel's outputs.
+template <class Element>
+void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Floats& left,
                          Floats& right) {
   const LowRankBatch& batch = *own.batch;
   const int32_t adapter = batch.adapters[row];
@@ -41,7 +42,7 @@ inline void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Flo
     if (at < 0 || at >= part.panels) continue;
     const LowRankRecord& record = batch.records[part.layer * batch.num_adapters + adapter];
     const float* factors = own.inner + (row * own.num_parts + i) * batch.max_rank;
-    const auto* up = static_cast<const uint16_t*>(record.up) + at * record.rank * part.lanes;
+    const auto* up = static_cast<const Element*>(record.up) + at * record.rank * part.lanes;
     if (part.lanes == kPanel)
       add_panel<kPanelVectors>(factors, up, record.rank, sums);
     else
@@ -51,8 +52,8 @@ inline void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Flo
   right = sums[1];
 }
 
-// Writes results in bfloat16 or float32.
-template <class Element>
+// Writes results of rows of `Row`, as such or in float32.
+template <class Row, class Element = Row>
 struct Outputs {
   Element* first;
   const LinearLayer& layer;
@@ -62,7 +63,7 @@ struct Outputs {
     const float* bias = layer.bias + panel * kPanel;
     Floats left = products[0] + load<Floats>(bias);
     Floats right = products[1] + load<Floats>(bias + kLanes);
-    if (layer.adapted) add_low_rank(*layer.adapted, row, panel, left, right);
+    if (layer.adapted) add_low_rank<Row>(*layer.adapted, row, panel, left, right);
     if (layer.gated) return put(row, panel * kLanes, times_sigmoid(left, left) * right);
     put(row, panel * kPanel, left);
     put(row, panel * kPanel + kLanes, right);
@@ -73,13 +74,9 @@ struct Outputs {
     if (column >= layer.outputs) return;
     const int64_t left = layer.outputs - column;
     if (layer.residual) {
-      const uint16_t* residual = layer.residual + row * layer.residual_stride + column;
-      values = rounded(values) + load_first_floats(residual, left);
+      const Row* own = static_cast<const Row*>(layer.residual) + row * layer.residual_stride;
+      values = rounded<Element>(values) + load_first_floats(own + column, left);
     }
-    Element* to = first + row * layer.outputs + column;
-    if constexpr (sizeof(Element) == 2)
-      store_first(to, left, BFloat16::narrow(values));
-    else
-      store_first(to, left, values);
+    store_first_floats(first + row * layer.outputs + column, left, values);
   }
 };

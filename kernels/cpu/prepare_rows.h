@@ -1,4 +1,6 @@
-// Rows of bfloat16 as products take them: normed, rounded to bytes, or as they are.
+// Rows as products take them: normed, rounded to bytes, or as they are.
+//
+// Elements are uint16_t, which is bfloat16 here, or float.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +21,23 @@ Element* scratch(int64_t count) {
 inline Floats load_first_floats(const uint16_t* from, int64_t count) {
   return BFloat16::widen(load_first<Halves>(from, count));
 }
+inline Floats load_first_floats(const float* from, int64_t count) {
+  return load_first<Floats>(from, count);
+}
+inline void store_first_floats(uint16_t* to, int64_t count, Floats x) {
+  store_first(to, count, BFloat16::narrow(x));
+}
+inline void store_first_floats(float* to, int64_t count, Floats x) { store_first(to, count, x); }
 
-// Rounds to bfloat16 where the model does, so that near ties come out the same.
-inline Floats rounded(Floats x) { return BFloat16::widen(BFloat16::narrow(x)); }
+// Rounds to elements where the model does, so that near ties come out the same.
+template <class Element>
+Floats rounded(Floats x) {
+  return sizeof(Element) == 2 ? BFloat16::widen(BFloat16::narrow(x)) : x;
+}
 
 // RMSNorm (Zhang and Sennrich, 2019): a row divided by its root mean square, times weights.
-inline float inverse_rms(const uint16_t* row, const LinearLayer& layer) {
+template <class Element>
+float inverse_rms(const Element* row, const LinearLayer& layer) {
   Floats squares{};
   for (int64_t i = 0; i < layer.inputs; i += kLanes) {
     const Floats x = load_first_floats(row + i, layer.inputs - i);
@@ -33,12 +46,14 @@ inline float inverse_rms(const uint16_t* row, const LinearLayer& layer) {
   return 1 / std::sqrt(reduce_add(squares) / layer.inputs + layer.epsilon);
 }
 
-inline void norm_row(const uint16_t* row, const LinearLayer& layer, uint16_t* to) {
+template <class Element>
+void norm_row(const Element* row, const LinearLayer& layer, Element* to) {
+  const auto* weights = static_cast<const Element*>(layer.norm);
   const Floats inverse = broadcast(inverse_rms(row, layer));
   for (int64_t i = 0; i < layer.inputs; i += kLanes) {
     const int64_t left = layer.inputs - i;
-    const Floats x = rounded(load_first_floats(row + i, left) * inverse);
-    store_first(to + i, left, BFloat16::narrow(x * load_first_floats(layer.norm + i, left)));
+    const Floats x = rounded<Element>(load_first_floats(row + i, left) * inverse);
+    store_first_floats(to + i, left, x * load_first_floats(weights + i, left));
   }
 }
 
@@ -66,7 +81,7 @@ typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 inline Range round_row(const uint16_t* row, const LinearLayer& layer, const float* factors,
                        uint8_t* bytes) {
   constexpr float kTiny = 1e-8f;  // avoids division by zero
-  const Factored x{row, layer.norm, factors, layer.inputs};
+  const Factored x{row, static_cast<const uint16_t*>(layer.norm), factors, layer.inputs};
   Floats least{}, greatest{};  // the range always includes zero
   for (int64_t i = 0; i < x.count; i += kLanes) {
     least = min(least, x.at(i));

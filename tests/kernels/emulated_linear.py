@@ -13,6 +13,8 @@ from octavo.kernels.cpu.blocks import FORMATS
 ARRAYS = 8
 CALL = struct.Struct(f"9q{ARRAYS}qd")
 """The same as in emulation/remote_linear.cpp."""
+WIDE = 2
+"""Elements are float32; the same as in blocks.py."""
 
 
 def format_of(number):
@@ -33,6 +35,7 @@ class EmulatedLibrary:
         self.isa = self._read(16).decode().strip()
         self.octavo_panel_outputs = lambda: self._panel
         self.octavo_linear = Function(lambda *a: self._call(0, *a))
+        self.octavo_linear_float32 = Function(lambda *a: self._call(0, *a, blocks=(0, WIDE)))
         self.octavo_linear_wide = Function(lambda *a: self._call(1, *a))
         self.octavo_linear_int8 = Function(self._int8)
         self.octavo_linear_blocks = Function(self._blocks)
@@ -107,17 +110,18 @@ class EmulatedLibrary:
         padded = -(-layer.outputs // own) * self._panel
         outputs, inputs = layer.outputs, layer.inputs
         number, elements = blocks
-        panels = padded * inputs * (2 if kind < 2 else 1)
+        size = 4 if elements == WIDE else 2
+        panels = padded * inputs * (size if kind < 2 else 1)
         if kind == 3:
             form = format_of(number)
             panels = padded * inputs // form.unit * form.packed_bytes
         factors = scales._obj if scales is not None else None
         arrays = (
-            (x, (4 if elements == 2 else 2) * ((rows - 1) * stride + inputs)),
+            (x, size * ((rows - 1) * stride + inputs)),
             (layer.panels, panels),
             (layer.bias, 4 * padded),
-            (layer.norm, 2 * inputs),
-            (layer.residual, 2 * ((rows - 1) * layer.residual_stride + outputs)),
+            (layer.norm, size * inputs),
+            (layer.residual, size * ((rows - 1) * layer.residual_stride + outputs)),
             (factors and factors.factors, 4 * inputs),
             (factors and factors.outputs, 4 * padded),
             (factors and factors.row_sums, 4 * padded),

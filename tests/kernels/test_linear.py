@@ -119,12 +119,12 @@ def built(compiler, *arguments, to):
     return to
 
 
-def case(shape, seed):
+def case(shape, seed, dtype=torch.bfloat16):
     """Rows of which a view is taken, weights and a bias."""
     rows, inputs, outputs = shape
     draw = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, inputs + 8, generator=draw).bfloat16()[:, 4 : 4 + inputs]
-    weight = torch.randn(outputs, inputs, generator=draw).bfloat16()
+    x = torch.randn(rows, inputs + 8, generator=draw).to(dtype)[:, 4 : 4 + inputs]
+    weight = torch.randn(outputs, inputs, generator=draw).to(dtype)
     return x, weight, torch.randn(outputs, generator=draw)
 
 
@@ -153,6 +153,26 @@ def test_bfloat16(kernels, shape, seed):
     wide = kernels.linear_wide(x, len(bias), kernels.pack(weight), kernels.pad_outputs(bias))
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@given(
+    rows=st.integers(1, 40),
+    inputs=st.integers(1, 130) | st.just(1024),  # of which a tile of rows would share few places
+    outputs=st.integers(1, 3 * PANEL),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=30)
+def test_float32(kernels, rows, inputs, outputs, seed):
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, inputs + seed % 2, generator=draw)[:, :inputs]
+    weight, bias = (
+        torch.randn(outputs, inputs, generator=draw),
+        torch.randn(outputs, generator=draw),
+    )
+    found = kernels.linear(x, outputs, kernels.pack(weight), kernels.pad_outputs(bias))
+    assert found.dtype == torch.float32
+    expected = x.double() @ weight.double().T + bias
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @given(shape=shapes, seed=st.integers(0, 99), zero=st.booleans())
@@ -192,7 +212,7 @@ def test_int8(kernels, shape, seed, zero):
     assert (error <= 2**-8 * size + slack + 1e-4).all()
 
 
-def in_bfloat16(kernels, weight, bias):
+def in_own_type(kernels, weight, bias):
     """A layer's operator, and what it takes after rows and outputs."""
     return kernels.linear, (kernels.pack(weight), kernels.pad_outputs(bias))
 
@@ -206,7 +226,11 @@ def in_8_bits(kernels, weight, bias):
     return kernels.linear_int8, (kernels.pack(whole), kernels.pad_outputs(bias), *scales)
 
 
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
+KINDS = [(in_own_type, torch.bfloat16), (in_own_type, torch.float32), (in_8_bits, torch.bfloat16)]
+each_kind = pytest.mark.parametrize(("make", "dtype"), KINDS, ids=["bfloat16", "float32", "int8"])
+
+
+@each_kind
 @given(
     rows=st.integers(1, 30),
     groups=st.integers(1, 5),
@@ -216,12 +240,12 @@ def in_8_bits(kernels, weight, bias):
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=60)
-def test_fused(kernels, make, rows, groups, outputs, normed, tail, seed):
+def test_fused(kernels, make, dtype, rows, groups, outputs, normed, tail, seed):
     """Norm, residual and gate, as if they were computed before and after the product."""
-    x, weight, bias = case((rows, groups * GROUP, 2 * outputs), seed)
+    x, weight, bias = case((rows, groups * GROUP, 2 * outputs), seed, dtype)
     draw = torch.Generator().manual_seed(seed)
-    norm = torch.rand(x.shape[1], generator=draw).bfloat16() + 1
-    added = torch.randn(rows, 2 * outputs + 4, generator=draw).bfloat16()[:, : 2 * outputs]
+    norm = torch.rand(x.shape[1], generator=draw).to(dtype) + 1
+    added = torch.randn(rows, 2 * outputs + 4, generator=draw).to(dtype)[:, : 2 * outputs]
     if tail == "gate":
         operator, layer = make(
             kernels,
@@ -243,14 +267,17 @@ def test_fused(kernels, make, rows, groups, outputs, normed, tail, seed):
     if tail == "residual":
         expected = expected + added
     # Rows that are normed before they become bytes are rounded once more.
-    tolerance = 0.04 if normed and make is not in_bfloat16 else 0.01
+    rounded = 0.04 if normed and make is in_8_bits else 0.01
+    tolerance = 1e-6 if dtype == torch.float32 else rounded
     assert (found.double() - expected).norm() <= tolerance * expected.norm()
 
 
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
-def test_a_row_is_the_same_alone_and_among_others(kernels, make):
+@each_kind
+@pytest.mark.parametrize("inputs", [3 * GROUP, 1024])
+def test_a_row_is_the_same_alone_and_among_others(kernels, make, dtype, inputs):
     """For every number of rows that a tile may have, and for several tiles."""
-    x, weight, bias = case((40, 3 * GROUP, 2 * PANEL + 5), seed=1)
+    x, weight, bias = case((40, inputs, 2 * PANEL + 5), seed=1, dtype=dtype)
+    x = x.contiguous()
     operator, layer = make(kernels, weight, bias)
     alone = torch.cat([operator(row[None], len(bias), *layer) for row in x])
     for rows in range(2, 41):
@@ -258,10 +285,10 @@ def test_a_row_is_the_same_alone_and_among_others(kernels, make):
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
-@pytest.mark.parametrize("make", [in_bfloat16, in_8_bits])
-def test_threads_share_the_outputs(kernels, monkeypatch, make, rows):
+@each_kind
+def test_threads_share_the_outputs(kernels, monkeypatch, make, dtype, rows):
     """One thread computes an output, whichever it is, so their number changes no result."""
-    x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0)
+    x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0, dtype=dtype)
     operator, layer = make(kernels, weight, bias)
     expected = operator(x, len(bias), *layer)
     for threads in (3, 70):  # 70: more than there are panels
@@ -272,7 +299,7 @@ def test_threads_share_the_outputs(kernels, monkeypatch, make, rows):
 def test_gates_far_from_zero(kernels):
     """Where silu's exponential would overflow."""
     weight = torch.eye(GROUP).bfloat16()
-    operator, layer = in_bfloat16(
+    operator, layer = in_own_type(
         kernels, kernels.interleave(weight, weight), torch.zeros(2 * GROUP)
     )
     x = torch.linspace(-3e4, 3e4, GROUP).bfloat16()[None]

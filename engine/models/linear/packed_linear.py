@@ -77,11 +77,11 @@ class PackedLayer(nn.Module):
 
 
 class PackedLinear(PackedLayer):
-    """A bfloat16 linear layer with packed weights.
+    """A bfloat16 or float32 linear layer with packed weights.
 
     Args:
         linear: The layer to replace.
-        wide: Return float32, which logits need; see `wide_linear.py`.
+        wide: Return float32, which logits need, also in bfloat16; see `wide_linear.py`.
     """
 
     panels: Tensor
@@ -89,7 +89,7 @@ class PackedLinear(PackedLayer):
     def __init__(self, linear: nn.Linear, *, wide: bool = False) -> None:
         super().__init__(linear)
         assert kernels is not None
-        self.wide = wide
+        self.wide = wide and linear.weight.dtype != torch.float32
         self.register_buffer("panels", kernels.pack(present(linear.weight.detach())))
 
     def multiply(self, rows: Tensor) -> Tensor:
@@ -104,11 +104,13 @@ class PackedLinear(PackedLayer):
 
 
 def has_kernels(layer: nn.Linear) -> bool:
-    """Return whether this CPU has kernels for a layer, in bfloat16 and fewer bits."""
-    dtype = layer.weight.dtype
-    return (
-        kernels is not None and dtype == torch.bfloat16 and kernels.takes(layer.in_features, dtype)
-    )
+    """Return whether this CPU has kernels for a layer."""
+    return kernels is not None and kernels.takes(layer.in_features, layer.weight.dtype)
+
+
+def has_quantized_kernels(layer: nn.Linear) -> bool:
+    """Return whether this CPU has kernels for a layer in fewer bits: its rows are in bfloat16."""
+    return layer.weight.dtype == torch.bfloat16 and has_kernels(layer)
 
 
 def _can_gate(layer: nn.Linear) -> bool:

@@ -47,7 +47,7 @@ class Scheme(ABC):
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Return the quantized layer that replaces a linear layer.
 
-        Where `has_kernels(layer)`, this must be a `PackedLayer`.
+        Where `has_quantized_kernels(layer)`, this must be a `PackedLayer`.
 
         Args:
             layer: The layer, or several of the same input fused into one.

@@ -11,7 +11,7 @@ from octavo.engine.models.deferred import present
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.packed_experts import has_kernels as has_expert_kernels
-from octavo.engine.models.linear.packed_linear import has_kernels
+from octavo.engine.models.linear.packed_linear import has_quantized_kernels
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
 from octavo.engine.models.quantization.checkpoints.block_layers import BlockWeights
@@ -38,7 +38,7 @@ class Int4(Scheme):
 
     def reads_inputs(self, layer: nn.Linear, *, is_head: bool) -> bool:
         """Return whether a layer gets 8 bits, whose rounding depends on its inputs."""
-        return bool(is_head or layer.in_features % GROUP or not has_kernels(layer))
+        return bool(is_head or layer.in_features % GROUP or not has_quantized_kernels(layer))
 
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""

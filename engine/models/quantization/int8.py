@@ -19,7 +19,7 @@ from octavo.engine.models.linear.packed_linear import (
     FUSED,
     PackedLayer,
     define_operator,
-    has_kernels,
+    has_quantized_kernels,
 )
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
@@ -86,7 +86,9 @@ def to_int8(
 
     factors = min((smooth(inputs.absmax, widest, alpha) for alpha in ALPHAS), key=error)
     quantized = round_weights(weight, factors)
-    return (PackedInt8Linear if has_kernels(layer) else OneDnnInt8Linear)(layer, *quantized)
+    return (PackedInt8Linear if has_quantized_kernels(layer) else OneDnnInt8Linear)(
+        layer, *quantized
+    )
 
 
 class PackedInt8Linear(PackedLayer):

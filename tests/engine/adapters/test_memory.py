@@ -32,7 +32,8 @@ def test_adapters_take_turns_on_a_small_device(engine, adapter_paths):
     requests = [(prompt_of(i, 20), adapter) for i, adapter in enumerate(adapters * 2)]
     expected = [engine.submit(prompt, 6, adapter=adapter) for prompt, adapter in requests]
     engine.run()
-    held = engine.parts.executor._adapters = DeviceAdapters(torch.device("cpu"), limit)
+    packed = engine.parts.adapters._targets.packed
+    held = engine.parts.executor._adapters = DeviceAdapters(torch.device("cpu"), limit, packed)
     engine.scheduler.adapter_limit = limit
     again = [engine.submit(prompt, 6, adapter=adapter) for prompt, adapter in requests]
     most = []

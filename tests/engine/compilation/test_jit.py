@@ -42,7 +42,13 @@ def never_again(monkeypatch):
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch, never_again):
+def unpacked(monkeypatch):
+    """Leaves linear layers as they are on a GPU."""
+    monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch, never_again, unpacked):
     """Has an engine on CPU compile as one on a GPU does."""
 
     def load_step(settings, model, _world):
@@ -94,9 +100,8 @@ def test_an_engine_draws_the_same_tokens_and_never_compiles_again(tiny_model, re
         ),
     ],
 )
-@pytest.mark.usefixtures("never_again")
-def test_its_logits_are_the_models_but_in_float32(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)
+@pytest.mark.usefixtures("never_again", "unpacked")
+def test_its_logits_are_the_models_but_in_float32(config, tmp_path):
     save(config, tmp_path)
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     tokens = torch.randint(1, 500, (1, 37), generator=torch.Generator().manual_seed(2))
@@ -137,6 +142,7 @@ def test_a_compiled_step_that_computes_something_else_is_not_used(tiny_model, mo
     assert "self-check failed: alone" in logs[0]["error"]
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_layers_of_the_same_input_are_fused(tiny_model):
     model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
     fuse_linears(model)
@@ -146,6 +152,7 @@ def test_layers_of_the_same_input_are_fused(tiny_model):
     assert attention.q_proj.shared.layer.weight.shape == (64 + 32 + 32, 64)
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_layers_are_freed_as_they_are_fused(tiny_model, monkeypatch):
     model = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE).model
     layers = [weakref.ref(each) for each in model.modules() if isinstance(each, torch.nn.Linear)]

@@ -10,6 +10,7 @@
 
 extern "C" {
 void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_float32(const float*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
 void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
                         uint16_t*, int);
@@ -33,7 +34,7 @@ constexpr int kThreads = 2, kArrays = 8;
 // The same as in emulated_linear.py.
 struct Call {
   int64_t kind, rows, stride, inputs, outputs, gated, residual_stride;
-  int64_t format, elements;  // of blocks
+  int64_t format, elements;  // of blocks; elements of others are float32 if not 0
   int64_t bytes[kArrays];  // x, panels, bias, norm, residual, factors, scales, row sums
 
   // Whether weights are laid out, widened or rounded. Their rows are x, and the order of those of a file is in
@@ -94,15 +95,21 @@ int main() {
                             call.outputs,
                             int(call.gated),
                             float(call.epsilon),
-                            static_cast<const uint16_t*>(at[3]),
-                            static_cast<const uint16_t*>(at[4]),
+                            at[3],
+                            at[4],
                             call.residual_stride};
     const Scales scales{static_cast<const float*>(at[5]), static_cast<const float*>(at[6]),
                         static_cast<const float*>(at[7])};
     std::vector<float> wide(call.rows * call.outputs);
     auto* narrow = reinterpret_cast<uint16_t*>(wide.data());
     switch (call.kind) {
-      case 0: octavo_linear(x, call.rows, call.stride, &layer, narrow, kThreads); break;
+      case 0:
+        if (call.elements)
+          octavo_linear_float32(static_cast<const float*>(at[0]), call.rows, call.stride, &layer,
+                                wide.data(), kThreads);
+        else
+          octavo_linear(x, call.rows, call.stride, &layer, narrow, kThreads);
+        break;
       case 1: octavo_linear_wide(x, call.rows, call.stride, &layer, wide.data(), kThreads); break;
       case 2:
         octavo_linear_int8(x, call.rows, call.stride, &layer, &scales, narrow, kThreads);

@@ -35,7 +35,7 @@ from octavo.engine.models.linear.fuse_linears import (
 )
 from octavo.engine.models.linear.packed_linear import (
     PackedLayer,
-    has_kernels,
+    has_quantized_kernels,
     replace,
 )
 from octavo.engine.models.quantization.checkpoints.base import ZERO_OF_BYTES, Integers, in_groups
@@ -254,7 +254,7 @@ class _Packing:
         stored = self._checkpoint.find(located.layer.weight)
         if (own := block_weights(stored, located.layer.weight.dtype)) is not None:
             return own
-        if not has_kernels(located.layer):
+        if not has_quantized_kernels(located.layer):
             return None
         own_weights = for_kernels(stored)
         return own_weights.blocks() if isinstance(own_weights, Nibbles) else own_weights
