@@ -3,7 +3,8 @@
 A `DeferredTensor` knows how to make its numbers, and keeps none. Operators of deferred tensors
 alone are deferred too: transposing, joining or widening one takes no memory. An operator with other
 tensors makes the numbers, uses them and drops them. So a model of such weights computes what it
-would compute with all of them in memory, with little more memory than its largest weight.
+would compute with all of them in memory, with little more memory than its largest weight. Where an
+input in float32 is multiplied by one, it is made in parts that stay in a core's cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 SMALL = 1 << 16
@@ -21,6 +23,9 @@ SMALL = 1 << 16
 UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return the same numbers, like `CASTS`."""
 CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - has no public name
+LINEAR = torch.ops.aten.linear.default
+PART = 1 << 20
+"""Numbers of a weight that are made at once where an input is multiplied by it."""
 
 
 class DeferredTensor(Tensor):
@@ -30,11 +35,14 @@ class DeferredTensor(Tensor):
         make: Makes them.
         stored: The name of the stored weight that it holds, if it is one, in whatever type.
         exact: Makes the same in float32, if it is a quantized one, without rounding it in between.
+        rows: Makes some of its rows, from one to before another: in float32, if it is a quantized
+            one. None if it can be made as a whole only.
     """
 
     make: Callable[[], Tensor]
     stored: str | None
     exact: Callable[[], Tensor] | None
+    rows: Callable[[int, int], Tensor] | None
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034 - as the class; torch's typing wants no Self here
@@ -45,11 +53,12 @@ class DeferredTensor(Tensor):
         stored: str | None = None,
         device: torch.device | None = None,
         exact: Callable[[], Tensor] | None = None,
+        rows: Callable[[int, int], Tensor] | None = None,
     ) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=like.dtype, device=device or torch.device("cpu")
         )
-        made.make, made.stored, made.exact = make, stored, exact
+        made.make, made.stored, made.exact, made.rows = make, stored, exact, rows
         return made
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
@@ -80,6 +89,8 @@ class DeferredTensor(Tensor):
             made = _defer(operator, args, kwargs, tensors[0].device)
             if made is not None:
                 return made
+        if operator is LINEAR and _has_parts(args[1]):
+            return _multiply(*args)
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
 
 
@@ -100,20 +111,39 @@ def _defer(
         return None
     given = args[0]
     same = operator in UNCHANGED or operator in CASTS
-    stored = exact = None
+    stored = exact = rows = None
     if same and isinstance(given, DeferredTensor):
-        stored, exact = given.stored, given.exact
+        stored, exact, rows = given.stored, given.exact, given.rows
     where = device if moved is None else torch.device(moved)
 
     def run() -> Any:  # noqa: ANN401
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
 
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, run, stored=stored, device=where, exact=exact)
+        return DeferredTensor(shapes, run, stored=stored, device=where, exact=exact, rows=rows)
     return type(shapes)(
         DeferredTensor(own, partial(_part, run, number), device=where)
         for number, own in enumerate(shapes)
     )
+
+
+def _has_parts(weight: Tensor) -> bool:
+    """Return whether a weight can be made in parts; in 16 bits, sums would be rounded otherwise."""
+    own = isinstance(weight, DeferredTensor) and weight.rows is not None
+    return own and weight.dtype == torch.float32
+
+
+def _multiply(given: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> Tensor:
+    """Return what a linear layer does, which makes its weight's numbers in parts."""
+    assert weight.rows is not None
+    outputs, inputs = weight.shape
+    out = given.new_empty(*given.shape[:-1], outputs)
+    step = max(1, PART // inputs)
+    for start in range(0, outputs, step):
+        end = min(start + step, outputs)
+        part = weight.rows(start, end).float()
+        out[..., start:end] = functional.linear(given, part)
+    return out if bias is None else out + present(bias)
 
 
 def _part(run: Callable[[], Any], number: int) -> Tensor:
@@ -128,11 +158,12 @@ def present(value: Any) -> Any:  # noqa: ANN401 - whatever operators take
 
 def in_float32(weight: Tensor) -> DeferredTensor:
     """Return a weight in float32, deferred; of a quantized one on a CPU, its exact numbers."""
-    exact = None
+    exact = rows = None
     if isinstance(weight, DeferredTensor) and weight.device.type == "cpu":
-        exact = weight.exact
+        exact, rows = weight.exact, weight.rows
     make = exact or partial(_widen, weight.detach())
-    return DeferredTensor(torch.empty(weight.shape, device="meta"), make, device=weight.device)
+    like = torch.empty(weight.shape, device="meta")
+    return DeferredTensor(like, make, device=weight.device, rows=rows)
 
 
 def _widen(weight: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ class StoredWeight(Protocol):
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""
+
+
+@runtime_checkable
+class Rows(StoredWeight, Protocol):
+    """A weight whose rows can be unpacked alone."""
+
+    def part(self, start: int, end: int) -> StoredWeight:
+        """Return the rows from one to before another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,9 @@ class Format(ABC):
 
     packs_ends: ClassVar[bool] = False
     """Whether kernels take embeddings and the head as they are stored too."""
+
+    has_rows: ClassVar[bool] = False
+    """Whether weights are `Rows`."""
 
     @abstractmethod
     def __init__(self, settings: Settings) -> None: ...

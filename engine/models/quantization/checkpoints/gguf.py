@@ -6,7 +6,7 @@ ggml's ggml-common.h defines the types.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -57,6 +57,12 @@ class Blocks:
         """The outputs' bytes in their order, `[outputs, bytes]` uint8."""
         return self.stored if self.order is None else self.stored[self.order]
 
+    def part(self, start: int, end: int) -> "Blocks":
+        """Return the outputs from one to before another."""
+        if self.order is None:
+            return replace(self, stored=self.stored[start:end])
+        return replace(self, order=self.order[start:end])
+
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""
         return dequantize_blocks(self.stored, self.format, order=self.order)
@@ -71,6 +77,7 @@ class Gguf(Format):
 
     endings: ClassVar = {BLOCKS: "blocks", ORDER: "order"}
     packs_ends: ClassVar = True
+    has_rows: ClassVar = True
 
     def __init__(self, settings: Settings) -> None:
         known(settings, ALLOWED)

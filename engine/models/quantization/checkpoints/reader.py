@@ -22,6 +22,7 @@ from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.base import (
     Format,
+    Rows,
     StoredWeight,
     TensorHeader,
     WeightError,
@@ -47,6 +48,7 @@ class LazyWeight:
         dtype: Its type.
         read: Returns it.
         quantized: Whether it is a quantized one, in float32.
+        rows: Returns some of its rows, if it can; see `DeferredTensor`.
     """
 
     name: str
@@ -54,12 +56,13 @@ class LazyWeight:
     dtype: torch.dtype
     read: Callable[[], Tensor]
     quantized: bool = False
+    rows: Callable[[int, int], Tensor] | None = None
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         """Return the weight."""
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         exact = self.read if self.quantized else None
-        return DeferredTensor(like, self.read, stored=self.name, exact=exact)
+        return DeferredTensor(like, self.read, stored=self.name, exact=exact, rows=self.rows)
 
 
 class QuantizedCheckpoint:
@@ -97,7 +100,10 @@ class QuantizedCheckpoint:
         """Return all weights by their names in transformers, to be read when they are needed."""
         plain = {name: self._tensors[name] for name in self._plain}
         return _lazy(plain) | {
-            name: LazyWeight(name, shape, torch.float32, partial(self._dequantize, name), True)
+            name: LazyWeight(
+                *(name, shape, torch.float32, partial(self._dequantize, name), True),
+                partial(self._dequantize_rows, name) if self.format.has_rows else None,
+            )
             for name, shape in self.shapes.items()
         }
 
@@ -141,6 +147,14 @@ class QuantizedCheckpoint:
     def _dequantize(self, name: str) -> Tensor:
         made = self.read(name).dequantize()
         self.give_back()
+        return made
+
+    def _dequantize_rows(self, name: str, start: int, end: int) -> Tensor:
+        stored = self.read(name)
+        assert isinstance(stored, Rows)
+        made = stored.part(start, end).dequantize()
+        if end == self.shapes[name][0]:
+            self.give_back()
         return made
 
     def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
@@ -286,13 +300,19 @@ def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
             latest.popleft().give_back()
         return own[...]
 
+    def rows(own: StoredTensor, start: int, end: int) -> Tensor:
+        whole = read(own) if end == own.place.shape[0] else own[...]
+        return whole[start:end]
+
     weights: dict[str, Any] = {}
     for name, own in tensors.items():
         dtype, shape = TYPES.get(own.place.dtype), own.place.shape
         if dtype is None or math.prod(shape) < SMALL:
             weights[name] = own
         else:
-            weights[name] = LazyWeight(name, shape, dtype, partial(read, own))
+            weights[name] = LazyWeight(
+                name, shape, dtype, partial(read, own), rows=partial(rows, own)
+            )
     return weights
 
 
