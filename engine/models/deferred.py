@@ -114,6 +114,8 @@ def _defer(
     stored = exact = rows = None
     if same and isinstance(given, DeferredTensor):
         stored, exact, rows = given.stored, given.exact, given.rows
+        if rows is not None and exact is None:  # quantized numbers are not rounded in between
+            rows = partial(_cast, rows, shapes.dtype)
     where = device if moved is None else torch.device(moved)
 
     def run() -> Any:  # noqa: ANN401
@@ -125,6 +127,10 @@ def _defer(
         DeferredTensor(own, partial(_part, run, number), device=where)
         for number, own in enumerate(shapes)
     )
+
+
+def _cast(rows: Callable[[int, int], Tensor], dtype: torch.dtype, start: int, end: int) -> Tensor:
+    return rows(start, end).to(dtype)
 
 
 def _has_parts(weight: Tensor) -> bool:
