@@ -1,4 +1,5 @@
-# Needs Python 3.11 or 3.12 and nothing else; each target sets up .venv itself.
+# Needs Python 3.11 or 3.12 and nothing else; each target sets up .venv itself, and compiles the CPU
+# kernels meanwhile, if there is a compiler.
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -87,8 +88,10 @@ clean: ## Remove everything that is made, .venv included
 	find engine kernels octavo router tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt $(wildcard protos/*.py protos/octavo/v1/*.proto) | $(BIN)/pip
+	$(BIN)/python kernels/cpu/prebuild.py build/kernels & kernels=$$!; \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint constraints.txt --editable '.[dev]'
+		--constraint constraints.txt --editable '.[dev]'; installed=$$?; \
+	wait $$kernels; exit $$installed
 	touch $@
 
 $(BIN)/pip:

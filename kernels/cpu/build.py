@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import platformdirs
 
-from octavo.kernels.cpu.compile import compile_library, contents
-from octavo.kernels.integrity import SEAL, check_trusted, seal, verify_seal
+from octavo.kernels.cpu.compile import compile_library, find_compiler, library_name
+from octavo.kernels.integrity import check_trusted, seal, verify_seal
 from octavo.kernels.machine import compiler_target, cpu_identity
 
 log = logging.getLogger(__name__)
@@ -22,8 +21,10 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Attempts to compile a library that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
-"""Path in the cache, with a digest of everything it depends on. The file's time is its last load,
-and processes that have it loaded hold a lock on it: so `cache_cleanup` finds unused ones."""
+"""Path in the cache, with a digest as of `library_name`. The file's time is its last load, and
+processes that have it loaded hold a lock on it: so `cache_cleanup` finds unused ones."""
+PREBUILT = Path(__file__).resolve().parents[2] / "build" / "kernels"
+"""Where `make` has compiled a checkout's library, under the same name."""
 
 
 def load_compiled() -> ctypes.CDLL:
@@ -52,10 +53,20 @@ def load_compiled() -> ctypes.CDLL:
     raise OSError(f"{path} was removed or damaged each of {ATTEMPTS} times after it was compiled")
 
 
-def _load(path: Path, compiler: str) -> ctypes.CDLL:
+def load(path: Path) -> ctypes.CDLL:
+    """Load a library, with PyTorch's OpenMP runtime.
+
+    Raises:
+        OSError: It cannot be loaded.
+    """
+    ctypes.CDLL(str(_openmp()), mode=ctypes.RTLD_GLOBAL)
     # Globally, as a compiled step finds the kernels by name.
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _load(path: Path, compiler: str) -> ctypes.CDLL:
     try:
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return load(path)
     except OSError as error:
         if "__kmpc" not in str(error):
             raise
@@ -63,16 +74,6 @@ def _load(path: Path, compiler: str) -> ctypes.CDLL:
             f"{compiler} is Clang, whose OpenMP code does not run with PyTorch's libgomp:"
             " install g++, or set CXX to it"
         ) from error
-
-
-def find_compiler() -> str | None:
-    """Return the C++ compiler to use: $CXX, else the first known one on the path.
-
-    GCC comes first: Clang's OpenMP code does not run with PyTorch's libgomp.
-    """
-    named = os.environ.get("CXX")
-    candidates = [named] if named else ["g++", "c++", "clang++"]
-    return next((found for name in candidates if (found := shutil.which(name))), None)
 
 
 def _no_compiler() -> str:
@@ -84,12 +85,10 @@ def _no_compiler() -> str:
 
 def _library_path(compiler: str) -> Path:
     """Return the path of the library for these sources, these flags and this CPU."""
-    parts = [compiler, SEAL.decode(), compiler_target(), cpu_identity(), *contents()]
-    parts += map(str, loaded_libraries())
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     # As in octavo.common.models.cache, which kernels may not import.
     cache = os.environ.get("OCTAVO_CACHE_DIR") or platformdirs.user_cache_dir("octavo")
-    return Path(cache).expanduser() / LIBRARY.format(digest[:16])
+    name = library_name(compiler, compiler_target(), cpu_identity())
+    return Path(cache).expanduser() / "kernels" / name
 
 
 def _is_intact(path: Path) -> bool:
@@ -134,34 +133,29 @@ def _hold(path: Path) -> bool:
     return path.exists()  # it may have been removed before it was locked
 
 
-def loaded_libraries() -> list[Path]:
-    """Return the paths of PyTorch's library and OpenMP runtime that this process has loaded.
-
-    PyTorch brings its own OpenMP runtime. With the system's, the kernels would have a second pool
-    of threads, which spins while the first one works.
+def _openmp() -> Path:
+    """Return the path of PyTorch's OpenMP runtime, whose name differs from one to another.
 
     Raises:
-        OSError: They cannot be found, for example on other systems than Linux.
+        OSError: It cannot be found, for example on other systems than Linux.
     """
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = sorted({Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")})
-
-    def find(*prefixes: str) -> Path:
-        for prefix in prefixes:
-            for file in files:
-                if file.name.startswith(prefix):
-                    return file
-        raise FileNotFoundError(f"no {prefixes[0]} is loaded")
-
-    return [find("libtorch_cpu"), find("libgomp", "libiomp5", "libomp")]
+    for prefix in ("libgomp", "libiomp5", "libomp"):
+        for file in files:
+            if file.name.startswith(prefix):
+                return file
+    raise FileNotFoundError("no libgomp is loaded")
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile the sources and move the library to `path` atomically."""
+    """Compile the sources, if `make` has not, and move the library to `path` atomically."""
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         library = Path(scratch) / "library.so"
-        linked = list(map(str, loaded_libraries()))
-        compile_library(compiler, [compiler_target()], linked, library, Path(scratch))
+        if (made := PREBUILT / path.name).is_file():
+            shutil.copyfile(made, library)
+        else:
+            compile_library(compiler, [compiler_target()], library, Path(scratch))
         seal(library)
         library.chmod(0o755)
         library.replace(path)

@@ -1,10 +1,12 @@
 """Compiles the C++ kernels into one library.
 
 The sources include no PyTorch headers, so this takes seconds. It imports nothing of Octavo or
-PyTorch, as wheels are made with it too.
+PyTorch: wheels are made with it too, and `make` compiles while packages are installed.
 """
 
+import hashlib
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,23 +63,45 @@ them run out: up to a quarter fewer instructions on CPUs with 16 vector register
 TIMEOUT = 120  # seconds, a source
 
 
-def contents() -> list[str]:
-    """Return all that a library is made of but the CPU, for a digest."""
+def find_compiler() -> str | None:
+    """Return the C++ compiler to use: $CXX, else the first known one on the path.
+
+    GCC comes first: Clang's OpenMP code does not run with PyTorch's libgomp.
+    """
+    named = os.environ.get("CXX")
+    candidates = [named] if named else ["g++", "c++", "clang++"]
+    return next((found for name in candidates if (found := shutil.which(name))), None)
+
+
+def library_name(compiler: str, target: str, cpu: str) -> str:
+    """Return the file name of a library, with a digest of everything it depends on.
+
+    Args:
+        compiler: The C++ compiler.
+        target: Its flag for the CPU.
+        cpu: What identifies the CPU.
+    """
     here = Path(__file__).parent
-    return [*FLAGS, repr(FLAGS_OF), *((here / name).read_text() for name in SOURCES + HEADERS)]
+    sources = [(here / name).read_text() for name in SOURCES + HEADERS]
+    parts = [compiler, target, cpu, *FLAGS, repr(FLAGS_OF), *sources]
+    return f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 def compile_library(
-    compiler: str, target: Sequence[str], libraries: Sequence[str], path: Path, scratch: Path
+    compiler: str, target: Sequence[str], path: Path, scratch: Path, *, flags: Sequence[str] = ()
 ) -> None:
     """Compile the sources to a shared library.
+
+    It needs PyTorch's by its name alone, and no OpenMP runtime by name: the loader finds both among
+    what PyTorch has loaded. With the system's runtime, the kernels would have a second pool of
+    threads, which spins while the first one works.
 
     Args:
         compiler: The C++ compiler.
         target: Its flags for the CPU.
-        libraries: The linker's arguments for PyTorch and its OpenMP runtime.
         path: The library.
         scratch: A directory for object files.
+        flags: Further ones of the linker.
 
     Raises:
         OSError: The compiler fails, or takes too long.
@@ -88,10 +112,14 @@ def compile_library(
         [compiler, *FLAGS, *FLAGS_OF.get(source, ()), *target, "-c", str(here / source), "-o", made]
         for source, made in zip(SOURCES, objects, strict=True)
     ]
+    torch = scratch / "libtorch_cpu.so"
+    named = ["-nostdlib", "-shared", f"-Wl,-soname,{torch.name}", "-x", "c++", os.devnull]
+    run([compiler, *named, "-o", str(torch)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
-    # Without -fopenmp here, the linker uses only the runtime in its arguments.
-    run([compiler, "-shared", "-o", str(path), *objects, *libraries])
+    # Without -fopenmp here, the linker names no runtime.
+    linked = ["-Wl,--no-as-needed", str(torch), *flags]
+    run([compiler, "-shared", "-o", str(path), *objects, *linked])
 
 
 def run(command: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 
 from octavo.kernels import machine
-from octavo.kernels.cpu.build import load_compiled, loaded_libraries
+from octavo.kernels.cpu.build import load, load_compiled
 from octavo.kernels.cpu.levels import levels_of
 
 PREBUILT = Path(__file__).parent / "prebuilt"
@@ -31,15 +31,8 @@ def load_library() -> ctypes.CDLL:
             path = PREBUILT / f"{level.name}.so"
             if path.exists():
                 try:
-                    return _load(path)
+                    return load(path)
                 except OSError as error:  # an older C library, or a PyTorch of another kind
                     log.warning("the wheel's CPU kernels cannot be loaded: %s", error)
                     break
     return load_compiled()
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    _, openmp = loaded_libraries()  # whose name differs from one PyTorch to another
-    ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-    # Globally, as a compiled step finds the kernels by name.
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

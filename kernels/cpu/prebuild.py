@@ -1,7 +1,7 @@
-"""Compiles the kernels for a wheel: one library for each instruction set in levels.py.
+"""Compiles the kernels without PyTorch, and outside of the package.
 
-`python kernels/cpu/prebuild.py DIRECTORY` does it by hand. protos/build_hook.py runs this without
-PyTorch and outside of the package.
+protos/build_hook.py makes those of a wheel: one library for each instruction set in levels.py.
+`make` runs this file, which makes one for this machine while packages are installed; see build.py.
 """
 
 import os
@@ -11,15 +11,13 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
 
 def prebuild(target: Path) -> list[Path]:
     """Compile a library for each level of this machine's architecture.
-
-    The libraries need PyTorch's by its name alone, and no OpenMP runtime by name: the loader finds
-    both among what PyTorch has loaded.
 
     Args:
         target: The directory for the libraries.
@@ -31,25 +29,52 @@ def prebuild(target: Path) -> list[Path]:
         OSError: The compiler fails.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    levels = runpy.run_path(str(HERE / "levels.py"))["LEVELS"].get(platform.machine(), ())
+    levels = _run("levels.py")["LEVELS"].get(platform.machine(), ())
     if compiler is None:
         return []
-    compiling = runpy.run_path(str(HERE / "compile.py"))
+    compile_library = _run("compile.py")["compile_library"]
     target.mkdir(parents=True, exist_ok=True)
     made = []
     with tempfile.TemporaryDirectory() as scratch:
-        torch = Path(scratch) / "libtorch_cpu.so"
-        named = ["-shared", f"-Wl,-soname,{torch.name}", "-nostdlib", "-x", "c++", os.devnull]
-        compiling["run"]([compiler, *named, "-o", str(torch)])
         for level in levels:
-            library = target / f"{level.name}.so"
-            compiling["compile_library"](
-                *(compiler, level.flags, ["-Wl,--no-as-needed", str(torch), "-Wl,--strip-all"]),
-                *(library, Path(scratch)),
-            )
+            library, strip = target / f"{level.name}.so", ["-Wl,--strip-all"]
+            compile_library(compiler, level.flags, library, Path(scratch), flags=strip)
             made.append(library)
     return made
 
 
+def prebuild_here(target: Path) -> Path | None:
+    """Compile a library for this machine, if it is not there.
+
+    Args:
+        target: The directory for it; others are removed.
+
+    Returns:
+        It; None if there is no compiler.
+
+    Raises:
+        OSError: The compiler fails.
+    """
+    compiling, machine = _run("compile.py"), _run("../machine.py")
+    if (compiler := compiling["find_compiler"]()) is None:
+        return None
+    flag = machine["compiler_target"]()
+    library: Path = target / compiling["library_name"](compiler, flag, machine["cpu_identity"]())
+    if not library.exists():
+        target.mkdir(parents=True, exist_ok=True)
+        for old in target.iterdir():
+            old.unlink()
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            made = Path(scratch) / library.name
+            compiling["compile_library"](compiler, [flag], made, Path(scratch))
+            made.replace(library)
+    return library
+
+
+def _run(name: str) -> dict[str, Any]:
+    """Run a file of Python, which imports nothing of Octavo; return its names."""
+    return runpy.run_path(str(HERE / name))
+
+
 if __name__ == "__main__":
-    print(*prebuild(Path(sys.argv[1])), sep="\n")
+    prebuild_here(Path(sys.argv[1]))

@@ -140,6 +140,22 @@ def test_kernels_in_a_directory_that_others_can_write_are_not_loaded(cached):
 
 
 @needs_compiler
+def test_what_make_has_compiled_is_taken(tmp_path, monkeypatch, built):
+    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "build")
+    monkeypatch.setattr(build, "compile_library", lambda *_: pytest.fail("compiled again"))
+    kept = build._library_path(build.find_compiler())
+    build.PREBUILT.mkdir()
+    shutil.copy(built, build.PREBUILT / kept.name)
+    # As make runs it, without packages: the library is there, so nothing is compiled.
+    script = [sys.executable, "-I", "-S", ROOT / "kernels" / "cpu" / "prebuild.py", build.PREBUILT]
+    subprocess.run(script, check=True)
+    assert (build.PREBUILT / kept.name).read_bytes() == built.read_bytes()
+    assert build.load_compiled()._name == str(kept)
+    integrity.verify_seal(kept)
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_a_process_survives_damaged_kernels(tmp_path):
     """The real ones, in a process of its own: what is cut short ends it with SIGBUS."""
