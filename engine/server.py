@@ -38,8 +38,6 @@ log = structlog.get_logger(__name__)
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 DRAIN_POLL_SECONDS = 0.05
-COLLECTION_THRESHOLD = 20_000
-"""Threshold of the youngest generation: new objects, less freed ones, between collections."""
 
 
 async def serve(
@@ -104,7 +102,7 @@ async def serve(
             if ranks is not None:
                 ranks.ready()
             loading.loaded = service = EngineService(settings, parts, metrics, tracing)
-            _tune_garbage_collection()
+            _exclude_from_collection()
             beats = watch(
                 service.core,
                 service.heartbeat,
@@ -165,14 +163,13 @@ def _build(settings: EngineSettings, place: Place | None) -> Parts:
     return parts
 
 
-def _tune_garbage_collection() -> None:
-    """Collect garbage rarely, and never among the objects that exist now.
+def _exclude_from_collection() -> None:
+    """Never look for garbage among the objects that exist now.
 
     To scan all objects of torch and transformers takes as long as many steps.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
 
 
 async def _unless_stopped(

@@ -158,7 +158,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     # At most one block more in each group, as the largest batch has two sequences.
     least = sum(layout.sequence_blocks(tokens)) + len(layout.groups)
     probe = Executor(loaded, _allocate(layout, loaded, least, 0, leader), leader)
-    _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
+    if loaded.device.type == "cuda":  # a CPU has no peak to measure
+        _run_largest_step(probe, loaded, tokens, max_num_seqs, layout)
     taken = _memory_taken(
         probe,
         loaded,
@@ -452,14 +453,10 @@ def _run_largest_step(
     executor: Executor, loaded: LoadedStep, tokens: int, seqs: int, layout: CacheLayout
 ) -> None:
     """Run the largest step, to measure the peak memory of activations and logits."""
-    if loaded.device.type == "cpu":
-        tokens, seqs = min(tokens, 32), 1  # a CPU has no peak to measure
-    else:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(loaded.device)  # loading may have used more
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(loaded.device)  # loading may have used more
     executor.execute(largest_batch(tokens, seqs, layout))
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)
+    torch.cuda.synchronize(loaded.device)
 
 
 def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
