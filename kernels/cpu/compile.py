@@ -60,7 +60,7 @@ FLAGS_OF = dict.fromkeys(
 )
 """A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
 them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""
-TIMEOUT = 120  # seconds, a source
+TIMEOUT = 600  # seconds, a source; on an idle core it takes 10
 
 
 def find_compiler() -> str | None:

@@ -77,4 +77,7 @@ def _run(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    prebuild_here(Path(sys.argv[1]))
+    try:
+        prebuild_here(Path(sys.argv[1]))
+    except OSError as error:
+        sys.exit(f"the CPU kernels are left to the first start: {error}")
